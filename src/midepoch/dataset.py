@@ -1,0 +1,477 @@
+"""The Dataset: a frozen pipeline and a cursor. Every method returns a new one; only the cursor moves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from midepoch import state as states
+from midepoch.engine import Engine
+from midepoch.errors import CheckpointMismatchError, DataNotFoundError
+from midepoch.iterate import BatchIterator, RowIterator, Start
+from midepoch.order import Cut, Order, Selection, Shuffle
+from midepoch.order.shuffle import DEFAULT_WINDOW
+from midepoch.pipeline import Pipeline
+from midepoch.read.blocks import plain_schema
+from midepoch.seeds import draw_seed
+from midepoch.shared import SharedCell
+from midepoch.sources import Source
+from midepoch.state import Cursor
+from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.features import import_datasets
+from midepoch.transforms.formats import check_format
+
+if TYPE_CHECKING:
+    from midepoch.loader import Loader
+
+Self = TypeVar("Self", bound="Dataset")
+
+
+class Dataset:
+    """Rows of a source, in an order, through some steps; iterable, indexable, resumable.
+
+    Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
+    the epoch, or where a loaded state left off; a ``break`` moves nothing.
+    """
+
+    def __init__(self, pipeline: Pipeline, cursor: Cursor | None = None) -> None:
+        cursor = cursor or Cursor()
+        self._pipeline = pipeline
+        self._shared = SharedCell(cursor.epoch)
+        self._start = cursor.position
+        self._latest: RowIterator | BatchIterator | None = None
+        self._delivered: Cursor | None = None
+        self._engine: Engine | None = None
+        _register_with_torch()
+
+    # What it is
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The frozen description of this dataset."""
+        return self._pipeline
+
+    def __len__(self) -> int:
+        """Rows of an epoch (of this shard)."""
+        return self._pipeline.cut.before(self._pipeline.rows)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of the data as it lies, without the columns that are never read."""
+        schema = plain_schema(self._pipeline.source.schema)
+        return pa.schema([schema.field(name) for name in self._pipeline.read_columns], metadata=schema.metadata)
+
+    @property
+    def features(self) -> Any:
+        """The ``datasets.Features`` of the data as it lies."""
+        features = import_datasets("features are a thing of Hugging Face's").Features.from_arrow_schema(self.schema)
+        return type(features)({name: features[name] for name in self._pipeline.read_columns})
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a row. After a map this runs it on the first row."""
+        known = self._pipeline.known_columns
+        if known is not None:
+            return list(known)
+        return list(self[0]) if len(self) else []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``iter()`` will go through."""
+        return self._shared.epoch
+
+    @property
+    def num_files(self) -> int:
+        return len(self._pipeline.source.files)
+
+    def __repr__(self) -> str:
+        p, shuffle = self._pipeline, self._pipeline.order.shuffle
+        parts = [f"{len(self):,} rows", f"{self.num_files} file{'s' * (self.num_files != 1)}"]
+        if shuffle is not None:
+            window = f", window={shuffle.window}" if shuffle.scope == "window" else ""
+            parts.append(f"shuffled by {shuffle.scope} (seed={shuffle.seed}{window})")
+        if p.cut.count > 1:
+            parts.append(f"shard {p.cut.index} of {p.cut.count}")
+        if p.has_map:
+            parts.append(f"maps: {', '.join(step.name for step in p.steps if isinstance(step, Map))}")
+        parts.append(f"columns: {', '.join(p.known_columns)}" if p.known_columns is not None else "columns: from a map")
+        if p.format:
+            parts.append(f"format={p.format}")
+        at = self._cursor()
+        if at != Cursor():
+            parts.append(f"at epoch {at.epoch}, position {at.position:,} of {p.rows:,}")
+        return f"{type(self).__name__}({'; '.join(parts)})"
+
+    # Which rows
+
+    def slice(self: Self, start: int | None = None, stop: int | None = None, step: int | None = None) -> Self:
+        """The rows ``[start:stop:step]``, chosen before any shuffle, so that no row moves from one slice to another."""
+        return self._with_selection(self._pipeline.order.selection.slice(start, stop, step))
+
+    def take(self: Self, n: int) -> Self:
+        """The first n rows (before any shuffle)."""
+        return self.slice(0, _at_least(n, 0, "take"))
+
+    def skip(self: Self, n: int) -> Self:
+        """All but the first n rows (before any shuffle)."""
+        return self.slice(_at_least(n, 0, "skip"), None)
+
+    def select(self: Self, indices: Iterable[int]) -> Self:
+        """The rows with these numbers, in this order (before any shuffle)."""
+        return self._with_selection(self._pipeline.order.selection.select(indices))
+
+    def _with_selection(self: Self, selection: Selection) -> Self:
+        order = replace(self._pipeline.order, selection=selection)
+        return self._derive(replace(self._pipeline, order=order), same_positions=False)
+
+    # In which order, and whose
+
+    def shuffle(
+        self: Self, seed: int | None = None, *, scope: str | None = None, window: int = DEFAULT_WINDOW
+    ) -> Self:
+        """Shuffled anew in every epoch, by a permutation that is computed and never stored.
+
+        ``scope``: "rows" (the default) permutes all rows; "window" permutes blocks, then rows within windows of
+        ``window`` blocks; "files" permutes whole files. Without a seed one is drawn, kept in the state, and taken over
+        on resume.
+        """
+        drawn = seed is None
+        shuffle = Shuffle(draw_seed() if seed is None else seed, scope or self._default_scope, window)
+        order = replace(self._pipeline.order, shuffle=shuffle)
+        return self._derive(replace(self._pipeline, order=order, seed_drawn=drawn), same_positions=False)
+
+    _default_scope = "rows"
+
+    def shard(self: Self, num_shards: int, index: int, *, mode: str = "auto") -> Self:
+        """One of ``num_shards`` equal parts (by one row at most) of every epoch, without overlap or gap.
+
+        "example": every num_shards-th row. "file": a run of whole files for each shard; where the cut falls into a
+        file, its two neighbours read a part of it each, so that all shards stay equally long. "auto": "file" where
+        there are at least as many files as shards. The state stays global: any shard's restores all, on any number of
+        shards.
+        """
+        if mode not in ("auto", "file", "example"):
+            raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
+        if self._pipeline.cut.count > 1:
+            raise ValueError(f"the dataset is already shard {self._pipeline.cut.index} of {self._pipeline.cut.count}")
+        cut = Cut(index, num_shards)
+        if num_shards > self._pipeline.rows:
+            raise ValueError(f"{self._pipeline.rows} rows cannot be cut into {num_shards} shards")
+        by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
+        order = replace(self._pipeline.order, lanes=num_shards if by_file else 1)
+        return self._derive(replace(self._pipeline, order=order, cut=cut), same_positions=False)
+
+    # What is in a row
+
+    def map(
+        self: Self,
+        function: Callable[..., Any],
+        *,
+        batched: bool = False,
+        batch_size: int = 1000,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        remove_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Self:
+        """Apply a function to each row (or, ``batched``, to groups of rows); what it returns is put into the row.
+
+        The function gets a dict (or the values of ``input_columns``), then, if asked for, the row's number in the
+        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and the
+        row (``batched``: a list of each). It must return one row for each row. ``on_error="skip"`` drops rows on which it raises.
+        """
+        if not callable(function):
+            raise TypeError(f"map takes a function, got {function!r}")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        step = Map(
+            function,
+            number=sum(isinstance(s, Map) for s in self._pipeline.steps),
+            batched=batched,
+            batch_size=_at_least(batch_size, 1, "map(batch_size=…)"),
+            with_indices=with_indices,
+            with_generator=with_generator,
+            input_columns=None if input_columns is None else _names(input_columns),
+            remove_columns=_names(remove_columns or ()),
+            fn_kwargs=dict(fn_kwargs or {}),
+            input_format=self._pipeline.format or "python",
+            on_error=on_error,
+        )
+        known = self._pipeline.known_columns
+        if known is not None:
+            check_columns([*(step.input_columns or ()), *step.remove_columns], known, f"map({step.name})")
+        return self._step(step)
+
+    def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
+        """Only these columns; the others are not even read."""
+        return self._step(SelectColumns(_names(column_names)))
+
+    def remove_columns(self: Self, column_names: str | Sequence[str]) -> Self:
+        """All columns but these."""
+        return self._step(RemoveColumns(_names(column_names)))
+
+    def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
+        """Columns under new names."""
+        return self._step(RenameColumns(tuple(column_mapping.items())))
+
+    def with_format(self: Self, kind: str | None) -> Self:
+        """Rows and batches as "python" (the default), "numpy", "torch", "arrow" or "jax"."""
+        return self._derive(replace(self._pipeline, format=check_format(kind)))
+
+    def _step(self: Self, step: Step) -> Self:
+        pipeline = replace(self._pipeline, steps=(*self._pipeline.steps, step))
+        _ = pipeline.known_columns  # a wrong column is an error here, not in an hour
+        return self._derive(pipeline)
+
+    def _derive(self: Self, pipeline: Pipeline, *, same_positions: bool = True) -> Self:
+        """A new dataset at the same epoch; at the same position too, unless positions mean other rows now."""
+        return type(self)(pipeline, Cursor(self.epoch, self._start if same_positions else 0))
+
+    # Reading
+
+    def __getitem__(self, key: int | slice | Sequence[int]) -> Any:
+        """Row i of this epoch's order as ``list(ds)[i]`` would give it; a slice or list gives columns."""
+        if self._engine is None:
+            self._engine = Engine(self._pipeline)
+        engine, n = self._engine, len(self)
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            if not -n <= key < n:
+                raise IndexError(f"row {key} is out of range: there are {n} rows")
+            return next(iter(engine.rows(self._at(engine, np.array([key % n])))), None)
+        if isinstance(key, slice):
+            return engine.columns(self._at(engine, np.arange(*key.indices(n), dtype=np.int64)))
+        if isinstance(key, str):
+            raise TypeError(f"ds[{key!r}] would read a whole column: use ds.select_columns({key!r}) and iterate")
+        rows = Selection.of_ranges([(0, n)]).select(np.asarray(key))
+        return engine.columns(self._at(engine, rows.source_rows(np.arange(len(rows)))))
+
+    def _at(self, engine: Engine, places: Any) -> Any:
+        cut, epoch = self._pipeline.cut, self.epoch
+        return engine.transform(epoch, engine.read(epoch, places * cut.count + cut.index))
+
+    def __getitems__(self, keys: Sequence[int]) -> Any:
+        """torch asks a map-style dataset for batches in this way; this one is iterable and must not be asked."""
+        raise TypeError(
+            "DataLoader took this dataset for a map-style one, because torch was imported after it was made. "
+            "Import torch first, or use ds.loader(batch_size, num_workers=…)."
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._follow(RowIterator(self._start_from(self._begin()), self))
+
+    def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
+        """Batches of the current epoch as columns; the state follows as for rows."""
+        size = _at_least(batch_size, 1, "iter")
+        return self._follow(BatchIterator(self._start_from(self._begin()), self, size, drop_last_batch))
+
+    def loader(
+        self,
+        batch_size: int,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> Loader:
+        """Batches of every epoch, prepared ahead by threads or worker processes; owns its own cursor.
+
+        ``batch_size`` rows for each rank. Rank and world size come from the shard, from an initialised
+        ``torch.distributed``, or are given. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
+        otherwise; ``collate_fn`` gets a list of rows instead.
+        """
+        from midepoch.loader import Loader, Options
+        from midepoch.loader.world import find_world
+
+        if not self._pipeline.rows:
+            raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
+        world = find_world(self._pipeline.cut, rank, world_size)
+        options = Options(
+            batch_size=_at_least(batch_size, 1, "loader(batch_size=…)"),
+            num_workers=_at_least(num_workers, 0, "loader(num_workers=…)"),
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            prefetch=_at_least(prefetch, 1, "loader(prefetch=…)"),
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+        )
+        return Loader(replace(self._pipeline, cut=world), options, Cursor(self.epoch, self._start))
+
+    # The cursor
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
+        _at_least(epoch, 0, "set_epoch")
+        if epoch != self.epoch:
+            self._shared.epoch, self._start = epoch, 0
+            self._latest, self._delivered = None, None
+        self._shared.asked = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands, just behind the last row handed over: small, flat, JSON-able."""
+        return self.save_at(self._cursor())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, saved on any shard of any number of them.
+
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
+        """
+        cursor, self._pipeline = self._resume(state)
+        self._go_to(cursor)
+        self._engine, self._latest, self._delivered = None, None, None
+
+    def _go_to(self, cursor: Cursor) -> None:
+        """Stand at a cursor. One at the end of an epoch leaves alone another epoch that was asked for by name."""
+        if self._ended(self._share()[0], cursor) and self._shared.asked and self.epoch != cursor.epoch:
+            self._start = 0
+        else:
+            self._shared.epoch, self._start = cursor.epoch, cursor.position
+
+    def _resume(self, state: Any) -> tuple[Cursor, Pipeline]:
+        resumed = states.load(self._state_in(state), self._pipeline)
+        _, worker = self._share()
+        if resumed.worker != worker:
+            saved, here = resumed.worker, worker
+            raise CheckpointMismatchError(
+                "worker",
+                saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
+                here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
+                "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of "
+                "shards only; ds.loader(…) resumes with any",
+            )
+        order = replace(self._pipeline.order, lanes=resumed.lanes)
+        if order.shuffle is not None and resumed.seed is not None:
+            order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
+        return resumed.cursor, replace(self._pipeline, order=order)
+
+    def _state_in(self, state: Any) -> Any:
+        """A hook for interfaces whose states look different."""
+        return state
+
+    def save_at(self, cursor: Cursor) -> dict[str, Any]:
+        """The state at a cursor, for the iterators of this dataset."""
+        state = states.save(states.identity(self._pipeline), cursor)
+        _, worker = self._share()
+        if worker is not None:
+            state["worker"], state["workers"], state["shards"] = worker
+        return state
+
+    def _cursor(self) -> Cursor:
+        if self._latest is not None:
+            return self._latest.cursor
+        return self._delivered or Cursor(self.epoch, self._start)
+
+    def _share(self) -> tuple[Cut, tuple[int, int, int] | None]:
+        """This process's share of the positions; in a DataLoader worker, its share of the shard."""
+        data = sys.modules.get("torch.utils.data")
+        info = data.get_worker_info() if data is not None else None
+        cut = self._pipeline.cut
+        if info is None:
+            return cut, None
+        return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
+
+    def _ended(self, share: Cut, cursor: Cursor) -> bool:
+        return cursor.position > 0 and share.before(cursor.position) >= share.before(self._pipeline.rows)
+
+    def _begin(self) -> Cursor:
+        """Where ``iter()`` starts. At the end of an epoch that was not asked for by name, that is its beginning."""
+        cursor = Cursor(self.epoch, self._start)
+        share, worker = self._share()
+        if worker is not None:
+            self._start = 0  # in a worker a loaded state is for one iteration: the next is a new epoch
+        elif self._ended(share, cursor) and not self._shared.asked:
+            return Cursor(self.epoch, 0)
+        return cursor
+
+    def _start_from(self, cursor: Cursor) -> Start:
+        share, worker = self._share()
+        late = None
+        if worker is not None:
+            at_end = self._ended(share, cursor)
+            self._shared.note_end(worker[0], at_end)
+            late = self._roll_over(cursor.epoch, worker[1]) if at_end else None
+        return Start(Engine(self._pipeline), share, cursor, late)
+
+    def _roll_over(self, epoch: int, workers: int) -> Callable[[], Cursor | None]:
+        """In a worker that resumes at its end: a new epoch begins only if all workers are at theirs.
+
+        StatefulDataLoader asks for the first batch after all workers have loaded, so their notes are complete by then.
+        """
+        shared = self._shared
+
+        def decide() -> Cursor | None:
+            gone_through = shared.asked and shared.epoch == epoch
+            return Cursor(shared.epoch, 0) if shared.all_at_end(workers) and not gone_through else None
+
+        return decide
+
+    def start_at(self, state: Mapping[str, Any]) -> Start:
+        """Where an iterator of this dataset goes on that is given a state itself, as StatefulDataLoader does."""
+        cursor, self._pipeline = self._resume(state)
+        self._go_to(cursor)
+        if self._share()[1] is None:
+            return self._start_from(self._begin())
+        self._start = 0
+        return self._start_from(cursor)
+
+    def _follow(self, iterator: Any) -> Any:
+        self._latest, self._delivered = iterator, None
+        return iterator
+
+    def epoch_over(self, cursor: Cursor) -> None:
+        """An epoch was gone through: the next ``iter()`` starts at the beginning."""
+        self._latest, self._delivered, self._start = None, cursor, 0
+
+    # Pickling: the spec and the cursor, never the engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pipeline": self._pipeline, "shared": self._shared, "start": self._start}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Dataset.__init__(self, state["pipeline"])
+        self._shared, self._start = state["shared"], state["start"]
+
+
+def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
+    """All rows of a source (or those selected), in the order in which they lie."""
+    if not source.rows:
+        raise DataNotFoundError(f"there are no rows in {', '.join(file.path for file in source.files[:3])}.")
+    order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
+    return Dataset(Pipeline(source, order, on_error=on_error))
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _at_least(value: int, least: int, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{what}: expected a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{what}: expected at least {least}, got {value}")
+    return int(value)
+
+
+_registered = False
+
+
+def _register_with_torch() -> None:
+    """Let torch's DataLoader see an iterable dataset, if torch has been imported; never import it for that."""
+    global _registered
+    data = sys.modules.get("torch.utils.data")
+    if not _registered and data is not None and hasattr(data, "IterableDataset"):
+        data.IterableDataset.register(Dataset)
+        _registered = True

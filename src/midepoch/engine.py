@@ -1,0 +1,97 @@
+"""The Engine: runs a pipeline at positions. Open files and caches live here; disposable, never saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order import EpochOrder
+from midepoch.pipeline import Pipeline
+from midepoch.read import Reader
+from midepoch.transforms import Batch, Map, as_rows, finish, present
+from midepoch.transforms.features import Encoded
+from midepoch.transforms.map import RunContext
+
+Int64Array = npt.NDArray[np.int64]
+
+_CHUNK_ROWS = 4096
+_CHUNK_BYTES = 4 << 20
+
+
+class Engine:
+    """``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._reader: Reader | None = None
+        self._epoch: tuple[int, EpochOrder] | None = None
+        self._decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
+
+    @property
+    def chunk_rows(self) -> int:
+        """How many rows to read at once: enough to spread the cost of a call, at most about 4 MB."""
+        return int(max(1, min(_CHUNK_ROWS, _CHUNK_BYTES / max(1.0, self.pipeline.source.bytes_per_row))))
+
+    def order(self, epoch: int) -> EpochOrder:
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self.pipeline.order.at(epoch, self.pipeline.source.layout))
+        return self._epoch[1]
+
+    def read(self, epoch: int, positions: Int64Array) -> Batch:
+        """Rows as they lie, before any step."""
+        pipeline = self.pipeline
+        if self._reader is None:
+            skip = pipeline.on_error == "skip"
+            self._reader = Reader(pipeline.source, pipeline.read_columns, skip_corrupt=skip)
+        chosen = self.order(epoch).chosen(positions)
+        found = self._reader.read(pipeline.order.selection.source_rows(chosen))
+        schema = self._reader.schema
+        columns: dict[str, Any] = dict(zip(schema.names, found.batch.columns, strict=True))
+        for name in self._decoded:
+            if name in columns:
+                columns[name] = Encoded(name, columns[name], schema)
+        places = np.arange(len(positions)) if found.kept is None else np.flatnonzero(found.kept)
+        return Batch(columns, chosen[places], places, found.owned, pipeline.source.nullable)
+
+    def read_many(self, epoch: int, parts: Sequence[Int64Array]) -> list[Batch]:
+        """Several batches in one read."""
+        if len(parts) == 1:
+            return [self.read(epoch, parts[0])]
+        whole = self.read(epoch, np.concatenate(parts))
+        ends = np.cumsum([0, *map(len, parts)])
+        cuts = np.searchsorted(whole.places, ends).tolist()
+        batches = []
+        for start, a, b in zip(ends.tolist(), cuts, cuts[1:], strict=False):
+            part = whole.slice(a, b)
+            batches.append(Batch(part.columns, part.rows, part.places - start, part.owned, part.nullable))
+        return batches
+
+    def transform(self, epoch: int, batch: Batch) -> Batch:
+        """All steps in turn."""
+        if not self.pipeline.steps:
+            return batch
+        shuffle = self.pipeline.order.shuffle
+        run = RunContext(shuffle.seed if shuffle else 0, epoch, self._place)
+        for step in self.pipeline.steps:
+            batch = step.apply(batch, run) if isinstance(step, Map) else step.apply(batch)
+        return batch
+
+    def _place(self, row: int) -> str:
+        source_row = self.pipeline.order.selection.source_rows(np.array([row]))[0]
+        return self.pipeline.source.place(int(source_row))
+
+    def rows(self, batch: Batch) -> list[Any]:
+        """One object a row, in the pipeline's format (Python dicts unless another was chosen)."""
+        kind = self.pipeline.format or "python"
+        shown = finish(present(batch, kind), kind)
+        if kind == "arrow":
+            return [shown.slice(i, 1) for i in range(len(batch))]
+        return as_rows(shown, len(batch))
+
+    def columns(self, batch: Batch) -> Any:
+        """The batch as columns, in the pipeline's format."""
+        kind = self.pipeline.format or "python"
+        return finish(present(batch, kind), kind)

@@ -1,0 +1,76 @@
+"""Every error midepoch raises on purpose.
+
+    MidepochError
+    ├── DataError                     the data cannot be used as it is
+    │   ├── DataNotFoundError         a path, glob, folder, split or column is not there (also a FileNotFoundError)
+    │   ├── FormatError               a file is not what it should be: foreign, truncated, of another schema
+    │   ├── ColumnError               a column is missing or named twice (also a KeyError)
+    │   └── CorruptBlockError         a record batch of an indexed file cannot be read
+    ├── MapError                      a user's function raised or returned something unusable; names the row
+    ├── StateError                    a state cannot be read: garbage, or written by a newer version
+    │   └── CheckpointMismatchError   a state of other data, another order or another pipeline
+    └── WorkerError                   a worker process died or failed; names the worker
+
+Bad arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MidepochError(Exception):
+    """The root of the tree: catches everything midepoch raises on purpose."""
+
+
+class DataError(MidepochError):
+    """The data cannot be used as it is."""
+
+
+class DataNotFoundError(DataError, FileNotFoundError):
+    """A path, glob, folder or split holds nothing."""
+
+
+class FormatError(DataError):
+    """A file is foreign, truncated, or of another schema than its neighbours."""
+
+
+class ColumnError(DataError, KeyError):
+    """A column is missing, or named twice."""
+
+    def __str__(self) -> str:  # KeyError would quote the message
+        return str(self.args[0]) if self.args else ""
+
+
+class CorruptBlockError(DataError):
+    """A record batch of an indexed file cannot be read."""
+
+
+class MapError(MidepochError):
+    """A user's function raised, or returned something that cannot be used."""
+
+
+class StateError(MidepochError):
+    """A state cannot be read at all."""
+
+
+class CheckpointMismatchError(StateError):
+    """A state that belongs to other data, another order or another pipeline.
+
+    Nothing has been changed when this is raised. ``field``, ``saved`` and ``current`` say what differs.
+    """
+
+    def __init__(self, field: str, saved: Any, current: Any, cause: str) -> None:
+        self.field, self.saved, self.current, self.cause = field, saved, current, cause
+        super().__init__(
+            f"the state does not belong here: {field} differs.\n"
+            f"  saved:   {saved!r}\n  current: {current!r}\n  likely cause: {cause}\n"
+            "Nothing was changed. Rebuild the dataset as it was when the state was saved, or start without the state."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.saved, self.current, self.cause)
+
+
+class WorkerError(MidepochError):
+    """A worker process died or failed."""

@@ -1,0 +1,164 @@
+"""Iterating a dataset in one process: rows one by one, or batches, with a state that follows delivery."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import length_hint
+from typing import Any, Protocol
+
+from midepoch.engine import Engine
+from midepoch.order import Cut
+from midepoch.state import Cursor
+
+_FIRST_CHUNK = 32
+_SLOW = 0.02
+"""Seconds: while a chunk's maps take longer than this, fewer rows are mapped ahead of the one handed out."""
+
+
+class Progress:
+    """Where an iteration over one share of an epoch stands, in the share's own rows and as a global position."""
+
+    def __init__(self, rows: int, cut: Cut, cursor: Cursor) -> None:
+        self._rows, self.cut, self._start = rows, cut, cursor.position
+        self.epoch = cursor.epoch
+        self.first = cut.before(cursor.position)  # own rows already delivered
+        self.total = cut.before(rows)  # own rows of the epoch
+
+    def cursor(self, delivered: int) -> Cursor:
+        """The cursor once own rows up to number ``delivered`` have been handed over."""
+        if delivered == self.first:
+            return Cursor(self.epoch, self._start)
+        return Cursor(self.epoch, min(self._start + (delivered - self.first) * self.cut.count, self._rows))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an iteration begins. ``late``: asked once, before the first row, for another place to begin at."""
+
+    engine: Engine
+    cut: Cut
+    cursor: Cursor
+    late: Callable[[], Cursor | None] | None = None
+
+
+class Follower(Protocol):
+    """The dataset behind an iterator: makes and reads its states, and hears when an epoch has been gone through."""
+
+    def save_at(self, cursor: Cursor) -> dict[str, Any]: ...
+
+    def start_at(self, state: Mapping[str, Any]) -> Start: ...
+
+    def epoch_over(self, cursor: Cursor) -> None: ...
+
+
+class RowIterator:
+    """Rows from a cursor to the end of the epoch, Stateful in the sense of torchdata."""
+
+    def __init__(self, start: Start, owner: Follower) -> None:
+        self._owner = owner
+        self._begin(start)
+
+    def _begin(self, start: Start) -> None:
+        self._engine, self._late = start.engine, start.late
+        self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
+        self._next = self._progress.first  # own number of the first row not yet in hand
+        self._chunk_first = self._next  # own number of the first row in hand
+        self._chunk: list[Any] = []
+        self._places: list[int] | None = None  # own numbers of the rows in hand, where some were skipped
+        self._rows: Iterator[Any] = iter(())
+        self._size = 1 if self._engine.pipeline.has_map else _FIRST_CHUNK
+        self._ended = False
+
+    def __iter__(self) -> RowIterator:
+        return self
+
+    def __next__(self) -> Any:
+        for row in self._rows:  # the cheapest "next, or else" there is: 30 ns
+            return row
+        return self._refill()
+
+    def _refill(self) -> Any:
+        if self._late is not None:
+            cursor, self._late = self._late(), None
+            if cursor is not None:
+                self._begin(Start(self._engine, self._progress.cut, cursor))
+        while True:
+            if self._next >= self._progress.total:
+                # What is in hand stays, so that the cursor stays behind the last row delivered.
+                if not self._ended:
+                    self._ended = True
+                    self._owner.epoch_over(self.cursor)
+                raise StopIteration
+            self._fill()
+            for row in self._rows:
+                return row
+
+    def _fill(self) -> None:
+        """Take the next chunk in hand. Batched maps get their groups at fixed places of the epoch, also on resume."""
+        group = self._engine.pipeline.group
+        first = self._next if group is None else self._next - self._next % group
+        stop = min(first + (group or self._size), self._progress.total)
+        epoch = self._progress.epoch
+        read = self._engine.read(epoch, self._progress.cut.locals(first, stop))
+        started = time.perf_counter()
+        batch = self._engine.transform(epoch, read)
+        if time.perf_counter() - started < _SLOW:
+            self._size = min(2 * self._size, self._engine.chunk_rows)
+        rows = self._engine.rows(batch)
+        if len(batch) == stop - first:
+            rows, self._places = rows[self._next - first :], None
+            self._chunk_first = self._next
+        else:
+            numbers = (batch.places + first).tolist()
+            kept = [i for i, number in enumerate(numbers) if number >= self._next]
+            rows, self._places = [rows[i] for i in kept], [numbers[i] for i in kept]
+        self._chunk, self._rows, self._next = rows, iter(rows), stop
+
+    @property
+    def cursor(self) -> Cursor:
+        """Just behind the last row handed over."""
+        taken = len(self._chunk) - length_hint(self._rows)
+        if self._places is None:
+            return self._progress.cursor(self._chunk_first + taken)
+        return self._progress.cursor(self._places[taken - 1] + 1 if taken else self._chunk_first)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._owner.save_at(self.cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was saved (called by StatefulDataLoader)."""
+        self._begin(self._owner.start_at(state))
+
+
+class BatchIterator:
+    """Batches of a share's rows from a cursor to the end of the epoch, as columns."""
+
+    def __init__(self, start: Start, owner: Follower, size: int, drop_last: bool) -> None:
+        self._engine, self._owner, self._size, self._drop_last = start.engine, owner, size, drop_last
+        self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
+        self._next = self._progress.first
+        self._ended = False
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            stop = min(self._next + self._size, self._progress.total)
+            if stop - self._next < (self._size if self._drop_last else 1):
+                if not self._ended:
+                    self._ended = True
+                    self._owner.epoch_over(self.cursor)
+                raise StopIteration
+            epoch = self._progress.epoch
+            batch = self._engine.read(epoch, self._progress.cut.locals(self._next, stop))
+            batch = self._engine.transform(epoch, batch)
+            self._next = stop
+            if len(batch):
+                return self._engine.columns(batch)
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._progress.cursor(self._next)

@@ -1,0 +1,235 @@
+"""The Loader: batches of every epoch, and the cursor behind the last one handed over."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from midepoch import state as states
+from midepoch.errors import CheckpointMismatchError
+from midepoch.loader.batches import BatchMaker, Made, Plan
+from midepoch.loader.options import Options
+from midepoch.loader.threads import ThreadedBatches
+from midepoch.loader.workers import WorkerPool
+from midepoch.pipeline import Pipeline
+from midepoch.state import Cursor
+from midepoch.transforms import finish
+
+
+class Loader:
+    """Batches of a dataset, epoch after epoch. Made by ``Dataset.loader``.
+
+    Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
+    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing.
+    """
+
+    def __init__(self, pipeline: Pipeline, options: Options, cursor: Cursor) -> None:
+        self._pipeline, self._options, self._cursor = pipeline, options, cursor
+        self._asked = False  # the epoch was named by set_epoch
+        self._delivered: Cursor | None = None
+        self._identity = states.identity(pipeline)
+        self._iterator: weakref.ref[_Batches] | None = None
+        self._pool: WorkerPool | None = None
+        self._maker: BatchMaker | None = None
+        self.skipped = 0
+        """Rows passed over so far under ``on_error="skip"``, on this rank."""
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        plan = Plan.make(self._pipeline, self._options, 0, 0)
+        if not len(plan):
+            return 0
+        return len(plan) - (not len(self._pipeline.cut.positions(*plan.bounds(len(plan) - 1))))
+
+    def __repr__(self) -> str:
+        at, cut = self._where(), self._pipeline.cut
+        return (
+            f"Loader({self._pipeline.rows:,} rows; batch_size={self._options.batch_size}; "
+            f"num_workers={self._options.num_workers}; rank {cut.index} of {cut.count}; "
+            f"at epoch {at.epoch}, position {at.position:,})"
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        at = self._where()
+        return at.epoch + 1 if self._over(at) else at.epoch
+
+    @property
+    def position(self) -> int:
+        """How many rows of the epoch all ranks together have been handed."""
+        at = self._where()
+        return 0 if self._over(at) else at.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"an epoch is a whole number from 0 on, got {epoch!r}")
+        if epoch != self._cursor.epoch:
+            self._cursor = Cursor(epoch)
+        self._delivered, self._asked = None, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on: just behind the last batch handed over. The same on every rank; under 1 KB, JSON-able."""
+        return states.save(self._identity, self._where())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, saved by any rank, with any batch size, number of workers and world size.
+
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
+        """
+        resumed = states.load(state, self._pipeline)
+        if resumed.worker is not None:
+            raise CheckpointMismatchError(
+                "worker", f"worker {resumed.worker[0]} of {resumed.worker[1]}", None, "a state of one DataLoader worker"
+            )
+        self.close()
+        order = replace(self._pipeline.order, lanes=resumed.lanes)
+        if order.shuffle is not None and resumed.seed is not None:
+            order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
+        self._pipeline = replace(self._pipeline, order=order)
+        self._identity = states.identity(self._pipeline)
+        self._maker, self._delivered, self._asked = None, None, False
+        self._cursor = resumed.cursor
+
+    def _where(self) -> Cursor:
+        return self._delivered or self._cursor
+
+    def _plan(self, cursor: Cursor) -> Plan:
+        return Plan.make(self._pipeline, self._options, cursor.epoch, cursor.position)
+
+    def _over(self, cursor: Cursor) -> bool:
+        return cursor.position > 0 and not len(self._plan(cursor))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._end_iteration()
+        cursor, rolled = self._cursor, False
+        if self._over(cursor) and not self._asked:
+            # A state saved behind the last batch: going on means the next epoch, not an empty one.
+            cursor, rolled = Cursor(cursor.epoch + 1), True
+        self._delivered = cursor if rolled else None
+        batches = _Batches(self, self._plan(cursor), rolled)
+        self._iterator = weakref.ref(batches)
+        return batches
+
+    def _epoch_over(self, plan: Plan, rolled: bool) -> None:
+        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
+        self._cursor = Cursor(plan.epoch, plan.end) if rolled else Cursor(plan.epoch + 1)
+        self._delivered, self._asked = None, False
+
+    def _source(self, plan: Plan) -> ThreadedBatches | WorkerPool:
+        if not self._options.num_workers:
+            self._maker = self._maker or BatchMaker(self._pipeline, self._options)
+            return ThreadedBatches(self._maker, plan, self._options.prefetch)
+        self._pool = self._pool or WorkerPool(self._pipeline, self._options)
+        self._pool.begin(plan)
+        return self._pool
+
+    def _end_iteration(self) -> None:
+        live = self._iterator() if self._iterator is not None else None
+        if live is not None:
+            live.close()
+        self._iterator = None
+
+    def close(self) -> None:
+        """End threads and workers now; they also end with the loader, and with the process however it ends."""
+        self._end_iteration()
+        self._close_pool()
+
+    def _close_pool(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None) is not None:
+            self._close_pool()
+
+
+class _Batches:
+    """One pass over (the rest of) an epoch."""
+
+    def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
+        self._loader, self._plan, self._rolled = loader, plan, rolled
+        self._source: ThreadedBatches | WorkerPool | None = None
+        self._step = 0
+        self._closed = False
+        pipeline, options = loader._pipeline, loader._options
+        self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
+        self._pin = _pinner() if options.pin_memory else None
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            made = self._next()
+            if made is None:
+                self.close()
+                raise StopIteration
+            self._loader.skipped += made.skipped
+            # The cursor moves here and nowhere else: when the batch is handed over.
+            self._loader._delivered = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
+            if made.value is not None:
+                value = finish(made.value, self._format)
+                return value if self._pin is None else self._pin(value)
+
+    def _next(self) -> Made | None:
+        if self._closed:
+            return None
+        if self._step >= len(self._plan):
+            self._loader._epoch_over(self._plan, self._rolled)
+            return None
+        if self._source is None:
+            self._source = self._loader._source(self._plan)
+        try:
+            made = self._source.next() if isinstance(self._source, ThreadedBatches) else self._source.next(self._step)
+        except BaseException:
+            self._loader._close_pool()
+            self.close()
+            raise
+        self._step += 1
+        return made
+
+    def close(self) -> None:
+        """Stop; workers go too unless they are persistent."""
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(self._source, ThreadedBatches):
+            self._source.close()
+        elif self._source is not None and not self._loader._options.persistent_workers:
+            self._loader._close_pool()
+        self._source = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _pinner() -> Any:
+    """Copies tensors into page-locked memory, where there is a GPU to copy them to."""
+    import torch
+
+    if not torch.cuda.is_available():
+        warnings.warn("pin_memory=True has no effect: no GPU was found", stacklevel=3)
+        return None
+
+    def pin(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.pin_memory()
+        if isinstance(value, dict):
+            return {name: pin(inner) for name, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(pin(inner) for inner in value)
+        return value
+
+    return pin

@@ -1,0 +1,27 @@
+"""How batches are made: the arguments of ``Dataset.loader`` as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """``prefetch`` counts batches, for each worker (or for the reading thread, in chunks)."""
+
+    batch_size: int
+    num_workers: int = 0
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    prefetch: int = 2
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    multiprocessing_context: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.persistent_workers and not self.num_workers:
+            raise ValueError("persistent_workers=True needs num_workers of at least 1")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise TypeError(f"collate_fn must be a function, got {self.collate_fn!r}")

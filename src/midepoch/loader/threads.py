@@ -1,0 +1,68 @@
+"""num_workers=0: a thread reads ahead; maps and collation stay in the caller's thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from midepoch.loader.batches import BatchMaker, Made, Plan
+
+
+class ThreadedBatches:
+    """The steps of a plan in order, read ahead by one thread, up to ``prefetch`` chunks."""
+
+    def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int) -> None:
+        self._maker, self._plan = maker, plan
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = threading.Semaphore(prefetch)
+        self._stop = threading.Event()
+        self._chunk: deque[Any] = deque()
+        self._over = False
+        self._thread = threading.Thread(
+            target=_read_ahead,
+            args=(maker.read(plan, 0, 1), self._ready, self._room, self._stop),
+            name="midepoch-read",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def next(self) -> Made | None:
+        """The next step, or None at the end. Raises what reading raised."""
+        while not self._chunk:
+            if self._over:
+                return None
+            found = self._ready.get()
+            if found is None or isinstance(found, BaseException):
+                self._over = True
+                if found is not None:
+                    raise found
+                return None
+            self._room.release()
+            self._chunk.extend(found)
+        step, batch, asked = self._chunk.popleft()
+        return self._maker.make(self._plan, step, batch, asked)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._room.release()
+        self._thread.join()
+
+
+def _read_ahead(
+    chunks: Iterator[Any], ready: queue.SimpleQueue[Any], room: threading.Semaphore, stop: threading.Event
+) -> None:
+    """The reading thread. It knows only its queue, so a dropped iterator does not live on because of it."""
+    try:
+        while True:
+            room.acquire()
+            if stop.is_set():
+                return
+            chunk = next(chunks, None)
+            ready.put(chunk)
+            if chunk is None:
+                return
+    except BaseException as problem:
+        ready.put(problem)

@@ -1,0 +1,115 @@
+"""Batches from a worker to the main process: small parts by pipe, arrays through unnamed shared memory.
+
+The shared memory is an unnamed file, made by the worker when it knows how large its batches are and passed as a
+descriptor. The kernel frees it with the last process that holds it: there is nothing that a crash could leave behind.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import numpy as np
+
+from midepoch.shared import unnamed_file
+
+_ALIGN = 64
+_INLINE = 16 << 10
+"""Below this many bytes a pipe is faster than shared memory."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _tensor(array: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors as the numpy arrays behind them, so that their memory travels out of band."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
+            try:
+                return _tensor, (np.ascontiguousarray(value.detach().numpy()),)
+            except (TypeError, RuntimeError):  # bfloat16, sparse, …: torch knows how
+                return NotImplemented
+        return NotImplemented
+
+
+class Sender:
+    """The worker's end. ``slots`` batches may be on their way at once: the caller keeps count."""
+
+    def __init__(self, connection: Connection, slots: int) -> None:
+        self._connection, self._slots = connection, slots
+        self._memory: mmap.mmap | None = None
+        self._slot_bytes = 0
+
+    def send(self, message: tuple[Any, ...], slot: int = 0) -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        stream = io.BytesIO()
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(message)
+        raws = [buffer.raw() for buffer in buffers]
+        total = sum(_aligned(raw.nbytes) for raw in raws)
+        if total <= _INLINE:
+            self._put((stream.getvalue(), [bytes(raw) for raw in raws]))
+            return
+        if total > self._slot_bytes or self._memory is None:
+            self._grow(total)
+        assert self._memory is not None
+        at, spans = slot % self._slots * self._slot_bytes, []
+        for raw in raws:
+            self._memory[at : at + raw.nbytes] = raw
+            spans.append((at, raw.nbytes))
+            at += _aligned(raw.nbytes)
+        self._put((stream.getvalue(), spans))
+
+    def _put(self, message: Any) -> None:
+        self._connection.send_bytes(pickle.dumps(message, protocol=5))
+
+    def _grow(self, total: int) -> None:
+        """A new memory with room for batches a quarter larger than this one."""
+        self._slot_bytes = _aligned(total + total // 4)
+        size = self._slot_bytes * self._slots
+        fd = unnamed_file(size)
+        try:
+            self._memory = mmap.mmap(fd, size)
+            self._put(("memory", size))
+            send_handle(self._connection, fd, os.getppid())
+        finally:
+            os.close(fd)
+
+
+class Receiver:
+    """The main process's end. What it returns is its own: the slot can be written again."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._memory: Any = None
+
+    def receive(self) -> Any:
+        """The next message; EOFError or OSError if the worker has died."""
+        while True:
+            head, spans = pickle.loads(self._connection.recv_bytes())
+            if head != "memory":
+                break
+            fd = recv_handle(self._connection)
+            try:
+                self._memory = np.frombuffer(mmap.mmap(fd, spans), dtype=np.uint8)
+            finally:
+                os.close(fd)
+        if not spans or isinstance(spans[0], bytes):
+            return pickle.loads(head, buffers=[bytearray(raw) for raw in spans])
+        first, last = spans[0][0], spans[-1][0] + spans[-1][1]
+        whole = self._memory[first:last].copy()
+        return pickle.loads(head, buffers=[whole[at - first : at - first + size] for at, size in spans])

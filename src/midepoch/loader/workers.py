@@ -1,0 +1,190 @@
+"""num_workers > 0: processes that each make whole batches, and go when the main process goes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from midepoch.errors import MidepochError, WorkerError
+from midepoch.loader.batches import BatchMaker, Made, Plan
+from midepoch.loader.options import Options
+from midepoch.loader.transport import Receiver, Sender
+from midepoch.pipeline import Pipeline
+
+_PARENT_CHECK = 2.0
+"""Seconds between looks at whether the main process is still there, for when its end of the pipe was inherited."""
+
+
+class WorkerPool:
+    """Worker w of W makes the steps g ≡ w (mod W) of the plan it was last given."""
+
+    def __init__(self, pipeline: Pipeline, options: Options) -> None:
+        context = multiprocessing.get_context(options.multiprocessing_context)
+        pipes = [context.Pipe() for _ in range(options.num_workers)]
+        self._mine = [mine for mine, _ in pipes]
+        self._receivers = [Receiver(mine) for mine in self._mine]
+        self._processes: list[Any] = []
+        self._owner = os.getpid()
+        self._run = 0
+        forked = context.get_start_method() == "fork"
+        try:
+            for number, (_, theirs) in enumerate(pipes):
+                others = [end for pair in pipes for end in pair if end is not theirs] if forked else []
+                process = context.Process(
+                    target=_work,
+                    args=(theirs, others, pipeline, options, number),
+                    name=f"midepoch-worker-{number}",
+                    daemon=True,
+                )
+                _start(process)
+                self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for _, theirs in pipes:
+                theirs.close()
+
+    def begin(self, plan: Plan) -> None:
+        """Drop whatever is under way and make this plan's batches."""
+        self._run += 1
+        for number, connection in enumerate(self._mine):
+            self._tell(number, connection, ("begin", self._run, plan))
+
+    def next(self, step: int) -> Made:
+        """The given step; steps must be asked for in order. Raises what the worker raised, or WorkerError."""
+        number = step % len(self._mine)
+        while True:
+            try:
+                run, made, problem = self._receivers[number].receive()
+            except (EOFError, OSError):
+                raise WorkerError(self._obituary(number)) from None
+            if run == self._run:
+                break
+        if problem is not None:
+            error, text = problem
+            raise error from WorkerError(f"in worker {number} (pid {self._processes[number].pid}):\n{text}")
+        self._tell(number, self._mine[number], ("more", self._run, None))
+        return made  # type: ignore[no-any-return]
+
+    def _tell(self, number: int, connection: Connection, message: tuple[Any, ...]) -> None:
+        try:
+            connection.send(message)
+        except OSError:
+            raise WorkerError(self._obituary(number)) from None
+
+    def _obituary(self, number: int) -> str:
+        process = self._processes[number]
+        process.join(timeout=5)
+        code = process.exitcode
+        how = f"exited with status {code}"
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            how = f"was killed by {name}"
+            how += " (the system may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
+        return (
+            f"worker {number} of {len(self._mine)} (pid {process.pid}) {how}. "
+            "The batches handed out so far are unaffected; load the last state to go on."
+        )
+
+    def close(self) -> None:
+        """End the workers. They hear it as the end of their pipes; one that is busy is terminated."""
+        if os.getpid() != self._owner:
+            return  # a forked copy: the workers are not its children
+        for connection in self._mine:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=0.2)
+        for process in self._processes:
+            if process.is_alive():
+                process.terminate()
+                process.join(timeout=2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        self._processes = []
+
+
+def _start(process: Any) -> None:
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as problem:
+        raise MidepochError(
+            f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, map and collate "
+            "functions must be defined at the top level of a module (no lambda, no function in a function)."
+        ) from problem
+
+
+def _work(
+    connection: Connection, others: Sequence[Connection], pipeline: Pipeline, options: Options, number: int
+) -> None:
+    """The life of a worker: quiet on Ctrl-C (the main process tells it to go), gone when the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for other in others:  # or a worker would keep alive the pipe of a dead main process
+        other.close()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        _Worker(connection, pipeline, options, number).live()
+
+
+class _Worker:
+    def __init__(self, connection: Connection, pipeline: Pipeline, options: Options, number: int) -> None:
+        self._connection, self._pipeline, self._options, self._number = connection, pipeline, options, number
+        self._sender = Sender(connection, options.prefetch)
+        self._parent = os.getppid()
+        self._run, self._plan, self._credit = 0, None, 0
+
+    def live(self) -> None:
+        maker: BatchMaker | None = None
+        while True:
+            while self._plan is None:
+                self._listen()
+            run, plan, self._plan = self._run, self._plan, None
+            try:
+                maker = maker or BatchMaker(self._pipeline, self._options)
+                self._make(run, plan, maker)
+            except (EOFError, BrokenPipeError, ConnectionError):
+                raise
+            except BaseException as problem:
+                self._report(run, problem)
+
+    def _make(self, run: int, plan: Plan, maker: BatchMaker) -> None:
+        sent = 0
+        for chunk in maker.read(plan, self._number, self._options.num_workers):
+            for step, batch, asked in chunk:
+                made = maker.make(plan, step, batch, asked)
+                while self._connection.poll() or not self._credit:
+                    self._listen()
+                    if self._run != run:
+                        return
+                self._sender.send((run, made, None), slot=sent)
+                self._credit, sent = self._credit - 1, sent + 1
+
+    def _listen(self) -> None:
+        """Take one message from the main process, or notice that it is gone."""
+        while not self._connection.poll(_PARENT_CHECK):
+            if os.getppid() != self._parent:
+                raise EOFError
+        kind, run, plan = self._connection.recv()
+        if kind == "begin":
+            self._run, self._plan, self._credit = run, plan, self._options.prefetch
+        elif run == self._run:
+            self._credit += 1
+
+    def _report(self, run: int, problem: BaseException) -> None:
+        text = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
+        try:
+            pickle.loads(pickle.dumps(problem))
+        except Exception:
+            problem = WorkerError(f"{type(problem).__name__}: {problem}")
+        self._sender.send((run, None, (problem, text)))

@@ -1,0 +1,18 @@
+"""The order of rows: a position of an epoch in, a row id out.
+
+PURE. Numpy and ``midepoch.errors`` only: no I/O, no pyarrow, no clock, no global state. Everything in this room is a
+function of its arguments, so that a resume is nothing but asking again.
+
+    position ──lanes──► sequence index ──shuffle──► chosen row ──selection──► row of the source
+
+``Order`` is the frozen description; ``EpochOrder`` is the same bound to a layout of blocks and an epoch, with the few
+arrays that make it fast.
+"""
+
+from midepoch.order.bijection import Bijection
+from midepoch.order.cut import Cut, epoch_end
+from midepoch.order.epoch import EpochOrder, Layout, Order
+from midepoch.order.selection import Selection
+from midepoch.order.shuffle import SCOPES, Shuffle
+
+__all__ = ["SCOPES", "Bijection", "Cut", "EpochOrder", "Layout", "Order", "Selection", "Shuffle", "epoch_end"]

@@ -1,0 +1,28 @@
+"""Keys of the keyed permutations, from (seed, epoch, purpose, index)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+PURPOSE = {"rows": 1, "blocks": 2, "window": 3, "files": 4, "map": 5}
+"""Numbers that are part of the order for ever: never renumber, only add."""
+
+
+def derive(seed: int, epoch: int, purpose: str, index: int = 0, *, words: int = 8) -> npt.NDArray[np.uint64]:
+    """Independent 64-bit words for each (seed, epoch, purpose, index).
+
+    The four are hashed as fields of fixed width, so that seed 1 epoch 1 shares nothing with seed 2 epoch 0.
+    """
+    mask = 0xFFFFFFFF
+    entropy = (seed & mask, seed >> 32, epoch & mask, epoch >> 32, PURPOSE[purpose], index & mask, index >> 32)
+    return np.random.SeedSequence(entropy).generate_state(words, np.uint64)
+
+
+def check_seed(seed: int) -> int:
+    """The seed as a plain int, or ValueError: seeds are whole numbers in [0, 2**64)."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"seed must be a whole number or None, got {seed!r}")
+    if not 0 <= int(seed) < 2**64:
+        raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+    return int(seed)

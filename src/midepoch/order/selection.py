@@ -1,0 +1,115 @@
+"""Which rows of the source take part: slices and picks, chosen before any order is applied."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """A sequence of source rows: ranges, or picks in any order. Chosen row v is the v-th of them.
+
+    >>> s = Selection.of_ranges([(0, 10)]).slice(2, 8)
+    >>> s.source_rows(np.array([0, 5])).tolist(), len(s), s.text
+    ([2, 7], 6, '2:8')
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    picks: Int64Array | None = None
+
+    @staticmethod
+    def of_ranges(ranges: Iterable[tuple[int, int]]) -> Selection:
+        """Consecutive ranges, empty ones dropped and touching ones joined."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in ranges:
+            if start >= stop:
+                continue
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return Selection(tuple(joined))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) if self.picks is None else len(self.picks)
+
+    @cached_property
+    def _starts(self) -> Int64Array:
+        """Chosen row at which each range begins, and the total."""
+        return np.cumsum([0, *(stop - start for start, stop in self.ranges)], dtype=np.int64)
+
+    @cached_property
+    def _offsets(self) -> Int64Array:
+        """What to add to a chosen row of each range to get its source row."""
+        return np.array([start for start, _ in self.ranges], dtype=np.int64) - self._starts[:-1]
+
+    def source_rows(self, chosen: Int64Array) -> Int64Array:
+        """Chosen rows (each in range(len)) to rows of the source."""
+        if self.picks is not None:
+            return self.picks[chosen]
+        if len(self.ranges) == 1:
+            return chosen if self._offsets[0] == 0 else chosen + self._offsets[0]
+        return chosen + self._offsets[np.searchsorted(self._starts, chosen, side="right") - 1]
+
+    def boundaries(self, starts: Int64Array) -> Int64Array:
+        """Where the chosen rows cross a boundary of the source (``starts``: of blocks or files, and the total).
+
+        Returns the chosen rows at which a run inside one block begins, and the total.
+        """
+        if self.picks is not None:
+            owner = np.searchsorted(starts, self.picks, side="right")
+            inner = np.flatnonzero(np.diff(owner)) + 1
+            return np.concatenate([[0], inner, [len(self)]]).astype(np.int64) if len(self) else np.zeros(1, np.int64)
+        if self.ranges == ((0, int(starts[-1])),):
+            return starts if len(starts) < 2 or (np.diff(starts) > 0).all() else np.unique(starts)
+        cuts = [self._starts]
+        for (start, stop), first in zip(self.ranges, self._starts[:-1], strict=True):
+            low, high = np.searchsorted(starts, start, side="right"), np.searchsorted(starts, stop, side="left")
+            cuts.append(starts[low:high] - start + first)
+        return np.unique(np.concatenate(cuts))
+
+    def slice(self, start: int | None, stop: int | None, step: int | None = None) -> Selection:
+        """As ``sequence[start:stop:step]``."""
+        first, last, by = slice(start, stop, step).indices(len(self))
+        if by != 1:
+            return self.select(np.arange(first, last, by, dtype=np.int64))
+        if self.picks is not None:
+            return Selection(picks=self.picks[first:last])
+        clipped = []
+        for (begin, _), low, high in zip(self.ranges, self._starts[:-1], self._starts[1:], strict=True):
+            a, b = max(int(low), first), min(int(high), last)
+            clipped.append((begin + a - int(low), begin + b - int(low)))
+        return Selection.of_ranges(clipped)
+
+    def select(self, rows: Iterable[int] | Int64Array) -> Selection:
+        """The chosen rows with these numbers (negative ones count from the end), in this order."""
+        if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
+            return self.slice(rows.start, rows.stop)
+        picks = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+        if picks.dtype == np.bool_:
+            raise TypeError("select takes row numbers, not a mask of booleans: pass np.flatnonzero(mask)")
+        if len(picks) and not np.issubdtype(picks.dtype, np.integer):
+            raise TypeError(f"select takes whole numbers, got values of type {picks.dtype}")
+        picks = picks.astype(np.int64)
+        if len(picks) and (picks.min() < -len(self) or picks.max() >= len(self)):
+            bad = picks[(picks < -len(self)) | (picks >= len(self))][0]
+            raise IndexError(f"row {bad} is out of range: there are {len(self)} rows")
+        return Selection(picks=self.source_rows(np.where(picks < 0, picks + len(self), picks)))
+
+    @cached_property
+    def text(self) -> str:
+        """A short name that differs where the chosen rows differ: part of the state."""
+        if self.picks is not None:
+            return f"{len(self.picks)} picks {hashlib.blake2b(self.picks.tobytes(), digest_size=8).hexdigest()}"
+        text = ",".join(f"{a}:{b}" for a, b in self.ranges)
+        if len(text) <= 64:
+            return text or "none"
+        return f"{len(self.ranges)} ranges {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

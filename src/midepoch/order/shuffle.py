@@ -1,0 +1,88 @@
+"""How rows are shuffled within an epoch: three scopes, each a function of the sequence index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order.bijection import Bijection
+from midepoch.order.keys import check_seed, derive
+
+Int64Array = npt.NDArray[np.int64]
+
+SCOPES = ("rows", "window", "files")
+DEFAULT_WINDOW = 64
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """What to shuffle: all ``rows``, rows in a ``window`` of blocks, or whole ``files``.
+
+    ``window`` counts blocks (record batches); it only matters for the scope of that name.
+    """
+
+    seed: int
+    scope: str = "rows"
+    window: int = DEFAULT_WINDOW
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", check_seed(self.seed))
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(map(repr, SCOPES))}, got {self.scope!r}")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window must be a number of blocks of at least 1, got {self.window!r}")
+
+
+class RowShuffle:
+    """One permutation of all rows."""
+
+    def __init__(self, shuffle: Shuffle, epoch: int, rows: int) -> None:
+        self._permute = Bijection(rows, derive(shuffle.seed, epoch, "rows"))
+
+    def __call__(self, sequence: Int64Array) -> Int64Array:
+        return self._permute(sequence)
+
+
+class UnitShuffle:
+    """Whole units (files, or blocks) permuted; the rows inside keep their order.
+
+    ``boundaries`` are the rows at which units begin, and the total.
+    """
+
+    def __init__(self, shuffle: Shuffle, epoch: int, boundaries: Int64Array, purpose: str) -> None:
+        units = len(boundaries) - 1
+        permuted = Bijection(units, derive(shuffle.seed, epoch, purpose))(np.arange(units, dtype=np.int64))
+        first = boundaries[permuted]
+        self.starts = np.zeros(units + 1, dtype=np.int64)  # sequence index at which the unit at each place begins
+        np.cumsum(boundaries[permuted + 1] - first, out=self.starts[1:])
+        self._shift = first - self.starts[:-1]
+
+    def __call__(self, sequence: Int64Array) -> Int64Array:
+        return sequence + self._shift[np.searchsorted(self.starts, sequence, side="right") - 1]
+
+
+class WindowShuffle:
+    """Blocks permuted, then the rows inside windows of consecutive permuted blocks: an exact shuffle buffer."""
+
+    def __init__(self, shuffle: Shuffle, epoch: int, boundaries: Int64Array) -> None:
+        self._blocks = UnitShuffle(shuffle, epoch, boundaries, "blocks")
+        self._starts = np.append(self._blocks.starts[:-1 : shuffle.window], self._blocks.starts[-1])
+        self._seed, self._epoch = shuffle.seed, epoch
+        self._last: tuple[int, Bijection] = (-1, Bijection(0, np.zeros(8, np.uint64)))
+
+    def _within(self, window: int) -> Bijection:
+        if self._last[0] != window:  # reading goes window by window: remember the one in use
+            rows = int(self._starts[window + 1] - self._starts[window])
+            self._last = (window, Bijection(rows, derive(self._seed, self._epoch, "window", window)))
+        return self._last[1]
+
+    def __call__(self, sequence: Int64Array) -> Int64Array:
+        owner = np.searchsorted(self._starts, sequence, side="right") - 1
+        inner = np.empty_like(sequence)
+        for window in np.unique(owner).tolist():
+            mine = owner == window
+            start = self._starts[window]
+            inner[mine] = start + self._within(window)(sequence[mine] - start)
+        return self._blocks(inner)

@@ -1,0 +1,115 @@
+"""Opening blocks: from the index's byte offset to a record batch, without touching another page of the file."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pyarrow as pa
+
+from midepoch.errors import CorruptBlockError, DataNotFoundError
+from midepoch.sources import Source
+
+HEAP_BYTES = 256 << 20
+"""How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
+_MAPPED_BLOCKS = 512
+
+
+class Blocks:
+    """Record batches of a source by number. Not thread-safe: each reading thread has its own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._maps: dict[int, pa.Buffer] = {}
+        self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._heap_bytes = 0
+        self._file_blocks = source.file_blocks
+        self._has_dictionaries = any(pa.types.is_dictionary(field.type) for field in source.schema)
+
+    def _file(self, number: int) -> pa.Buffer:
+        buffer = self._maps.get(number)
+        if buffer is None:
+            file = self._source.files[number]
+            try:
+                buffer = pa.memory_map(file.path).read_buffer()
+            except FileNotFoundError:
+                raise DataNotFoundError(f"{file.path} has gone since the dataset was opened.") from None
+            except OSError as problem:
+                raise CorruptBlockError(f"{file.path} cannot be read: {problem}") from None
+            if buffer.size != file.size:
+                raise CorruptBlockError(
+                    f"{file.path} has {buffer.size} bytes but had {file.size} when it was indexed: "
+                    "the data has changed. Open the dataset again."
+                )
+            self._maps[number] = buffer
+        return buffer
+
+    def get(self, block: int) -> pa.RecordBatch:
+        """The block as a record batch, zero-copy where the file allows it. Raises CorruptBlockError."""
+        batch = self._open.get(block)
+        if batch is not None:
+            self._open.move_to_end(block)
+            return batch
+        number = int(np.searchsorted(self._file_blocks, block, side="right")) - 1
+        file = self._file(number)
+        offset = int(self._source.offsets[block])
+        starts = self._source.layout.block_starts
+        try:
+            batch = self._decode(file, number, offset)
+            batch.validate()
+            if batch.num_rows != int(starts[block + 1] - starts[block]):
+                raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {starts[block + 1] - starts[block]}")
+        except (pa.ArrowException, OSError, ValueError) as problem:
+            path = self._source.files[number].path
+            raise CorruptBlockError(
+                f"the record batch at byte {offset} of {path} (rows {starts[block]} to {starts[block + 1] - 1} of the "
+                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to go on without it.'
+            ) from None
+        self._keep(block, batch, file)
+        return batch
+
+    def _decode(self, file: pa.Buffer, number: int, offset: int) -> pa.RecordBatch:
+        message = pa.ipc.read_message(file.slice(offset))
+        if not self._has_dictionaries:
+            return pa.ipc.read_record_batch(message, self._source.schema)
+        # pyarrow reads dictionaries only as part of a stream: hand it one of just the messages that this block needs.
+        start = 8 if file[:6].to_pybytes() == b"ARROW1" else 0
+        needed = [start, *(at for at in self._source.files[number].dictionaries if at < offset)]
+        stream = b"".join(pa.ipc.read_message(file.slice(at)).serialize().to_pybytes() for at in needed)
+        with pa.ipc.open_stream(stream + message.serialize().to_pybytes()) as reader:
+            batch = reader.read_next_batch()
+        columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+        return pa.RecordBatch.from_arrays(columns, schema=plain_schema(self._source.schema))
+
+    def _keep(self, block: int, batch: pa.RecordBatch, file: pa.Buffer) -> None:
+        self._open[block] = batch
+        if not is_mapped(batch, file.address, file.size):
+            self._heap_bytes += batch.nbytes
+        while len(self._open) > 1 and (self._heap_bytes > HEAP_BYTES or len(self._open) > _MAPPED_BLOCKS):
+            number, old = self._open.popitem(last=False)
+            owner = self._maps.get(int(np.searchsorted(self._file_blocks, number, side="right")) - 1)
+            if owner is None or not is_mapped(old, owner.address, owner.size):
+                self._heap_bytes -= old.nbytes
+
+    def extent(self, block: int) -> tuple[int, int]:
+        """Address and size of the mapping of the block's file."""
+        file = self._file(int(np.searchsorted(self._file_blocks, block, side="right")) - 1)
+        return file.address, file.size
+
+
+def is_mapped(batch: pa.RecordBatch, address: int, size: int) -> bool:
+    """Whether every buffer lies in the mapping, so that its address holds for as long as the file is mapped."""
+    return all(
+        address <= buffer.address and buffer.address + buffer.size <= address + size
+        for column in batch.columns
+        for buffer in column.buffers()
+        if buffer is not None and buffer.size
+    )
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema with dictionary-encoded columns as the values they stand for."""
+    for i, field in enumerate(schema):
+        if pa.types.is_dictionary(field.type):
+            schema = schema.set(i, field.with_type(field.type.value_type))
+    return schema

@@ -1,0 +1,172 @@
+"""Gathering one column from mapped blocks: a class for each way in which Arrow lays values out.
+
+Each keeps the addresses of its buffers by block, filled when a block is first touched, so that a gather is arithmetic on
+whole arrays and one copy. Columns of other layouts (structs, lists of lists, views, …) are taken by pyarrow instead.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import CorruptBlockError
+from midepoch.read.memory import gather, join
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Gatherer(Protocol):
+    """Opens blocks one by one; gathers rows of opened blocks only."""
+
+    def open(self, block: int, column: pa.Array) -> bool:
+        """Note where a block's buffers lie; False if it cannot be gathered by address; CorruptBlockError if bad."""
+
+    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        """The values at (block, row in block) as a new array that owns its memory."""
+
+
+def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
+    """The gatherer of a type, or None where only pyarrow can take."""
+    if pa.types.is_boolean(kind):
+        return _Bits(kind, blocks)
+    if (width := fixed_width(kind)) is not None:
+        return _Fixed(kind, width, blocks)
+    if pa.types.is_fixed_size_list(kind) and (width := fixed_width(kind.value_type)) and kind.list_size:
+        return _Fixed(kind, width * kind.list_size, blocks)
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return _Variable(kind, np.dtype(np.int32), 1, blocks)
+    if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+        return _Variable(kind, np.dtype(np.int64), 1, blocks)
+    if pa.types.is_list(kind) and (width := fixed_width(kind.value_type)):
+        return _Variable(kind, np.dtype(np.int32), width, blocks)
+    if pa.types.is_large_list(kind) and (width := fixed_width(kind.value_type)):
+        return _Variable(kind, np.dtype(np.int64), width, blocks)
+    return None
+
+
+def fixed_width(kind: pa.DataType) -> int | None:
+    """Bytes of a value of a type that is laid out as one plain buffer, else None."""
+    plain = pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
+    if not plain or pa.types.is_boolean(kind) or kind.bit_width % 8:
+        return None
+    return kind.bit_width // 8 or None
+
+
+class _Nulls:
+    """The validity bitmap that every layout begins with."""
+
+    def __init__(self, blocks: int) -> None:
+        self._validity = np.zeros(blocks, dtype=np.int64)  # 0: no nulls in the block
+
+    def open(self, block: int, column: pa.Array) -> None:
+        bitmap = column.buffers()[0]
+        self._validity[block] = bitmap.address if bitmap is not None and column.null_count else 0
+
+    def bitmap(self, blocks: Int64Array, rows: Int64Array) -> pa.Buffer | None:
+        address = self._validity[blocks]
+        some = address != 0
+        if not some.any():
+            return None
+        valid = np.ones(len(rows), dtype=bool)
+        valid[some] = _bits(address[some], rows[some])
+        return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+def _bits(address: Int64Array, rows: Int64Array) -> npt.NDArray[np.bool_]:
+    return (gather(address + (rows >> 3), 1)[:, 0] >> (rows & 7).astype(np.uint8) & 1).astype(bool)
+
+
+class _Bits:
+    """Booleans, a bit each."""
+
+    def __init__(self, kind: pa.DataType, blocks: int) -> None:
+        self._kind, self._nulls = kind, _Nulls(blocks)
+        self._values = np.zeros(blocks, dtype=np.int64)
+
+    def open(self, block: int, column: pa.Array) -> bool:
+        if column.offset:
+            return False
+        self._nulls.open(block, column)
+        self._values[block] = column.buffers()[1].address
+        return True
+
+    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        bits = np.packbits(_bits(self._values[blocks], rows), bitorder="little")
+        return pa.Array.from_buffers(self._kind, len(rows), [self._nulls.bitmap(blocks, rows), pa.py_buffer(bits)])
+
+
+class _Fixed:
+    """Numbers, dates, fixed-size binary, and fixed-size lists of them: one plain buffer."""
+
+    def __init__(self, kind: pa.DataType, width: int, blocks: int) -> None:
+        self._kind, self._width, self._nulls = kind, width, _Nulls(blocks)
+        self._list = pa.types.is_fixed_size_list(kind)
+        self._values = np.zeros(blocks, dtype=np.int64)
+
+    def open(self, block: int, column: pa.Array) -> bool:
+        values = column.values if self._list else column
+        if column.offset or (self._list and (values.offset or values.null_count)):
+            return False
+        buffer = values.buffers()[1]
+        if buffer.size < len(column) * self._width:
+            return False
+        self._nulls.open(block, column)
+        self._values[block] = buffer.address
+        return True
+
+    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        data = pa.py_buffer(gather(self._values[blocks] + rows * self._width, self._width))
+        nulls = self._nulls.bitmap(blocks, rows)
+        if not self._list:
+            return pa.Array.from_buffers(self._kind, len(rows), [nulls, data])
+        size = self._kind.list_size
+        values = pa.Array.from_buffers(self._kind.value_type, len(rows) * size, [None, data])
+        return pa.Array.from_buffers(self._kind, len(rows), [nulls], children=[values])
+
+
+class _Variable:
+    """Strings, binary, and lists of plain values: offsets into one buffer of items."""
+
+    def __init__(self, kind: pa.DataType, offset: np.dtype[np.signedinteger], width: int, blocks: int) -> None:
+        self._kind, self._offset, self._width, self._nulls = kind, offset, width, _Nulls(blocks)
+        self._list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        self._offsets = np.zeros(blocks, dtype=np.int64)
+        self._values = np.zeros(blocks, dtype=np.int64)
+
+    def open(self, block: int, column: pa.Array) -> bool:
+        values = column.values if self._list else None
+        if column.offset or (values is not None and (values.offset or values.null_count)):
+            return False
+        offsets = column.buffers()[1]
+        data = column.buffers()[2] if values is None else values.buffers()[1]
+        if offsets is None or offsets.size < (len(column) + 1) * self._offset.itemsize:
+            return False
+        ends = np.frombuffer(offsets, self._offset, len(column) + 1)
+        items = 0 if data is None else data.size // self._width
+        # Checked once a block, in full, so that no gather can reach outside it and a bad block is bad for every row.
+        if ends[0] < 0 or ends[-1] > items or (ends[1:] < ends[:-1]).any():
+            raise CorruptBlockError(f"block {block} holds offsets that point outside its own data")
+        self._nulls.open(block, column)
+        self._offsets[block] = offsets.address
+        self._values[block] = 0 if data is None else data.address
+        return True
+
+    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        size = self._offset.itemsize
+        ends = gather(self._offsets[blocks] + rows * size, 2 * size).view(self._offset).astype(np.int64)
+        first, last = ends[:, 0], ends[:, 1]
+        start = self._values[blocks] + first * self._width
+        data = join(start, start + (last - first) * self._width)
+        total = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(last - first, out=total[1:])
+        if total[-1] > np.iinfo(self._offset).max:
+            raise OverflowError(f"{len(rows)} rows of {self._kind} exceed 2 GiB in one batch: use smaller batches")
+        offsets = pa.py_buffer(total.astype(self._offset))
+        nulls = self._nulls.bitmap(blocks, rows)
+        if not self._list:
+            return pa.Array.from_buffers(self._kind, len(rows), [nulls, offsets, pa.py_buffer(data)])
+        values = pa.Array.from_buffers(self._kind.value_type, int(total[-1]), [None, pa.py_buffer(data)])
+        return pa.Array.from_buffers(self._kind, len(rows), [nulls, offsets], children=[values])

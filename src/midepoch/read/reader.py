@@ -1,0 +1,145 @@
+"""Row ids in, record batches out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import CorruptBlockError
+from midepoch.read.blocks import Blocks, is_mapped, plain_schema
+from midepoch.read.columns import Gatherer, gatherer
+from midepoch.sources import Source
+
+Int64Array = npt.NDArray[np.int64]
+_log = logging.getLogger("midepoch")
+
+_UNKNOWN, _BY_ADDRESS, _BY_TAKE, _BAD = 0, 1, 2, 3
+_MIN_RUN = 32
+"""Rows that lie side by side in runs of this length on average are sliced: cheaper than gathering one by one."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as read. ``owned``: the memory is this batch's alone, so it may be handed out for writing.
+
+    ``kept`` says which of the rows asked for are here, None for all: blocks that cannot be read were passed over.
+    """
+
+    batch: pa.RecordBatch
+    owned: bool
+    kept: npt.NDArray[np.bool_] | None = None
+
+
+class Reader:
+    """Reads chosen columns of a source. Not thread-safe; cheap to make; nothing to close."""
+
+    def __init__(self, source: Source, columns: Sequence[str] | None = None, *, skip_corrupt: bool = False) -> None:
+        schema = plain_schema(source.schema)
+        names = schema.names if columns is None else list(columns)
+        self._numbers = [schema.get_field_index(name) for name in names]
+        self.schema = pa.schema([schema.field(i) for i in self._numbers], metadata=schema.metadata)
+        self._source, self._skip_corrupt = source, skip_corrupt
+        self._blocks = Blocks(source)
+        self._starts = source.layout.block_starts
+        count = len(self._starts) - 1
+        self._status = np.zeros(count, dtype=np.uint8)
+        storage = [_storage(field.type) for field in self.schema]
+        self._gatherers: list[Gatherer | None] = [gatherer(kind, count) for kind in storage]
+
+    def read(self, rows: Int64Array) -> Rows:
+        """The rows, in the order asked for. Raises CorruptBlockError unless told to pass corrupt blocks over."""
+        blocks = np.searchsorted(self._starts, rows, side="right") - 1
+        kept = self._open(blocks)
+        if kept is not None:
+            rows, blocks = rows[kept], blocks[kept]
+        if not len(rows):
+            return Rows(_empty(self.schema), True, kept)
+        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(blocks) != 0)) + 1
+        if (len(breaks) + 1) * _MIN_RUN <= len(rows) or not len(breaks):
+            return self._slices(rows, blocks, breaks, kept)
+        inner = rows - self._starts[blocks]
+        by_address = bool((self._status[blocks] == _BY_ADDRESS).all())
+        columns = [
+            gather.gather(blocks, inner) if gather is not None and by_address else None for gather in self._gatherers
+        ]
+        if any(column is None for column in columns):
+            missing = [i for i, column in enumerate(columns) if column is None]
+            for i, column in zip(missing, self._take(missing, blocks, inner), strict=True):
+                columns[i] = column
+        arrays = [_restored(c, field.type) for c, field in zip(columns, self.schema, strict=True)]
+        return Rows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
+
+    def _open(self, blocks: Int64Array) -> npt.NDArray[np.bool_] | None:
+        """Note where the buffers of blocks not seen before lie; which rows can be read, None for all."""
+        status = self._status[blocks]
+        if not status.all():
+            for block in np.unique(blocks[status == _UNKNOWN]).tolist():
+                self._status[block] = self._open_one(block)
+            status = self._status[blocks]
+        bad = status == _BAD
+        return ~bad if bad.any() else None
+
+    def _open_one(self, block: int) -> int:
+        try:
+            batch = self._blocks.get(block)
+            if not is_mapped(batch, *self._blocks.extent(block)):
+                return _BY_TAKE
+            able = [
+                gather.open(block, _stored(batch.column(number)))
+                for number, gather in zip(self._numbers, self._gatherers, strict=True)
+                if gather is not None
+            ]
+        except CorruptBlockError as problem:
+            if not self._skip_corrupt:
+                raise
+            _log.warning("skipped %d rows: %s", self._starts[block + 1] - self._starts[block], problem)
+            return _BAD
+        return _BY_ADDRESS if all(able) else _BY_TAKE
+
+    def _batch(self, block: int) -> pa.RecordBatch:
+        batch = self._blocks.get(block)
+        return pa.RecordBatch.from_arrays([batch.column(i) for i in self._numbers], schema=self.schema)
+
+    def _slices(
+        self, rows: Int64Array, blocks: Int64Array, breaks: Int64Array, kept: npt.NDArray[np.bool_] | None
+    ) -> Rows:
+        parts = []
+        for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
+            block = int(blocks[start])
+            parts.append(self._batch(block).slice(int(rows[start] - self._starts[block]), stop - start))
+        return Rows(parts[0], False, kept) if len(parts) == 1 else Rows(pa.concat_batches(parts), True, kept)
+
+    def _take(self, numbers: Sequence[int], blocks: Int64Array, inner: Int64Array) -> list[pa.Array]:
+        """Some columns by pyarrow: one take a block, joined, then put into the order asked for."""
+        order = np.lexsort((inner, blocks))
+        cuts = np.flatnonzero(np.diff(blocks[order])) + 1
+        parts: list[list[pa.Array]] = [[] for _ in numbers]
+        for group in np.split(order, cuts):
+            batch = self._blocks.get(int(blocks[group[0]]))
+            places = pa.array(inner[group])
+            for part, number in zip(parts, numbers, strict=True):
+                part.append(_stored(batch.column(self._numbers[number])).take(places))
+        back = np.empty(len(order), dtype=np.int64)
+        back[order] = np.arange(len(order))
+        return [pa.concat_arrays(part).take(pa.array(back)) for part in parts]
+
+
+def _empty(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+def _storage(kind: pa.DataType) -> pa.DataType:
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _stored(column: pa.Array) -> pa.Array:
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _restored(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    return pa.ExtensionArray.from_storage(kind, column) if isinstance(kind, pa.BaseExtensionType) else column

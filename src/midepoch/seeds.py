@@ -1,0 +1,28 @@
+"""Drawing a seed when the user gives none, so that all ranks of a run draw the same."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+from typing import Any
+
+_log = logging.getLogger("midepoch")
+_draws = 0
+
+
+def draw_seed() -> int:
+    """A fresh seed; the same on all ranks that call in the same order, if torch.distributed is initialised.
+
+    The ranks agree through the process group's key-value store: the first to arrive decides, nobody waits.
+    """
+    global _draws
+    seed = secrets.randbits(32)
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        _draws += 1
+        seed = int(_get_default_store().compare_set(f"midepoch/seed/{_draws}", "", str(seed)))
+    _log.info("shuffle(seed=None): drew seed %d", seed)
+    return seed

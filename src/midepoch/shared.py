@@ -1,0 +1,86 @@
+"""A few numbers that a dataset shares with the DataLoader workers that hold copies of it.
+
+torch's workers get a copy of the dataset and no further word from the main process. ``set_epoch`` must reach persistent
+ones all the same, and workers that resume must know whether all of them are at the end of an epoch. An anonymous
+mapping does both under fork; under spawn it moves into an unnamed file whose descriptor travels with the pickle. It has
+no name, so nothing is left behind however a process dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from multiprocessing import context, reduction
+from typing import Any
+
+_SIZE = mmap.PAGESIZE
+_FLAGS = 16  # epoch (8 bytes), asked (8 bytes), then one byte a worker
+
+
+class SharedCell:
+    """The epoch, whether it was asked for by name, and which workers stand at its end."""
+
+    def __init__(self, epoch: int = 0, asked: bool = False, *, fd: int | None = None) -> None:
+        self._fd = fd
+        self._memory = mmap.mmap(-1 if fd is None else fd, _SIZE)
+        if fd is None:
+            self.epoch, self.asked = epoch, asked
+
+    @property
+    def epoch(self) -> int:
+        return int(struct.unpack_from("<q", self._memory, 0)[0])
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        struct.pack_into("<q", self._memory, 0, value)
+
+    @property
+    def asked(self) -> bool:
+        return bool(self._memory[8])
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        self._memory[8] = int(value)
+
+    def note_end(self, worker: int, at_end: bool) -> None:
+        if worker < _SIZE - _FLAGS:
+            self._memory[_FLAGS + worker] = int(at_end)
+
+    def all_at_end(self, workers: int) -> bool:
+        return workers <= _SIZE - _FLAGS and all(self._memory[_FLAGS : _FLAGS + workers])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is None:  # a plain pickle: a copy of the values
+            return SharedCell, (self.epoch, self.asked)
+        if self._fd is None:
+            self._move_to_file()
+        assert self._fd is not None
+        return _rebuild, (reduction.DupFd(self._fd),)
+
+    def _move_to_file(self) -> None:
+        content = self._memory[:]
+        fd = unnamed_file(_SIZE)
+        self._memory, self._fd = mmap.mmap(fd, _SIZE), fd
+        self._memory[:] = content
+
+    def __del__(self) -> None:
+        fd = getattr(self, "_fd", None)
+        if fd is not None:
+            os.close(fd)
+
+
+def _rebuild(handle: Any) -> SharedCell:
+    return SharedCell(fd=handle.detach())
+
+
+def unnamed_file(size: int) -> int:
+    """A descriptor of memory that no name points to, so that it is gone with the last process that holds it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("midepoch", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd

@@ -1,0 +1,208 @@
+"""Finding the record batches of an Arrow IPC file (stream or file format) without reading their bodies.
+
+pyarrow reads such files but does not say where in them a batch lies or how many rows it has before it is read. Both
+stand in the flatbuffer header of each message, at fixed places, so the walk costs one small read a record batch.
+Layout: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from midepoch.errors import FormatError
+
+MAGIC = b"ARROW1"
+FEATHER_V1 = b"FEA1"
+_CONTINUATION = 0xFFFFFFFF
+_SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
+_KINDS = {_SCHEMA: "schema", _DICTIONARY: "dictionary", _RECORD_BATCH: "record batch"}
+_READ = 4096  # a header and the first bytes of its body: one page, one read
+
+
+@dataclass
+class FileScan:
+    """What a walk over one file found."""
+
+    schema: pa.Schema
+    offsets: list[int] = field(default_factory=list)  # of record batches
+    rows: list[int] = field(default_factory=list)
+    dictionaries: list[int] = field(default_factory=list)  # offsets of dictionary messages
+    nullable: set[str] = field(default_factory=set)  # columns with at least one null
+    fingerprint: str = ""
+    complete: bool = True  # False when the rest of a damaged file was left out
+
+
+@dataclass(frozen=True)
+class _Message:
+    kind: int
+    rows: int
+    end: int  # offset of the next message
+    null_counts: tuple[int, ...]
+
+
+class _Table:
+    """One table of a flatbuffer: just enough of the format to look up a field."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self._at = data, at
+        self._vtable = at - struct.unpack_from("<i", data, at)[0]
+        self._size = struct.unpack_from("<H", data, self._vtable)[0]
+
+    def _where(self, number: int) -> int:
+        slot = 4 + 2 * number
+        offset: int = struct.unpack_from("<H", self._data, self._vtable + slot)[0] if slot < self._size else 0
+        return self._at + offset if offset else 0
+
+    def scalar(self, number: int, code: str, default: int = 0) -> int:
+        where = self._where(number)
+        return int(struct.unpack_from(code, self._data, where)[0]) if where else default
+
+    def table(self, number: int) -> _Table:
+        where = self._where(number)
+        if not where:
+            raise struct.error(f"field {number} is missing")
+        return _Table(self._data, where + struct.unpack_from("<I", self._data, where)[0])
+
+    def pairs(self, number: int) -> list[tuple[int, int]]:
+        """A vector of structs of two int64."""
+        where = self._where(number)
+        if not where:
+            return []
+        start = where + struct.unpack_from("<I", self._data, where)[0]
+        (count,) = struct.unpack_from("<I", self._data, start)
+        flat = struct.unpack_from(f"<{2 * count}q", self._data, start + 4)
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _parse(metadata: bytes, body: int, nodes: bool) -> _Message:
+    message = _Table(metadata, struct.unpack_from("<I", metadata, 0)[0])
+    kind = message.scalar(1, "<B")
+    length = message.scalar(3, "<q")
+    if kind not in _KINDS or length < 0:
+        raise struct.error(f"message of kind {kind} with a body of {length} bytes")
+    if kind != _RECORD_BATCH:
+        return _Message(kind, 0, body + length, ())
+    header = message.table(2)
+    nulls = tuple(count for _, count in header.pairs(1)) if nodes else ()
+    return _Message(kind, header.scalar(0, "<q"), body + length, nulls)
+
+
+def _node_names(schema: pa.Schema) -> list[str | None]:
+    """The top-level column of each field node of a record batch, None for nodes of nested columns."""
+
+    def count(kind: pa.DataType) -> int:
+        if isinstance(kind, pa.BaseExtensionType):
+            return count(kind.storage_type)
+        if pa.types.is_dictionary(kind):
+            return 1
+        return 1 + sum(count(kind.field(i).type) for i in range(kind.num_fields))
+
+    names: list[str | None] = []
+    for column in schema:
+        names += [column.name] + [None] * (count(column.type) - 1)
+    return names
+
+
+def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
+    """Walk the messages of one Arrow IPC file.
+
+    Raises FormatError for a file that is not Arrow, or cut short (with ``skip_damage`` the whole batches before the
+    damage are kept instead).
+    """
+    with path.open("rb", buffering=0) as file:
+        fd = file.fileno()
+        size = os.fstat(fd).st_size
+        start = _first_message(path, os.pread(fd, 16, 0), size)
+        digest = hashlib.blake2b(digest_size=16)
+        found: FileScan | None = None
+        names: list[str | None] = []
+        at = start
+        while True:
+            try:
+                head = os.pread(fd, _READ, at)
+                message = _message_at(fd, head, at, size, bool(names))
+            except (struct.error, IndexError, OverflowError) as problem:
+                if found is None or not skip_damage:
+                    raise FormatError(_damage(path, at, size, problem)) from None
+                found.complete = False
+                break
+            if message is None:
+                break
+            digest.update(head)
+            if message.kind == _SCHEMA:
+                found = FileScan(_schema_of(path, fd, at, message.end))
+                names = _node_names(found.schema)
+            elif found is None:
+                raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
+            elif message.kind == _DICTIONARY:
+                found.dictionaries.append(at)
+            elif message.rows:
+                found.offsets.append(at)
+                found.rows.append(message.rows)
+                nulls = zip(names, message.null_counts, strict=False)
+                found.nullable.update(name for name, count in nulls if name is not None and count)
+            at = message.end
+        if found is None:
+            raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
+        digest.update(os.pread(fd, _READ, max(0, at - _READ)))  # the last bytes of the last body
+        digest.update(f"{at - start}".encode())
+        found.fingerprint = digest.hexdigest()
+        return found
+
+
+def _first_message(path: Path, head: bytes, size: int) -> int:
+    if size == 0:
+        raise FormatError(f"{path}: the file is empty (0 bytes). Remove it, or write it again.")
+    if head.startswith(MAGIC):
+        return 8
+    if head.startswith(FEATHER_V1):
+        raise FormatError(f"{path}: Feather V1 files hold no record batches; write it again with pyarrow (Feather V2).")
+    if head[:4] == b"PAR1":
+        raise FormatError(f"{path}: this is a Parquet file. Load it with midepoch.load_dataset('parquet', data_files=…).")
+    if len(head) >= 8 and struct.unpack_from("<I", head)[0] != _CONTINUATION:
+        # Before Arrow 0.15 there was no marker: the length came first. Anything larger is another format.
+        (length,) = struct.unpack_from("<i", head)
+        if not 0 < length < min(size, 1 << 24):
+            raise FormatError(f"{path}: not an Arrow IPC file (it begins with {head[:8]!r}).")
+    return 0
+
+
+def _message_at(fd: int, head: bytes, at: int, size: int, nodes: bool) -> _Message | None:
+    """The message at an offset, or None at the end of the stream."""
+    if at == size:
+        return None  # a stream may end without its end-of-stream marker
+    marker = struct.unpack_from("<I", head)[0]
+    prefix = 8 if marker == _CONTINUATION else 4
+    (length,) = struct.unpack_from("<i", head, prefix - 4)
+    if length == 0:
+        return None
+    if length < 0 or at + prefix + length > size:
+        raise struct.error("its header reaches past the end of the file")
+    metadata = head[prefix : prefix + length]
+    if len(metadata) < length:
+        metadata = os.pread(fd, length, at + prefix)
+    message = _parse(metadata, at + prefix + length, nodes)
+    if message.end > size:
+        raise struct.error("its body reaches past the end of the file")
+    return message
+
+
+def _schema_of(path: Path, fd: int, at: int, end: int) -> pa.Schema:
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(os.pread(fd, end - at, at)))
+    except (pa.ArrowInvalid, OSError) as problem:
+        raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
+
+
+def _damage(path: Path, at: int, size: int, problem: Exception) -> str:
+    return (
+        f"{path}: not a whole Arrow IPC file: the message at byte {at} of {size} cannot be read ({problem}). "
+        "The file is probably truncated: copy or download it again, "
+        'or pass on_error="skip" to use the record batches before the damage.'
+    )

@@ -1,0 +1,149 @@
+"""The Arrow files behind ``datasets.load_dataset(…)``: asked of ``datasets`` once, then remembered."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from midepoch.errors import DataError, DataNotFoundError
+from midepoch.sources.index import default_index_dir
+from midepoch.sources.storage import atomic_write, locked
+
+VERSION = 1
+
+# Arguments that say how to fetch the data, not which data: not part of the key, and never written down.
+_NOT_DATA = {"token", "storage_options", "download_config", "num_proc", "keep_in_memory", "verification_mode"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``load_dataset`` that decide which data is meant."""
+
+    path: str
+    name: str | None = None
+    data_files: Any = None
+    data_dir: str | None = None
+    revision: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_DATA and value is not None}
+        fields = [_absolute(self.path), self.name, self.data_files, self.data_dir, self.revision, kwargs]
+        local = [os.getcwd()] if self._relative() else []
+        text = json.dumps([VERSION, *fields, *local], sort_keys=True, default=repr)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _relative(self) -> bool:
+        """Whether the same arguments mean other files in another working folder."""
+        names = [name for name in (self.data_dir, *_flat(self.data_files)) if name]
+        return any("://" not in name and not os.path.isabs(name) for name in names)
+
+    def inputs(self) -> list[tuple[str, int, int]]:
+        """Path, size and mtime of the local files that the data is made from; empty for data from a hub."""
+        base = self.path if os.path.isdir(self.path) else "."
+        folder = os.path.join(base, self.data_dir) if self.data_dir else base
+        names: list[str] = []
+        for pattern in _flat(self.data_files):
+            if "://" not in pattern:
+                names += glob.glob(os.path.join(folder, os.path.expanduser(pattern)), recursive=True)
+        if self.data_files is None and (self.data_dir or os.path.isdir(self.path)) and os.path.isdir(folder):
+            names += [os.path.join(root, name) for root, _, files in os.walk(folder) for name in files]
+        found = []
+        for name in sorted(set(names)):
+            if os.path.isfile(name):
+                stat = os.stat(name)
+                found.append((os.path.abspath(name), stat.st_size, stat.st_mtime_ns))
+        return found
+
+
+def arrow_files(
+    request: Request, *, index_dir: Path | None = None, force: bool = False, num_proc: int | None = None
+) -> dict[str, list[Path]]:
+    """Split name -> Arrow files in the Hugging Face cache. Runs ``datasets`` only if this is not known yet."""
+    path = (index_dir or default_index_dir()) / f"{request.key}.dataset.json"
+    if not force and (known := _recall(path, request)) is not None:
+        return known
+    with locked(path) as writable:
+        if not force and (known := _recall(path, request)) is not None:  # another process did it meanwhile
+            return known
+        inputs = request.inputs()
+        splits = _ask_datasets(request, force, num_proc)
+        if writable:
+            entry = {
+                "version": VERSION,
+                "dataset": {"path": request.path, "name": request.name, "revision": request.revision},
+                "inputs": inputs,
+                "splits": {name: [str(file) for file in files] for name, files in splits.items()},
+            }
+            atomic_write(path, json.dumps(entry, indent=1).encode())
+    return splits
+
+
+def _recall(path: Path, request: Request) -> dict[str, list[Path]] | None:
+    """What was found last time, unless files have gone or changed since."""
+    try:
+        entry = json.loads(path.read_text())
+        if entry["version"] != VERSION or [tuple(each) for each in entry["inputs"]] != request.inputs():
+            return None
+        splits = {name: [Path(file) for file in files] for name, files in entry["splits"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return splits if all(file.is_file() for files in splits.values() for file in files) else None
+
+
+def _ask_datasets(request: Request, force: bool, num_proc: int | None) -> dict[str, list[Path]]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            "loading a dataset for the first time needs Hugging Face's datasets: `pip install midepoch[hf]`."
+        ) from None
+    kwargs = {name: value for name, value in request.kwargs.items() if name != "keep_in_memory"}
+    if kwargs.pop("streaming", False):
+        raise ValueError("streaming=True has no Arrow files to read; leave it out: midepoch never loads data into memory")
+    try:
+        found = datasets.load_dataset(
+            request.path,
+            request.name,
+            data_files=request.data_files,
+            data_dir=request.data_dir,
+            revision=request.revision,
+            num_proc=num_proc,
+            keep_in_memory=False,
+            **kwargs,
+        )
+    except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as problem:
+        raise DataNotFoundError(f"datasets could not find {request.path!r}: {problem}") from problem
+    if isinstance(found, datasets.Dataset):
+        found = {str(found.split or "train"): found}
+    splits = {}
+    for name, split in found.items():
+        files = [Path(entry["filename"]) for entry in split.cache_files]
+        if not files and len(split):
+            raise DataError(f"split {name!r} of {request.path!r} is in memory only; there are no Arrow files to read.")
+        splits[str(name)] = files
+    return splits
+
+
+def _flat(data_files: Any) -> Iterable[str]:
+    if data_files is None:
+        return
+    if isinstance(data_files, (str, os.PathLike)):
+        yield os.fspath(data_files)
+    elif isinstance(data_files, Mapping):
+        for value in data_files.values():
+            yield from _flat(value)
+    else:
+        for value in data_files:
+            yield from _flat(value)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if os.path.exists(path) else path

@@ -1,0 +1,217 @@
+"""The index of a set of files: where every block lies. Written once, checked by ``stat``, memory-mapped when opened."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import FormatError
+from midepoch.sources.arrow_ipc import FileScan, scan
+from midepoch.sources.storage import atomic_write, locked
+
+Int64Array = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]
+
+VERSION = 1
+_log = logging.getLogger("midepoch")
+
+
+@dataclass(frozen=True)
+class IndexedFile:
+    """One file as it was when indexed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    rows: int
+    blocks: int
+    fingerprint: str
+    dictionaries: tuple[int, ...] = ()
+
+    def unchanged(self) -> bool:
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            return False
+        return stat.st_size == self.size and stat.st_mtime_ns == self.mtime_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Blocks of some files, in order: ``offsets[b]`` is the byte at which block b lies in its file.
+
+    ``starts[b]`` is its first row; both arrays have one entry more than there are blocks.
+    """
+
+    files: tuple[IndexedFile, ...]
+    offsets: Int64Array
+    starts: Int64Array
+    schema_bytes: bytes
+    nullable: frozenset[str]
+    path: str | None = None
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        return pa.ipc.read_schema(pa.py_buffer(self.schema_bytes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A dataset sent to a worker carries the path of the index, not its arrays.
+        if self.path is not None:
+            return _reopen, (self.path, self.files[0].fingerprint if self.files else "")
+        return Index, (self.files, self.offsets, self.starts, self.schema_bytes, self.nullable)
+
+
+def _reopen(path: str, fingerprint: str) -> Index:
+    index = _read(Path(path))
+    if index is None or (index.files[0].fingerprint if index.files else "") != fingerprint:
+        raise FormatError(f"the index {path} has changed or gone since the dataset was made; make the dataset again.")
+    return index
+
+
+def default_index_dir() -> Path:
+    """``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
+    if given := os.environ.get("MIDEPOCH_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midepoch"
+
+
+def open_index(
+    files: Sequence[Path],
+    *,
+    index_dir: Path | None = None,
+    force: bool = False,
+    skip_damage: bool = False,
+    progress: Progress | None = None,
+) -> Index:
+    """The index of these files: read if it is there and fresh, else made (by one process at a time) and kept."""
+    absolute = [Path(os.path.abspath(path)) for path in files]
+    key = hashlib.blake2b("\0".join([*map(str, absolute), f"{skip_damage}"]).encode(), digest_size=16).hexdigest()
+    path = (index_dir or default_index_dir()) / f"{key}.index.arrow"
+    if not force and (index := _fresh(path, absolute)) is not None:
+        return index
+    with locked(path) as writable:
+        if not force and (index := _fresh(path, absolute)) is not None:  # another process made it meanwhile
+            return index
+        index = _build(absolute, skip_damage, progress)
+        if not writable:
+            return index
+        try:
+            atomic_write(path, _serialise(index))
+        except OSError as problem:
+            _log.warning("the index cannot be kept in %s (%s): it will be made again next time", path.parent, problem)
+            return index
+    return _read(path) or index
+
+
+def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
+    index = _read(path)
+    if index is None or [file.path for file in index.files] != [str(file) for file in files]:
+        return None
+    return index if all(file.unchanged() for file in index.files) else None
+
+
+def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) -> Index:
+    def one(path: Path) -> tuple[FileScan, os.stat_result]:
+        stat = os.stat(path)  # before the scan: a file that changes under it will look stale
+        return scan(path, skip_damage=skip_damage), stat
+
+    scans = []
+    with ThreadPoolExecutor(max_workers=min(16, len(files))) as pool:
+        for done, result in enumerate(pool.map(one, files), 1):
+            scans.append(result)
+            if progress is not None:
+                progress(done, len(files))
+    schema = scans[0][0].schema
+    entries = []
+    for path, (found, stat) in zip(files, scans, strict=True):
+        _same_schema(files[0], schema, path, found.schema)
+        if not found.complete:
+            _log.warning("%s is damaged: only its first %d rows are used", path, sum(found.rows))
+        entries.append(
+            IndexedFile(
+                str(path),
+                stat.st_size,
+                stat.st_mtime_ns,
+                sum(found.rows),
+                len(found.rows),
+                found.fingerprint,
+                tuple(found.dictionaries),
+            )
+        )
+    rows = np.array([count for found, _ in scans for count in found.rows], dtype=np.int64)
+    offsets = np.array([at for found, _ in scans for at in found.offsets] + [0], dtype=np.int64)
+    nullable = frozenset().union(*(found.nullable for found, _ in scans))
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+    return Index(tuple(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
+
+
+def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:
+    if expected.equals(found):
+        return
+    for name in dict.fromkeys([*expected.names, *found.names]):
+        a = expected.field(name).type if name in expected.names else "missing"
+        b = found.field(name).type if name in found.names else "missing"
+        if a != b:
+            raise FormatError(
+                f"the files do not have one schema: column {name!r} is {a} in {first} but {b} in {path}. "
+                "Load them as separate datasets, or write one of them again."
+            )
+    if expected.names != found.names:
+        raise FormatError(f"the files list their columns in different orders: {first} and {path}.")
+
+
+def _serialise(index: Index) -> bytes:
+    offsets, starts = index.offsets.tobytes(), index.starts.tobytes()
+    header = {
+        "version": VERSION,
+        "files": [asdict(file) for file in index.files],
+        "schema": base64.b64encode(index.schema_bytes).decode(),
+        "nullable": sorted(index.nullable),
+        "crc": zlib.crc32(starts, zlib.crc32(offsets)),
+    }
+    text = json.dumps(header)
+    table = pa.table({"offset": index.offsets, "start": index.starts}).replace_schema_metadata(
+        {"midepoch": text, "midepoch_crc": str(zlib.crc32(text.encode()))}
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=max(1, table.num_rows))
+    return bytes(sink.getvalue())
+
+
+def _read(path: Path) -> Index | None:
+    """The index in a file, or None where there is none that can be used (absent, damaged, of another version)."""
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            table = pa.ipc.open_file(mapped).read_all()
+        text = table.schema.metadata[b"midepoch"]
+        if zlib.crc32(text) != int(table.schema.metadata[b"midepoch_crc"]):
+            raise ValueError("its header is damaged")
+        header = json.loads(text)
+        if header["version"] != VERSION:
+            return None
+        offsets, starts = (table.column(name).chunk(0).to_numpy() for name in ("offset", "start"))
+        if zlib.crc32(starts.view(np.uint8), zlib.crc32(offsets.view(np.uint8))) != header["crc"]:
+            raise ValueError("its arrays are damaged")
+        files = tuple(IndexedFile(**{**file, "dictionaries": tuple(file["dictionaries"])}) for file in header["files"])
+        schema = base64.b64decode(header["schema"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
+        _log.info("the index %s cannot be used and is made again: %s", path, problem)
+        return None
+    return Index(files, offsets, starts, schema, frozenset(header["nullable"]), str(path))

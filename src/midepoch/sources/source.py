@@ -1,0 +1,116 @@
+"""The frozen Source: one or more indexes in a row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import FormatError
+from midepoch.order import Layout
+from midepoch.sources.index import Index, IndexedFile
+
+_PLAIN_FEATURES = {
+    "Value",
+    "ClassLabel",
+    "Sequence",
+    "List",
+    "LargeList",
+    "Translation",
+    "TranslationVariableLanguages",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """An ordered, fingerprinted set of blocks in files, in place. Pickles to the paths of its indexes."""
+
+    indexes: tuple[Index, ...]
+
+    def __post_init__(self) -> None:
+        first = self.indexes[0].schema
+        for other in self.indexes[1:]:
+            if not first.equals(other.schema):
+                raise FormatError(f"splits of different schemas cannot be joined:\n{first}\nand\n{other.schema}")
+
+    @cached_property
+    def files(self) -> tuple[IndexedFile, ...]:
+        return tuple(file for index in self.indexes for file in index.files)
+
+    @property
+    def rows(self) -> int:
+        return sum(int(index.starts[-1]) for index in self.indexes)
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Byte of each block in its file."""
+        if len(self.indexes) == 1:
+            return self.indexes[0].offsets
+        return np.concatenate([index.offsets[:-1] for index in self.indexes] + [np.zeros(1, np.int64)])
+
+    @cached_property
+    def layout(self) -> Layout:
+        file_starts = np.cumsum([0, *(file.rows for file in self.files)], dtype=np.int64)
+        if len(self.indexes) == 1:
+            return Layout(self.indexes[0].starts, file_starts)
+        bases = np.cumsum([0, *(int(index.starts[-1]) for index in self.indexes)], dtype=np.int64)
+        starts = [index.starts[:-1] + base for index, base in zip(self.indexes, bases[:-1], strict=True)]
+        return Layout(np.concatenate([*starts, bases[-1:]]), file_starts)
+
+    @cached_property
+    def file_blocks(self) -> npt.NDArray[np.int64]:
+        """First block of each file, and the number of blocks."""
+        return np.cumsum([0, *(file.blocks for file in self.files)], dtype=np.int64)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.indexes[0].schema
+
+    @cached_property
+    def nullable(self) -> frozenset[str]:
+        """Columns in which at least one row is null."""
+        return frozenset().union(*(index.nullable for index in self.indexes))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the contents, in order; the same wherever the files lie and whatever they are called."""
+        digest = hashlib.blake2b(digest_size=12)
+        for file in self.files:
+            digest.update(f"{file.fingerprint} {file.rows}\n".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def bytes_per_row(self) -> float:
+        return sum(file.size for file in self.files) / max(1, self.rows)
+
+    @cached_property
+    def decoded(self) -> frozenset[str]:
+        """Columns whose Hugging Face feature is more than its Arrow value: images, audio, fixed-shape arrays."""
+        metadata = self.schema.metadata or {}
+        try:
+            features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        except (KeyError, ValueError, TypeError):
+            return frozenset()
+        return frozenset(name for name, feature in features.items() if _needs_decoding(feature))
+
+    def place(self, row: int) -> str:
+        """Where a source row lies, in words for people."""
+        number = int(np.searchsorted(self.layout.file_starts, row, side="right")) - 1
+        return f"row {row - int(self.layout.file_starts[number])} of {self.files[number].path}"
+
+
+def _needs_decoding(feature: Any) -> bool:
+    if isinstance(feature, list):
+        return any(map(_needs_decoding, feature))
+    if not isinstance(feature, dict):
+        return False
+    kind = feature.get("_type")
+    if isinstance(kind, str) and kind not in _PLAIN_FEATURES:
+        return True
+    return any(_needs_decoding(value) for name, value in feature.items() if name != "_type")

@@ -1,0 +1,81 @@
+"""Hugging Face's split notation: ``train[100:]``, ``train[:10%]``, ``train[-20%:]``, ``train[10:20]+test``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from midepoch.errors import DataNotFoundError
+
+_PART = re.compile(
+    r"(?P<split>\w+(?:\.\w+)*)"
+    r"(?:\[(?:(?P<start>-?[\d_]+)(?P<start_pct>%)?)?:(?:(?P<stop>-?[\d_]+)(?P<stop_pct>%)?)?\])?"
+    r"(?:\((?P<rounding>\w+)\))?"
+)
+
+
+@dataclass(frozen=True)
+class SplitPart:
+    """One term of the notation."""
+
+    split: str
+    start: int | None = None
+    stop: int | None = None
+    percent: bool = False
+    whole_percents: bool = False
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """The half-open range of rows it means of a split of this length."""
+        if self.whole_percents and self.percent and length < 100:
+            raise ValueError(f"(pct1_dropremainder) of a split of {length} rows is always empty: it needs 100 or more")
+
+        def absolute(bound: int | None, default: int) -> int:
+            if bound is None:
+                return default
+            if self.percent:
+                bound = bound * (length // 100) if self.whole_percents else round(bound * length / 100.0)
+            return min(max(length + bound, 0) if bound < 0 else bound, length)
+
+        start, stop = absolute(self.start, 0), absolute(self.stop, length)
+        return start, max(start, stop)
+
+
+def parse_split(text: str) -> tuple[SplitPart, ...]:
+    """The terms of a split notation; ValueError with an example where it is none."""
+    parts = []
+    for term in re.split(r"\s*\+\s*", str(text).strip()):
+        found = _PART.fullmatch(term)
+        if found is None:
+            raise ValueError(f"cannot read the split {text!r}: expected something like 'train', 'train[:10%]', 'a[5:]+b'")
+        start, stop = found["start"], found["stop"]
+        percent = bool(found["start_pct"] or found["stop_pct"])
+        if percent and ((start and not found["start_pct"]) or (stop and not found["stop_pct"])):
+            raise ValueError(f"cannot read the split {text!r}: both ends of a slice must be percentages, or neither")
+        if found["rounding"] not in (None, "closest", "pct1_dropremainder"):
+            raise ValueError(f"cannot read the split {text!r}: rounding is 'closest' or 'pct1_dropremainder'")
+        parts.append(
+            SplitPart(
+                found["split"],
+                int(start) if start else None,
+                int(stop) if stop else None,
+                percent,
+                found["rounding"] == "pct1_dropremainder",
+            )
+        )
+    return tuple(parts)
+
+
+def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:
+    """``all`` stands for every split in turn."""
+    return tuple(
+        each
+        for part in parts
+        for each in (map(SplitPart, splits) if part.split == "all" and "all" not in splits else (part,))
+    )
+
+
+def check_splits(parts: Sequence[SplitPart], splits: Mapping[str, object] | Sequence[str], where: str) -> None:
+    for part in parts:
+        if part.split not in splits:
+            raise DataNotFoundError(f"there is no split {part.split!r} in {where}. There are: {', '.join(splits)}.")

@@ -1,0 +1,124 @@
+"""The versioned state: a flat, JSON-able dict that says what it belongs to.
+
+Rules of evolution: a new field gets a default in ``_MIGRATIONS``; the type or meaning of a field never changes; every
+released version keeps a fixture under ``tests/fixtures`` and is accepted for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.pipeline import Pipeline
+
+VERSION = 1
+KEY = "midepoch"
+
+_CAUSES = {
+    "data": "the files' contents are not those of the run that saved it (moved or renamed files would be accepted)",
+    "rows": "another split, slice, take, skip or select than when it was saved",
+    "selection": "another split, slice, take, skip or select than when it was saved",
+    "scope": "shuffle() was added, left out or given another scope",
+    "seed": "shuffle() was given another seed",
+    "window": "shuffle() was given another window",
+    "pipeline": "a map was added, left out, or changed between batched and not",
+}
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The only thing that advances: an epoch, and how many of its rows all shards together have consumed."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a state says: where to go on, and what to take over from the run that saved it."""
+
+    cursor: Cursor
+    seed: int | None
+    lanes: int
+    worker: tuple[int, int, int] | None  # (worker, workers, shards) of a state kept by one worker
+
+
+def identity(pipeline: Pipeline) -> dict[str, Any]:
+    """The fields by which a state knows what it belongs to."""
+    shuffle = pipeline.order.shuffle
+    return {
+        "data": pipeline.source.fingerprint,
+        "rows": pipeline.rows,
+        "selection": pipeline.order.selection.text,
+        "scope": shuffle.scope if shuffle else "none",
+        "seed": shuffle.seed if shuffle else None,
+        "window": shuffle.window if shuffle and shuffle.scope == "window" else None,
+        "lanes": pipeline.order.lanes,
+        "pipeline": pipeline.text,
+    }
+
+
+def save(belongs: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
+    """The state of a pipeline (by its ``identity``) at a cursor."""
+    return {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **belongs}
+
+
+def load(state: Any, pipeline: Pipeline) -> Resumed:
+    """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing."""
+    found = _parse(state)
+    current = identity(pipeline)
+    for name in ("data", "rows", "selection", "scope", "seed", "window", "pipeline"):
+        if name == "seed" and pipeline.seed_drawn and found["scope"] == current["scope"]:
+            continue
+        if found[name] != current[name]:
+            raise CheckpointMismatchError(name, found[name], current[name], _CAUSES[name])
+    if found["position"] > found["rows"]:
+        raise StateError(f"the state is damaged: position {found['position']} of {found['rows']} rows.")
+    worker = (found["worker"], found["workers"], found["shards"]) if found["workers"] else None
+    return Resumed(Cursor(found["epoch"], found["position"]), found["seed"], found["lanes"], worker)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "epoch": (int,),
+    "position": (int,),
+    "data": (str,),
+    "rows": (int,),
+    "selection": (str,),
+    "scope": (str,),
+    "seed": (int, type(None)),
+    "window": (int, type(None)),
+    "lanes": (int,),
+    "pipeline": (str,),
+    "worker": (int,),
+    "workers": (int,),
+    "shards": (int,),
+}
+_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1}
+
+
+def _parse(state: Any) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise StateError(f"a state is a dict as state_dict() returns it, got {type(state).__name__}.")
+    version = state.get(KEY)
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise StateError(
+            f"this is not a state of midepoch: it has no whole number under {KEY!r}. "
+            f"It has: {', '.join(map(str, list(state)[:8])) or 'nothing'}."
+        )
+    if version > VERSION:
+        raise StateError(
+            f"the state is of version {version}, this midepoch reads up to {VERSION}: upgrade midepoch to resume it."
+        )
+    found = {**_DEFAULTS, **state}
+    for name, types in _TYPES.items():
+        value = found.get(name, ...)
+        if isinstance(value, bool) or not isinstance(value, types):
+            what = "is missing" if value is ... else f"is {value!r:.40}"
+            raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
+        if isinstance(value, int) and value < 0:
+            raise StateError(f"the state is damaged: {name!r} is {value}.")
+    if found["lanes"] < 1:
+        raise StateError("the state is damaged: 'lanes' is 0.")
+    return found

@@ -1,0 +1,77 @@
+"""The carrier of rows through a pipeline: columns side by side, with the numbers of the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Columns of equal length. A column is an Arrow array as read, or any sequence that a map made.
+
+    ``rows`` are the row numbers in the dataset before it was shuffled; ``places`` say which of the positions asked for
+    each row answers, since rows may have been skipped. ``owned``: Arrow columns may be handed out for writing.
+    ``nullable``: columns of the source in which some row, maybe not one of these, is null.
+    """
+
+    columns: dict[str, Any]
+    rows: Int64Array
+    places: Int64Array
+    owned: bool
+    nullable: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def slice(self, start: int, stop: int) -> Batch:
+        columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
+        return replace(self, columns=columns, rows=self.rows[start:stop], places=self.places[start:stop])
+
+    def keep(self, places: Int64Array) -> Batch:
+        """Only the rows at these places."""
+        columns = {name: pick(column, places) for name, column in self.columns.items()}
+        return replace(self, columns=columns, rows=self.rows[places], places=self.places[places])
+
+    def with_columns(self, columns: dict[str, Any], nullable: frozenset[str] | None = None) -> Batch:
+        return replace(self, columns=columns, nullable=self.nullable if nullable is None else nullable)
+
+
+def cut(column: Any, start: int, stop: int) -> Any:
+    """``column[start:stop]``, also of a struct column presented as a dict."""
+    if isinstance(column, dict):
+        return {name: cut(inner, start, stop) for name, inner in column.items()}
+    return column[start:stop]
+
+
+def pick(column: Any, places: Int64Array) -> Any:
+    if hasattr(column, "take") and not isinstance(column, np.ndarray) and hasattr(column, "null_count"):
+        return column.take(places)
+    return [column[int(i)] for i in places]
+
+
+def at(column: Any, i: int) -> Any:
+    if isinstance(column, dict):
+        return {name: at(inner, i) for name, inner in column.items()}
+    return column[i]
+
+
+def as_rows(columns: dict[str, Any], length: int) -> list[Row]:
+    """Columns as already presented (lists, arrays, tensors) to one dict a row."""
+    names = tuple(columns)
+    values = tuple(columns.values())
+    if len(names) == 1 and isinstance(values[0], list):
+        return [{names[0]: value} for value in values[0]]
+    if len(names) == 2 and all(isinstance(value, list) for value in values):
+        # The common shape (an id and a text) spelled out: 0.3 µs a row less than dict(zip(…)).
+        a, b = names
+        return [{a: x, b: y} for x, y in zip(*values, strict=True)]
+    if all(isinstance(value, list) for value in values):
+        return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    return [{name: at(column, i) for name, column in columns.items()} for i in range(length)]

@@ -1,0 +1,59 @@
+"""Columns whose Hugging Face feature is more than its Arrow value (Image, Audio, Array2D, …): ``datasets`` decodes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from midepoch.errors import MidepochError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An Arrow column that ``datasets`` has to decode, with its original name and the schema that holds its feature."""
+
+    name: str
+    array: pa.Array
+    schema: pa.Schema
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, places: slice) -> Encoded:
+        return Encoded(self.name, self.array[places], self.schema)
+
+    def take(self, places: Any) -> Encoded:
+        return Encoded(self.name, self.array.take(pa.array(places)), self.schema)
+
+    @property
+    def null_count(self) -> int:
+        return int(self.array.null_count)
+
+    def decode(self, kind: str) -> Any:
+        """The column as ``datasets`` gives it in this format."""
+        formatter, field = _formatter(kind, self.name, self.schema)
+        array = self.array
+        if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array, pa.ExtensionArray):
+            array = pa.ExtensionArray.from_storage(field.type, array)
+        return formatter.format_batch(pa.table([array], schema=pa.schema([field])))[self.name]
+
+
+@lru_cache(maxsize=64)
+def _formatter(kind: str, name: str, schema: pa.Schema) -> tuple[Any, pa.Field]:
+    datasets = import_datasets(f"column {name!r} needs decoding")
+    from datasets.formatting import get_formatter
+
+    features = datasets.Features({name: datasets.Features.from_arrow_schema(schema)[name]})
+    return get_formatter(None if kind == "python" else kind, features=features), features.arrow_schema.field(name)
+
+
+def import_datasets(why: str) -> Any:
+    """The ``datasets`` package, imported only where it is needed: it takes a second."""
+    try:
+        import datasets
+    except ImportError:
+        raise MidepochError(f"{why}: install the extra with `pip install midepoch[hf]`.") from None
+    return datasets
