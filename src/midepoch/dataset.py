@@ -18,10 +18,10 @@ from midepoch.order import Cut, Order, Selection, Shuffle
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
-from midepoch.seeds import draw_seed
-from midepoch.shared import SharedCell
+from midepoch.seeds import check_agreed, draw_seed
+from midepoch.shared import Note, SharedCell
 from midepoch.sources import Source
-from midepoch.state import Cursor
+from midepoch.state import Cursor, Resumed
 from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.features import import_datasets
@@ -45,6 +45,7 @@ class Dataset:
         self._pipeline = pipeline
         self._shared = SharedCell(cursor.epoch)
         self._start = cursor.position
+        self._round = 0
         self._latest: RowIterator | BatchIterator | None = None
         self._delivered: Cursor | None = None
         self._engine: Engine | None = None
@@ -133,7 +134,7 @@ class Dataset:
     # In which order, and whose
 
     def shuffle(
-        self: Self, seed: int | None = None, *, scope: str | None = None, window: int = DEFAULT_WINDOW
+        self: Self, seed: int | None = None, scope: str | None = None, window: int = DEFAULT_WINDOW
     ) -> Self:
         """Shuffled anew in every epoch, by a permutation that is computed and never stored.
 
@@ -142,13 +143,14 @@ class Dataset:
         on resume.
         """
         drawn = seed is None
+        check_agreed(drawn, self._pipeline.cut.count)
         shuffle = Shuffle(draw_seed() if seed is None else seed, scope or self._default_scope, window)
         order = replace(self._pipeline.order, shuffle=shuffle)
         return self._derive(replace(self._pipeline, order=order, seed_drawn=drawn), same_positions=False)
 
     _default_scope = "rows"
 
-    def shard(self: Self, num_shards: int, index: int, *, mode: str = "auto") -> Self:
+    def shard(self: Self, num_shards: int, index: int, mode: str = "auto") -> Self:
         """One of ``num_shards`` equal parts (by one row at most) of every epoch, without overlap or gap.
 
         "example": every num_shards-th row. "file": a run of whole files for each shard; where the cut falls into a
@@ -161,6 +163,7 @@ class Dataset:
         if self._pipeline.cut.count > 1:
             raise ValueError(f"the dataset is already shard {self._pipeline.cut.index} of {self._pipeline.cut.count}")
         cut = Cut(index, num_shards)
+        check_agreed(self._pipeline.seed_drawn, num_shards)
         if num_shards > self._pipeline.rows:
             raise ValueError(f"{self._pipeline.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
@@ -172,9 +175,9 @@ class Dataset:
     def map(
         self: Self,
         function: Callable[..., Any],
-        *,
         batched: bool = False,
         batch_size: int = 1000,
+        *,
         with_indices: bool = False,
         with_generator: bool = False,
         input_columns: str | Sequence[str] | None = None,
@@ -298,6 +301,7 @@ class Dataset:
         if not self._pipeline.rows:
             raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
         world = find_world(self._pipeline.cut, rank, world_size)
+        check_agreed(self._pipeline.seed_drawn, world.count)
         options = Options(
             batch_size=_at_least(batch_size, 1, "loader(batch_size=…)"),
             num_workers=_at_least(num_workers, 0, "loader(num_workers=…)"),
@@ -322,25 +326,27 @@ class Dataset:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands, just behind the last row handed over: small, flat, JSON-able."""
-        return self.save_at(self._cursor())
+        return self.save_at(self._cursor(), self._round if self._latest is None else self._latest.round)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, saved on any shard of any number of them.
 
         Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
         """
-        cursor, self._pipeline = self._resume(state)
-        self._go_to(cursor)
+        resumed, self._pipeline = self._resume(state)
+        self._go_to(resumed)
         self._engine, self._latest, self._delivered = None, None, None
 
-    def _go_to(self, cursor: Cursor) -> None:
+    def _go_to(self, resumed: Resumed) -> None:
         """Stand at a cursor. One at the end of an epoch leaves alone another epoch that was asked for by name."""
-        if self._ended(self._share()[0], cursor) and self._shared.asked and self.epoch != cursor.epoch:
+        cursor, (share, worker) = resumed.cursor, self._share()
+        self._start, self._round = cursor.position, resumed.round
+        if not self._ended(share, cursor) or (worker is None and not self._shared.asked):
+            self._shared.epoch = cursor.epoch
+        elif worker is None and self.epoch != cursor.epoch:
             self._start = 0
-        else:
-            self._shared.epoch, self._start = cursor.epoch, cursor.position
 
-    def _resume(self, state: Any) -> tuple[Cursor, Pipeline]:
+    def _resume(self, state: Any) -> tuple[Resumed, Pipeline]:
         resumed = states.load(self._state_in(state), self._pipeline)
         _, worker = self._share()
         if resumed.worker != worker:
@@ -355,18 +361,19 @@ class Dataset:
         order = replace(self._pipeline.order, lanes=resumed.lanes)
         if order.shuffle is not None and resumed.seed is not None:
             order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
-        return resumed.cursor, replace(self._pipeline, order=order)
+        return resumed, replace(self._pipeline, order=order)
 
     def _state_in(self, state: Any) -> Any:
         """A hook for interfaces whose states look different."""
         return state
 
-    def save_at(self, cursor: Cursor) -> dict[str, Any]:
+    def save_at(self, cursor: Cursor, round_: int = 0) -> dict[str, Any]:
         """The state at a cursor, for the iterators of this dataset."""
         state = states.save(states.identity(self._pipeline), cursor)
         _, worker = self._share()
         if worker is not None:
             state["worker"], state["workers"], state["shards"] = worker
+            state["round"] = round_
         return state
 
     def _cursor(self) -> Cursor:
@@ -400,32 +407,50 @@ class Dataset:
         share, worker = self._share()
         late = None
         if worker is not None:
+            order = replace(self._pipeline.order, lanes=self._worker_lanes(share.count))
+            self._pipeline = replace(self._pipeline, order=order)
             at_end = self._ended(share, cursor)
-            self._shared.note_end(worker[0], at_end)
-            late = self._roll_over(cursor.epoch, worker[1]) if at_end else None
-        return Start(Engine(self._pipeline), share, cursor, late)
+            note = Note(self._round, at_end, cursor.epoch)
+            self._shared.note(worker[0], note)
+            late = self._roll_over(note, worker[1]) if at_end else None
+        start = Start(Engine(self._pipeline), share, cursor, self._round, late)
+        self._round = 0
+        return start
 
-    def _roll_over(self, epoch: int, workers: int) -> Callable[[], Cursor | None]:
-        """In a worker that resumes at its end: a new epoch begins only if all workers are at theirs.
+    def _worker_lanes(self, shares: int) -> int:
+        """Into how many lanes the epoch is cut for all DataLoader workers of all shards."""
+        return self._pipeline.order.lanes
+
+    def _roll_over(self, mine: Note, workers: int) -> Callable[[], tuple[Cursor, int] | None]:
+        """In a worker that resumes at its end: a new epoch begins if all workers are at theirs, or some are past it.
 
         StatefulDataLoader asks for the first batch after all workers have loaded, so their notes are complete by then.
         """
         shared = self._shared
 
-        def decide() -> Cursor | None:
-            gone_through = shared.asked and shared.epoch == epoch
-            return Cursor(shared.epoch, 0) if shared.all_at_end(workers) and not gone_through else None
+        def decide() -> tuple[Cursor, int] | None:
+            notes = shared.notes(workers)
+            ahead = max(notes)
+            if ahead.round > mine.round:
+                return Cursor(ahead.epoch), ahead.round
+            if not all(note.at_end for note in notes):
+                return None
+            if not shared.asked:
+                shared.epoch = mine.epoch
+            elif shared.epoch == mine.epoch:
+                return None  # the user asks for this very epoch, of which nothing is left
+            return Cursor(shared.epoch), mine.round + 1
 
         return decide
 
     def start_at(self, state: Mapping[str, Any]) -> Start:
         """Where an iterator of this dataset goes on that is given a state itself, as StatefulDataLoader does."""
-        cursor, self._pipeline = self._resume(state)
-        self._go_to(cursor)
+        resumed, self._pipeline = self._resume(state)
+        self._go_to(resumed)
         if self._share()[1] is None:
             return self._start_from(self._begin())
         self._start = 0
-        return self._start_from(cursor)
+        return self._start_from(resumed.cursor)
 
     def _follow(self, iterator: Any) -> Any:
         self._latest, self._delivered = iterator, None

@@ -35,18 +35,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Start:
-    """Where an iteration begins. ``late``: asked once, before the first row, for another place to begin at."""
+    """Where an iteration begins. ``late``: asked once, before the first row, for another cursor and round."""
 
     engine: Engine
     cut: Cut
     cursor: Cursor
-    late: Callable[[], Cursor | None] | None = None
+    round: int = 0
+    late: Callable[[], tuple[Cursor, int] | None] | None = None
 
 
 class Follower(Protocol):
     """The dataset behind an iterator: makes and reads its states, and hears when an epoch has been gone through."""
 
-    def save_at(self, cursor: Cursor) -> dict[str, Any]: ...
+    def save_at(self, cursor: Cursor, round_: int = 0) -> dict[str, Any]: ...
 
     def start_at(self, state: Mapping[str, Any]) -> Start: ...
 
@@ -61,7 +62,7 @@ class RowIterator:
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
-        self._engine, self._late = start.engine, start.late
+        self._engine, self.round, self._late = start.engine, start.round, start.late
         self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
         self._next = self._progress.first  # own number of the first row not yet in hand
         self._chunk_first = self._next  # own number of the first row in hand
@@ -81,9 +82,9 @@ class RowIterator:
 
     def _refill(self) -> Any:
         if self._late is not None:
-            cursor, self._late = self._late(), None
-            if cursor is not None:
-                self._begin(Start(self._engine, self._progress.cut, cursor))
+            other, self._late = self._late(), None
+            if other is not None:
+                self._begin(Start(self._engine, self._progress.cut, *other))
         while True:
             if self._next >= self._progress.total:
                 # What is in hand stays, so that the cursor stays behind the last row delivered.
@@ -125,7 +126,7 @@ class RowIterator:
         return self._progress.cursor(self._places[taken - 1] + 1 if taken else self._chunk_first)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._owner.save_at(self.cursor)
+        return self._owner.save_at(self.cursor, self.round)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved (called by StatefulDataLoader)."""
@@ -134,6 +135,8 @@ class RowIterator:
 
 class BatchIterator:
     """Batches of a share's rows from a cursor to the end of the epoch, as columns."""
+
+    round = 0
 
     def __init__(self, start: Start, owner: Follower, size: int, drop_last: bool) -> None:
         self._engine, self._owner, self._size, self._drop_last = start.engine, owner, size, drop_last

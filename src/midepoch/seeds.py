@@ -18,11 +18,26 @@ def draw_seed() -> int:
     """
     global _draws
     seed = secrets.randbits(32)
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    dist = process_group()
+    if dist is not None and dist.get_world_size() > 1:
         from torch.distributed.distributed_c10d import _get_default_store
 
         _draws += 1
         seed = int(_get_default_store().compare_set(f"midepoch/seed/{_draws}", "", str(seed)))
     _log.info("shuffle(seed=None): drew seed %d", seed)
     return seed
+
+
+def check_agreed(drawn: bool, shards: int) -> None:
+    """Refuse a drawn seed where the ranks had no way to agree on it: each would go through another order."""
+    if drawn and shards > 1 and process_group() is None:
+        raise ValueError(
+            f"shuffle() without a seed cannot be cut into {shards} shards: each process would draw its own seed. "
+            "Pass a seed, or initialise torch.distributed before shuffle()."
+        )
+
+
+def process_group() -> Any:
+    """torch.distributed if it is in use, else None; never imports it."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None

@@ -13,14 +13,23 @@ import os
 import struct
 import tempfile
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, NamedTuple
 
-_SIZE = mmap.PAGESIZE
-_FLAGS = 16  # epoch (8 bytes), asked (8 bytes), then one byte a worker
+_SIZE = 16384
+_EPOCH, _ASKED, _NOTES = 0, 8, 16
+_NOTE = struct.Struct("<qqq")
+
+
+class Note(NamedTuple):
+    """Where a worker stands: how many epochs it has rolled over to since it was resumed, and if it is at the end."""
+
+    round: int
+    at_end: int
+    epoch: int
 
 
 class SharedCell:
-    """The epoch, whether it was asked for by name, and which workers stand at its end."""
+    """The epoch, whether it was asked for by name, and where each worker stood when it began."""
 
     def __init__(self, epoch: int = 0, asked: bool = False, *, fd: int | None = None) -> None:
         self._fd = fd
@@ -30,26 +39,28 @@ class SharedCell:
 
     @property
     def epoch(self) -> int:
-        return int(struct.unpack_from("<q", self._memory, 0)[0])
+        return int(struct.unpack_from("<q", self._memory, _EPOCH)[0])
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        struct.pack_into("<q", self._memory, 0, value)
+        struct.pack_into("<q", self._memory, _EPOCH, value)
 
     @property
     def asked(self) -> bool:
-        return bool(self._memory[8])
+        return bool(self._memory[_ASKED])
 
     @asked.setter
     def asked(self, value: bool) -> None:
-        self._memory[8] = int(value)
+        self._memory[_ASKED] = int(value)
 
-    def note_end(self, worker: int, at_end: bool) -> None:
-        if worker < _SIZE - _FLAGS:
-            self._memory[_FLAGS + worker] = int(at_end)
+    def note(self, worker: int, note: Note) -> None:
+        at = _NOTES + worker * _NOTE.size
+        if at + _NOTE.size > _SIZE:
+            raise ValueError(f"more than {(_SIZE - _NOTES) // _NOTE.size} DataLoader workers are not supported")
+        _NOTE.pack_into(self._memory, at, *note)
 
-    def all_at_end(self, workers: int) -> bool:
-        return workers <= _SIZE - _FLAGS and all(self._memory[_FLAGS : _FLAGS + workers])
+    def notes(self, workers: int) -> list[Note]:
+        return [Note(*_NOTE.unpack_from(self._memory, _NOTES + i * _NOTE.size)) for i in range(workers)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:  # a plain pickle: a copy of the values

@@ -42,7 +42,8 @@ class Resumed:
     cursor: Cursor
     seed: int | None
     lanes: int
-    worker: tuple[int, int, int] | None  # (worker, workers, shards) of a state kept by one worker
+    worker: tuple[int, int, int] | None = None  # (worker, workers, shards) of a state kept by one worker
+    round: int = 0
 
 
 def identity(pipeline: Pipeline) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def load(state: Any, pipeline: Pipeline) -> Resumed:
     if found["position"] > found["rows"]:
         raise StateError(f"the state is damaged: position {found['position']} of {found['rows']} rows.")
     worker = (found["worker"], found["workers"], found["shards"]) if found["workers"] else None
-    return Resumed(Cursor(found["epoch"], found["position"]), found["seed"], found["lanes"], worker)
+    return Resumed(Cursor(found["epoch"], found["position"]), found["seed"], found["lanes"], worker, found["round"])
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -94,8 +95,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "worker": (int,),
     "workers": (int,),
     "shards": (int,),
+    "round": (int,),
 }
-_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1}
+_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1, "round": 0}
 
 
 def _parse(state: Any) -> dict[str, Any]:

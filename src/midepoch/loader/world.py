@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 from midepoch.order import Cut
+from midepoch.seeds import process_group
 
 
 def find_world(shard: Cut, rank: int | None, world_size: int | None) -> Cut:
@@ -22,8 +20,3 @@ def find_world(shard: Cut, rank: int | None, world_size: int | None) -> Cut:
         return Cut(dist.get_rank(), dist.get_world_size())
     return shard
 
-
-def process_group() -> Any:
-    """torch.distributed if it is in use, else None; never imports it."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None

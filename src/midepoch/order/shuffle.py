@@ -53,10 +53,10 @@ class UnitShuffle:
 
     def __init__(self, shuffle: Shuffle, epoch: int, boundaries: Int64Array, purpose: str) -> None:
         units = len(boundaries) - 1
-        permuted = Bijection(units, derive(shuffle.seed, epoch, purpose))(np.arange(units, dtype=np.int64))
-        first = boundaries[permuted]
+        self.permuted = Bijection(units, derive(shuffle.seed, epoch, purpose))(np.arange(units, dtype=np.int64))
+        first = boundaries[self.permuted]
         self.starts = np.zeros(units + 1, dtype=np.int64)  # sequence index at which the unit at each place begins
-        np.cumsum(boundaries[permuted + 1] - first, out=self.starts[1:])
+        np.cumsum(boundaries[self.permuted + 1] - first, out=self.starts[1:])
         self._shift = first - self.starts[:-1]
 
     def __call__(self, sequence: Int64Array) -> Int64Array:

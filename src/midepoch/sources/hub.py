@@ -67,7 +67,7 @@ def arrow_files(
     request: Request, *, index_dir: Path | None = None, force: bool = False, num_proc: int | None = None
 ) -> dict[str, list[Path]]:
     """Split name -> Arrow files in the Hugging Face cache. Runs ``datasets`` only if this is not known yet."""
-    path = (index_dir or default_index_dir()) / f"{request.key}.dataset.json"
+    path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
     if not force and (known := _recall(path, request)) is not None:
         return known
     with locked(path) as writable:

@@ -100,7 +100,7 @@ def open_index(
     """The index of these files: read if it is there and fresh, else made (by one process at a time) and kept."""
     absolute = [Path(os.path.abspath(path)) for path in files]
     key = hashlib.blake2b("\0".join([*map(str, absolute), f"{skip_damage}"]).encode(), digest_size=16).hexdigest()
-    path = (index_dir or default_index_dir()) / f"{key}.index.arrow"
+    path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
     if not force and (index := _fresh(path, absolute)) is not None:
         return index
     with locked(path) as writable:

@@ -1,0 +1,146 @@
+"""``fast_hf_loader_simple``: instant loading of Hugging Face datasets, with its documented names and state."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from midepoch import state as states
+from midepoch.dataset import Dataset
+from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.load import from_files, load_dataset
+from midepoch.order.shuffle import UnitShuffle
+from midepoch.pipeline import Pipeline
+from midepoch.state import Cursor
+
+
+class SimpleArrowIterableDataset(Dataset):
+    """The core's dataset with files as the unit of shuffling and sharing out, and the documented state.
+
+    ``state_dict()`` has the six documented keys beside the core's. ``current_file_index`` counts in the epoch's order of
+    files, ``current_example_index`` is the last example handed over (-1: none yet of the first file).
+    """
+
+    _default_scope = "files"
+
+    def __init__(self, data: Pipeline | str | Sequence[str], cursor: Cursor | None = None) -> None:
+        super().__init__(data if isinstance(data, Pipeline) else from_files(data).pipeline, cursor)
+
+    @property
+    def arrow_files(self) -> list[str]:
+        return [file.path for file in self._pipeline.source.files]
+
+    def _worker_lanes(self, shares: int) -> int:
+        return shares if self.num_files >= shares else self._pipeline.order.lanes
+
+    def save_at(self, cursor: Cursor, round_: int = 0) -> dict[str, Any]:
+        shuffle, cut = self._pipeline.order.shuffle, self._pipeline.cut
+        file, example = self._place(cursor)
+        return {
+            "current_file_index": file,
+            "current_example_index": example,
+            "shuffle_seed": shuffle.seed if shuffle else None,
+            "shard_config": (cut.count, cut.index) if cut.count > 1 else None,
+            "arrow_files": _digest(self.arrow_files),
+            "shuffled_files": _digest(self._shuffled(cursor.epoch)) if shuffle else None,
+            **super().save_at(cursor, round_),
+        }
+
+    def _file_starts(self, epoch: int) -> tuple[Any, Any]:
+        """Sequence index at which the file at each place of the epoch begins; and which file that is."""
+        order, layout = self._pipeline.order, self._pipeline.source.layout
+        bounds = order.selection.boundaries(layout.file_starts)
+        owners = np.searchsorted(layout.file_starts, order.selection.source_rows(bounds[:-1]), side="right") - 1
+        if order.shuffle is None or order.shuffle.scope != "files":
+            return bounds, owners
+        units = UnitShuffle(order.shuffle, epoch, bounds, "files")
+        return units.starts, owners[units.permuted]
+
+    def _shuffled(self, epoch: int) -> list[str]:
+        files = self.arrow_files
+        return [files[i] for i in self._file_starts(epoch)[1]]
+
+    def _place(self, cursor: Cursor) -> tuple[int, int]:
+        """File and example of the last row that this share was handed before a cursor."""
+        cut = self._share()[0]
+        taken = cut.before(cursor.position)
+        if not taken:
+            return 0, -1
+        order = self._pipeline.order.at(cursor.epoch, self._pipeline.source.layout)
+        at = int(order.sequence(cut.locals(taken - 1, taken))[0])
+        starts, _ = self._file_starts(cursor.epoch)
+        place = int(np.searchsorted(starts, at, side="right")) - 1
+        return place, at - int(starts[place])
+
+    def _state_in(self, state: Any) -> Any:
+        """The documented form, with lists of files and none of the core's fields, as a state of the core."""
+        if not isinstance(state, Mapping) or states.KEY in state or "current_file_index" not in state:
+            return state
+        shuffle, epoch = self._pipeline.order.shuffle, self.epoch
+        try:
+            place, example = int(state["current_file_index"]), int(state["current_example_index"])
+            shards = int(state["shard_config"][0]) if state.get("shard_config") else 1
+        except (KeyError, TypeError, ValueError, IndexError) as problem:
+            raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
+        seed = shuffle.seed if shuffle else None
+        if state.get("shuffle_seed") != seed and not self._pipeline.seed_drawn:
+            raise CheckpointMismatchError("shuffle_seed", state.get("shuffle_seed"), seed, "shuffle() differs")
+        self._check_files("arrow_files", state.get("arrow_files"), self.arrow_files)
+        if shuffle is not None:
+            self._check_files("shuffled_files", state.get("shuffled_files"), self._shuffled(epoch))
+        starts, _ = self._file_starts(epoch)
+        if not 0 <= place < len(starts) - 1 or not -1 <= example < starts[place + 1] - starts[place]:
+            raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
+        order = self._pipeline.order.at(epoch, self._pipeline.source.layout)
+        at = int(starts[place]) + example
+        taken = order.position(at) // shards + 1 if at >= 0 else 0
+        position = min(taken * shards, self._pipeline.rows)
+        return states.save(states.identity(self._pipeline), Cursor(epoch, position))
+
+    def _check_files(self, name: str, saved: Any, current: list[str]) -> None:
+        """Files by name, not by folder: data that has only moved is still the same data."""
+        if saved is None or saved == _digest(current):
+            return
+        if isinstance(saved, str) or [_name(file) for file in saved] != [_name(file) for file in current]:
+            shown = saved if isinstance(saved, str) else f"{len(saved)} files"
+            raise CheckpointMismatchError(name, shown, f"{len(current)} files", "files were added, removed or reordered")
+
+
+def fast_load_iterable_dataset(
+    path: str,
+    name: str | None = None,
+    split: str = "train",
+    data_files: Any = None,
+    revision: str | None = None,
+    force_reindex: bool = False,
+    num_proc: int | None = None,
+    index_dir: str | None = None,
+    **load_dataset_kwargs: Any,
+) -> SimpleArrowIterableDataset:
+    """Load a Hugging Face dataset: at once, but for the first time, when ``datasets`` prepares and we index it."""
+    found = load_dataset(
+        path,
+        name,
+        split=split,
+        data_files=data_files,
+        revision=revision,
+        force_reindex=force_reindex,
+        num_proc=num_proc,
+        index_dir=index_dir,
+        **load_dataset_kwargs,
+    )
+    return SimpleArrowIterableDataset(found.pipeline)
+
+
+def _name(path: Any) -> str:
+    return os.path.basename(str(path))
+
+
+def _digest(files: Sequence[str]) -> str:
+    """Names of files in order, in a form that stays short for any number of them."""
+    names = "\n".join(_name(file) for file in files)
+    return f"{len(files)} files {hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"
