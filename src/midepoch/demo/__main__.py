@@ -1,0 +1,162 @@
+"""``python -m midepoch.demo``: makes data, runs the training three times, and shows the proof."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROWS, FILES, EPOCHS, BATCH = 24_000, 6, 2, 64
+STEPS = EPOCHS * -(-ROWS // BATCH)
+KILL_AT = STEPS * 2 // 3 + 12  # in the middle of the second epoch, between two checkpoints
+
+console = Console()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m midepoch.demo", description=__doc__)
+    parser.add_argument("--keep", type=Path, help="use and keep this folder instead of a temporary one")
+    args = parser.parse_args()
+    if args.keep is not None:
+        sys.exit(0 if show(args.keep) else 1)
+    with tempfile.TemporaryDirectory(prefix="midepoch-demo-") as folder:
+        sys.exit(0 if show(Path(folder)) else 1)
+
+
+def show(folder: Path) -> bool:
+    """The whole demonstration; whether the proof held."""
+    started = time.monotonic()
+    os.environ["MIDEPOCH_CACHE"] = str(folder / "index")
+    with console.status("making a dataset in the Hugging Face cache layout"):
+        make_data(folder)
+    with Progress(
+        TextColumn("{task.description:58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        whole, killed = folder / "uninterrupted", folder / "killed"
+        train(folder, whole, 2, progress, "1. uninterrupted, 2 workers")
+        train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {KILL_AT}", kill_at=KILL_AT)
+        cut = checkpoint_step(killed)
+        log = read_log(killed)
+        train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", first=cut)
+    return prove(whole, killed, log, cut, time.monotonic() - started)
+
+
+def make_data(folder: Path) -> None:
+    """Parquet files, loaded once through ``datasets``: Arrow files in its cache layout are what training then reads."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    import midepoch
+
+    words = ["river", "stone", "cloud", "lamp", "bread", "glass", "wheel", "paper", "storm", "field"]
+    good, bad = ["fine", "bright", "gentle"], ["broken", "bitter", "grim"]
+    size = ROWS // FILES
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for file in range(FILES):
+        ids = range(file * size, (file + 1) * size)
+        labels = [(i * 7919) % 2 for i in ids]
+        texts = [
+            " ".join([*(words[(i * k) % 10] for k in range(3, 11)), (good if label else bad)[i % 3]])
+            for i, label in zip(ids, labels, strict=True)
+        ]
+        pq.write_table(pa.table({"id": ids, "text": texts, "label": labels}), folder / "data" / f"{file}.parquet")
+    midepoch.load_dataset(
+        "parquet", data_files=f"{folder}/data/*.parquet", cache_dir=f"{folder}/cache", split="train"
+    )
+
+
+def train(
+    folder: Path, run: Path, workers: int, progress: Progress, what: str, *, kill_at: int | None = None, first: int = 0
+) -> None:
+    """Run the training in a process of its own, watching its log; kill it at a step if asked to."""
+    run.mkdir(exist_ok=True)
+    (run / "rows.log").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "midepoch.demo.train", f"--data={folder}/data/*.parquet"]
+    command += [f"--cache={folder}/cache", f"--run={run}", f"--num-workers={workers}", f"--epochs={EPOCHS}"]
+    task = progress.add_task(what, total=kill_at or STEPS, completed=first)
+    process = subprocess.Popen(command)
+    try:
+        while process.poll() is None:
+            time.sleep(0.005)
+            step = last_step(run) or first
+            progress.update(task, completed=min(step, kill_at or STEPS))
+            if kill_at is not None and step >= kill_at:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()
+    if process.returncode != (-signal.SIGKILL if kill_at is not None else 0):
+        sys.exit(f"the training ended with status {process.returncode}")
+    progress.update(task, completed=kill_at or STEPS)
+
+
+def last_step(run: Path) -> int:
+    try:
+        with (run / "rows.log").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            lines = log.read().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    return int(lines[-2].split()[0]) if len(lines) > 1 and lines[-2].strip() else 0
+
+
+def read_log(run: Path) -> dict[int, list[int]]:
+    """Step -> row ids, of whole lines only: the last one may have been cut by the kill."""
+    lines = (run / "rows.log").read_text().split("\n")[:-1]
+    steps = (list(map(int, line.split())) for line in lines)
+    return {numbers[0]: numbers[1:] for numbers in steps}
+
+
+def checkpoint_step(run: Path) -> int:
+    import torch
+
+    return int(torch.load(run / "checkpoint.pt")["step"])
+
+
+def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, seconds: float) -> bool:
+    """Compare, from the logs, what the killed and resumed run was fed with what the uninterrupted one was."""
+    import torch
+
+    expected, after = read_log(whole), read_log(killed)
+    found = {**{step: rows for step, rows in before.items() if step <= cut}, **after}
+    same_order = found == expected
+    per_epoch = -(-ROWS // BATCH)
+    table = Table(title="proof, from the logs of row ids", title_justify="left")
+    for name in ("epoch", "rows", "seen once", "lost", "repeated"):
+        table.add_column(name, justify="right")
+    clean = True
+    for epoch in range(EPOCHS):
+        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        seen = Counter(row for step in steps for row in found.get(step, []))
+        lost, repeated = ROWS - len(seen), sum(count - 1 for count in seen.values())
+        clean = clean and not lost and not repeated
+        once = sum(count == 1 for count in seen.values())
+        table.add_row(str(epoch), f"{ROWS:,}", f"{once:,}", f"{lost:,}", f"{repeated:,}")
+    console.print(table)
+    a, b = (torch.load(run / "final.pt")["model"] for run in (whole, killed))
+    same_model = all(torch.equal(a[name], b[name]) for name in a)
+    rolled_back = len([step for step in before if step > cut])
+    console.print(f"killed at step {max(before)}, resumed from the checkpoint at step {cut} ({rolled_back} steps redone)")
+    console.print(f"batches and their order as in the uninterrupted run: {_mark(same_order)}")
+    console.print(f"final weights bit for bit those of the uninterrupted run: {_mark(same_model)}")
+    console.print(f"[dim]{seconds:.0f} s[/dim]")
+    return clean and same_order and same_model
+
+
+def _mark(good: bool) -> str:
+    return "[green]yes[/green]" if good else "[red]NO[/red]"
+
+
+if __name__ == "__main__":
+    main()

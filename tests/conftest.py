@@ -1,0 +1,65 @@
+"""Shared data: small Arrow files made for each test session, and caches that are nobody's but the tests'."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path_factory.getbasetemp() / "caches"
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(folder / "midepoch"))
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+
+
+def write_arrow(path: Path, table: pa.Table, block: int, *, file_format: bool = False, **options: Any) -> Path:
+    """An Arrow IPC file with record batches of ``block`` rows."""
+    make = pa.ipc.new_file if file_format else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, **options) as writer:
+        writer.write_table(table, max_chunksize=block)
+    return path
+
+
+def numbered(start: int, stop: int) -> pa.Table:
+    """Rows that can be told apart, of the common kinds of column."""
+    ids = np.arange(start, stop)
+    return pa.table(
+        {
+            "id": ids,
+            "text": [f"row {i} " + "é" * (i % 5) for i in ids],
+            "score": ids / 2,
+            "tokens": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 4).astype(np.int32)), 4),
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def make_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """Files of the given numbers of rows, numbered through; blocks of ``block`` rows."""
+
+    def make(sizes: Sequence[int], block: int = 4, **options: Any) -> list[str]:
+        folder, first, paths = tmp_path_factory.mktemp("data"), 0, []
+        for number, size in enumerate(sizes):
+            table = numbered(first, first + size)
+            paths.append(str(write_arrow(folder / f"part-{number:03}.arrow", table, block, **options)))
+            first += size
+        return paths
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_files(make_files: Callable[..., list[str]]) -> list[str]:
+    """37 rows in 5 files of uneven size, in blocks of 4."""
+    return make_files([9, 1, 12, 8, 7])
