@@ -121,12 +121,17 @@ class Reader:
         parts: list[list[pa.Array]] = [[] for _ in numbers]
         for group in np.split(order, cuts):
             batch = self._blocks.get(int(blocks[group[0]]))
-            places = pa.array(inner[group])
+            places = _int64(inner[group])
             for part, number in zip(parts, numbers, strict=True):
                 part.append(_stored(batch.column(self._numbers[number])).take(places))
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
-        return [pa.concat_arrays(part).take(pa.array(back)) for part in parts]
+        return [pa.concat_arrays(part).take(_int64(back)) for part in parts]
+
+
+def _int64(values: Int64Array) -> pa.Array:
+    """As ``pa.array``, which would import pandas."""
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
 
 
 def _empty(schema: pa.Schema) -> pa.RecordBatch:

@@ -195,8 +195,10 @@ def _message_at(fd: int, head: bytes, at: int, size: int, nodes: bool) -> _Messa
 
 def _schema_of(path: Path, fd: int, at: int, end: int) -> pa.Schema:
     try:
-        return pa.ipc.read_schema(pa.py_buffer(os.pread(fd, end - at, at)))
-    except (pa.ArrowInvalid, OSError) as problem:
+        schema = pa.ipc.read_schema(pa.py_buffer(os.pread(fd, end - at, at)))
+        _ = schema.names, schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
+        return schema
+    except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
 
 

@@ -52,6 +52,8 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
         percent = bool(found["start_pct"] or found["stop_pct"])
         if percent and ((start and not found["start_pct"]) or (stop and not found["stop_pct"])):
             raise ValueError(f"cannot read the split {text!r}: both ends of a slice must be percentages, or neither")
+        if percent and any(abs(int(bound)) > 100 for bound in (start, stop) if bound):
+            raise ValueError(f"cannot read the split {text!r}: percentages go from -100% to 100%")
         if found["rounding"] not in (None, "closest", "pct1_dropremainder"):
             raise ValueError(f"cannot read the split {text!r}: rounding is 'closest' or 'pct1_dropremainder'")
         parts.append(

@@ -28,7 +28,8 @@ def check_format(kind: str | None) -> str | None:
 def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
     """The columns in a format; for torch and JAX as numpy arrays, for ``finish`` to turn into tensors."""
     if kind == "arrow":
-        return pa.table({name: _arrow(name, column) for name, column in batch.columns.items()})
+        arrays = [_arrow(name, column) for name, column in batch.columns.items()]
+        return pa.Table.from_arrays(arrays, names=list(batch.columns))
     if kind == "python":
         return {name: _python(column) for name, column in batch.columns.items()}
     return {

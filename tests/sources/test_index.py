@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import numbered, write_arrow
+
+from midepoch.errors import FormatError
+from midepoch.sources import Source
+from midepoch.sources import index as index_module
+from midepoch.sources.index import Index, open_index
+
+
+@pytest.fixture
+def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    scanned: list[Path] = []
+    real = index_module.scan
+
+    def counting(path: Path, **options: bool) -> object:
+        scanned.append(path)
+        return real(path, **options)
+
+    monkeypatch.setattr(index_module, "scan", counting)
+    return scanned
+
+
+def opened(paths: list[str], folder: Path, **options: bool) -> Index:
+    return open_index([Path(path) for path in paths], index_dir=folder, **options)
+
+
+def test_second_open_scans_nothing(small_files: list[str], tmp_path: Path, count_scans: list[Path]) -> None:
+    first = opened(small_files, tmp_path)
+    assert len(count_scans) == 5
+    second = opened(small_files, tmp_path)
+    assert len(count_scans) == 5
+    assert np.array_equal(first.starts, second.starts)
+    assert np.array_equal(first.offsets, second.offsets)
+    assert first.files == second.files
+    assert first.starts[-1] == 37
+
+
+def test_one_changed_file_is_noticed(tmp_path: Path, count_scans: list[Path]) -> None:
+    path = write_arrow(tmp_path / "a.arrow", numbered(200, 210), 5)
+    before = Source((opened([str(path)], tmp_path / "ix"),))
+    size = path.stat().st_size
+    write_arrow(path, numbered(100, 110), 5)
+    os.utime(path, ns=(0, 10**18))
+    assert path.stat().st_size == size  # same size: only the time tells
+    after = Source((opened([str(path)], tmp_path / "ix"),))
+    assert len(count_scans) == 2
+    assert before.fingerprint != after.fingerprint
+
+
+@pytest.mark.parametrize("damage", ["empty", "garbage", "cut", "flipped", "version", "folder"])
+def test_unusable_index_is_made_again(
+    small_files: list[str], tmp_path: Path, damage: str, count_scans: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(str(opened(small_files, tmp_path).path))
+    data = path.read_bytes()
+    if damage == "version":
+        monkeypatch.setattr(index_module, "VERSION", 99)
+    elif damage == "folder":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        path.write_bytes(
+            {
+                "empty": b"",
+                "garbage": os.urandom(500),
+                "cut": data[:middle],
+                "flipped": data.replace((9).to_bytes(8, "little"), (8).to_bytes(8, "little"), 1),
+            }[damage]
+        )
+    again = opened(small_files, tmp_path)
+    assert len(count_scans) == 10
+    assert again.starts[-1] == 37
+    assert len(count_scans) == 10
+    opened(small_files, tmp_path)
+    assert len(count_scans) == 10  # and it was kept
+
+
+def test_force(small_files: list[str], tmp_path: Path, count_scans: list[Path]) -> None:
+    opened(small_files, tmp_path)
+    opened(small_files, tmp_path, force=True)
+    assert len(count_scans) == 10
+
+
+def test_folder_that_cannot_be_written(small_files: list[str], tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert opened(small_files, blocked).starts[-1] == 37
+    assert opened(small_files, blocked).path is None
+
+
+def test_moved_data_has_the_same_fingerprint(small_files: list[str], tmp_path: Path) -> None:
+    moved = [shutil.copy(path, tmp_path / f"{99 - i}.arrow") for i, path in enumerate(small_files)]
+    here = Source((opened(small_files, tmp_path / "ix"),))
+    there = Source((opened(moved, tmp_path / "ix"),))
+    assert here.fingerprint == there.fingerprint
+    swapped = Source((opened(moved[::-1], tmp_path / "ix"),))
+    assert swapped.fingerprint != here.fingerprint
+
+
+def test_different_schemas_are_refused(tmp_path: Path) -> None:
+    a = write_arrow(tmp_path / "a.arrow", numbered(0, 5), 5)
+    b = write_arrow(tmp_path / "b.arrow", numbered(0, 5).drop_columns(["score"]), 5)
+    with pytest.raises(FormatError, match="'score' is double in .*a.arrow but missing in .*b.arrow"):
+        opened([str(a), str(b)], tmp_path / "ix")
+
+
+def test_pickles_to_a_path(make_files: Callable[..., list[str]], tmp_path: Path) -> None:
+    index = opened(make_files([4000], block=2), tmp_path)
+    data = pickle.dumps(index)
+    assert len(data) < 400
+    assert np.array_equal(pickle.loads(data).starts, index.starts)
+
+
+def _open_and_count(paths: list[str], folder: Path, queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+    queue.put(int(opened(paths, folder).starts[-1]))
+
+
+def test_many_processes_at_once(make_files: Callable[..., list[str]], tmp_path: Path) -> None:
+    paths = make_files([500] * 6, block=3)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_open_and_count, args=(paths, tmp_path, queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [queue.get(timeout=60) for _ in processes] == [3000] * 4
+    for process in processes:
+        process.join()
+    names = [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")]
+    assert len(names) == 1
+    assert not names[0].endswith(".tmp")
+
+
+def test_killed_builder_leaves_nothing_to_trip_over(make_files: Callable[..., list[str]], tmp_path: Path) -> None:
+    """kill -9 at many moments of a build; the next open just works, and sweeps up."""
+    paths = make_files([2000] * 4, block=1)
+    script = (
+        "import sys; from pathlib import Path; from midepoch.sources.index import open_index\n"
+        "print('ready', flush=True)\n"
+        "while True: open_index([Path(p) for p in sys.argv[2:]], index_dir=Path(sys.argv[1]), force=True)\n"
+    )
+    for delay in np.linspace(0.0, 0.25, 6):
+        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), *paths], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(float(delay))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert opened(paths, tmp_path).starts[-1] == 8000
+    opened(paths, tmp_path, force=True)
+    assert not list(tmp_path.glob(".*.tmp"))
