@@ -66,13 +66,15 @@ class Dataset:
     def schema(self) -> pa.Schema:
         """The Arrow schema of the data as it lies, without the columns that are never read."""
         schema = plain_schema(self._pipeline.source.schema)
-        return pa.schema([schema.field(name) for name in self._pipeline.read_columns], metadata=schema.metadata)
+        fields = [schema.field(old).with_name(new) for new, old in self._pipeline.head.items()]
+        return pa.schema(fields, metadata=schema.metadata)
 
     @property
     def features(self) -> Any:
         """The ``datasets.Features`` of the data as it lies."""
-        features = import_datasets("features are a thing of Hugging Face's").Features.from_arrow_schema(self.schema)
-        return type(features)({name: features[name] for name in self._pipeline.read_columns})
+        datasets = import_datasets("features are a thing of Hugging Face's")
+        features = datasets.Features.from_arrow_schema(plain_schema(self._pipeline.source.schema))
+        return datasets.Features({new: features[old] for new, old in self._pipeline.head.items()})
 
     @property
     def column_names(self) -> list[str]:

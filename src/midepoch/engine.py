@@ -28,6 +28,8 @@ class Engine:
         self.pipeline = pipeline
         self._reader: Reader | None = None
         self._epoch: tuple[int, EpochOrder] | None = None
+        nullable = pipeline.source.nullable
+        self._nullable = frozenset(name for name, source_name in pipeline.head.items() if source_name in nullable)
         self._decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
 
     @property
@@ -44,17 +46,16 @@ class Engine:
         """Rows as they lie, before any step."""
         pipeline = self.pipeline
         if self._reader is None:
-            skip = pipeline.on_error == "skip"
-            self._reader = Reader(pipeline.source, pipeline.read_columns, skip_corrupt=skip)
+            wanted = list(dict.fromkeys(pipeline.head.values()))
+            self._reader = Reader(pipeline.source, wanted, skip_corrupt=pipeline.on_error == "skip")
         chosen = self.order(epoch).chosen(positions)
         found = self._reader.read(pipeline.order.selection.source_rows(chosen))
-        schema = self._reader.schema
-        columns: dict[str, Any] = dict(zip(schema.names, found.batch.columns, strict=True))
-        for name in self._decoded:
-            if name in columns:
-                columns[name] = Encoded(name, columns[name], schema)
+        columns: dict[str, Any] = {}
+        for name, source_name in pipeline.head.items():
+            column = found.batch.column(source_name)
+            columns[name] = Encoded(source_name, column, pipeline.source.schema) if source_name in self._decoded else column
         places = np.arange(len(positions)) if found.kept is None else np.flatnonzero(found.kept)
-        return Batch(columns, chosen[places], places, found.owned, pipeline.source.nullable)
+        return Batch(columns, chosen[places], places, found.owned, self._nullable)
 
     def read_many(self, epoch: int, parts: Sequence[Int64Array]) -> list[Batch]:
         """Several batches in one read."""
@@ -71,11 +72,11 @@ class Engine:
 
     def transform(self, epoch: int, batch: Batch) -> Batch:
         """All steps in turn."""
-        if not self.pipeline.steps:
+        if not self.pipeline.tail:
             return batch
         shuffle = self.pipeline.order.shuffle
         run = RunContext(shuffle.seed if shuffle else 0, epoch, self._place)
-        for step in self.pipeline.steps:
+        for step in self.pipeline.tail:
             batch = step.apply(batch, run) if isinstance(step, Map) else step.apply(batch)
         return batch
 

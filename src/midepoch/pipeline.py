@@ -7,7 +7,7 @@ from functools import cached_property
 
 from midepoch.order import Cut, Order
 from midepoch.sources import Source
-from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
+from midepoch.transforms import Map, RenameColumns, Step
 
 ON_ERROR = ("raise", "skip")
 
@@ -37,28 +37,27 @@ class Pipeline:
         return len(self.order)
 
     @cached_property
-    def read_columns(self) -> tuple[str, ...]:
-        """The columns of the source that the steps can see: the others are never read."""
-        kept = {name: name for name in self.source.schema.names}  # present name -> name in the source
+    def head(self) -> dict[str, str]:
+        """The columns that the steps before the first map leave: name -> name in the source. No other is ever read."""
+        kept = {name: name for name in self.source.schema.names}
         for step in self.steps:
-            if isinstance(step, RenameColumns):
-                kept = dict(zip(step.columns(list(kept)), kept.values(), strict=True))
-            elif isinstance(step, (SelectColumns, RemoveColumns)):
-                kept = {name: kept[name] for name in step.columns(list(kept))}
-            else:
+            if isinstance(step, Map):
                 break
-        wanted = set(kept.values())
-        return tuple(name for name in self.source.schema.names if name in wanted)
+            names = step.columns(list(kept))
+            sources = kept.values() if isinstance(step, RenameColumns) else (kept[name] for name in names)
+            kept = dict(zip(names, sources, strict=True))
+        return kept
+
+    @cached_property
+    def tail(self) -> tuple[Step, ...]:
+        """The steps from the first map on."""
+        first = next((i for i, step in enumerate(self.steps) if isinstance(step, Map)), len(self.steps))
+        return self.steps[first:]
 
     @cached_property
     def known_columns(self) -> tuple[str, ...] | None:
         """The columns after all steps, or None where only running a map would tell."""
-        names = tuple(self.source.schema.names)
-        for step in self.steps:
-            if isinstance(step, Map):
-                return None
-            names = step.columns(names)
-        return names
+        return None if self.tail else tuple(self.head)
 
     @cached_property
     def group(self) -> int | None:

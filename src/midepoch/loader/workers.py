@@ -27,7 +27,7 @@ class WorkerPool:
     """Worker w of W makes the steps g ≡ w (mod W) of the plan it was last given."""
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
-        context = multiprocessing.get_context(options.multiprocessing_context)
+        context = multiprocessing.get_context(options.multiprocessing_context or _default_start_method())
         pipes = [context.Pipe() for _ in range(options.num_workers)]
         self._mine = [mine for mine, _ in pipes]
         self._receivers = [Receiver(mine) for mine in self._mine]
@@ -111,6 +111,11 @@ class WorkerPool:
                     process.kill()
                     process.join()
         self._processes = []
+
+
+def _default_start_method() -> str | None:
+    """The platform's, but never a fork of a process that runs JAX: its threads would deadlock the child."""
+    return "spawn" if "jax" in sys.modules else None
 
 
 def _start(process: Any) -> None:

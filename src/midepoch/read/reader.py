@@ -123,10 +123,17 @@ class Reader:
             batch = self._blocks.get(int(blocks[group[0]]))
             places = _int64(inner[group])
             for part, number in zip(parts, numbers, strict=True):
-                part.append(_stored(batch.column(self._numbers[number])).take(places))
+                part.append(_taken(_stored(batch.column(self._numbers[number])), places))
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
-        return [pa.concat_arrays(part).take(_int64(back)) for part in parts]
+        return [_taken(pa.concat_arrays(part), _int64(back)) for part in parts]
+
+
+def _taken(column: pa.Array, places: pa.Array) -> pa.Array:
+    try:
+        return column.take(places)
+    except pa.ArrowNotImplementedError:  # views and unions: pyarrow cannot take them, but join slices of them
+        return pa.concat_arrays([column.slice(0, 0), *(column.slice(place, 1) for place in places.to_pylist())])
 
 
 def _int64(values: Int64Array) -> pa.Array:
