@@ -393,7 +393,11 @@ class Dataset:
         return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
 
     def _ended(self, share: Cut, cursor: Cursor) -> bool:
-        return cursor.position > 0 and share.before(cursor.position) >= share.before(self._pipeline.rows)
+        """Whether nothing of the epoch is left at a cursor: not for this shard, nor for any other in its place."""
+        rows, shards = self._pipeline.rows, self._pipeline.cut.count
+        first = share.index - share.index % shards  # the shares of this worker on all shards
+        places = (Cut(first + shard, share.count) for shard in range(shards))
+        return cursor.position > 0 and all(place.before(cursor.position) >= place.before(rows) for place in places)
 
     def _begin(self) -> Cursor:
         """Where ``iter()`` starts. At the end of an epoch that was not asked for by name, that is its beginning."""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ class Selection:
             else:
                 joined.append((start, stop))
         return Selection(tuple(joined))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selection, (self.ranges, self.picks)  # not what was computed from them
 
     def __len__(self) -> int:
         return int(self._starts[-1]) if self.picks is None else len(self.picks)

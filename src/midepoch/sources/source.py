@@ -39,6 +39,9 @@ class Source:
             if not first.equals(other.schema):
                 raise FormatError(f"splits of different schemas cannot be joined:\n{first}\nand\n{other.schema}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Source, (self.indexes,)  # not what was computed from them
+
     @cached_property
     def files(self) -> tuple[IndexedFile, ...]:
         return tuple(file for index in self.indexes for file in index.files)
