@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch import state as states
+from midepoch.checks import whole
 from midepoch.engine import Engine
 from midepoch.errors import CheckpointMismatchError, DataNotFoundError
 from midepoch.iterate import BatchIterator, RowIterator, Start
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Dataset")
 
+_log = logging.getLogger("midepoch")
+
+_LOOK = 64
+"""Rows to look at for the columns that a map makes: the first ones may be skipped."""
+
 
 class Dataset:
     """Rows of a source, in an order, through some steps; iterable, indexable, resumable.
@@ -40,12 +47,12 @@ class Dataset:
     the epoch, or where a loaded state left off; a ``break`` moves nothing.
     """
 
-    def __init__(self, pipeline: Pipeline, cursor: Cursor | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, cursor: Cursor | None = None, *, asked: bool = False) -> None:
         cursor = cursor or Cursor()
         self._pipeline = pipeline
-        self._shared = SharedCell(cursor.epoch)
+        self._shared = SharedCell(cursor.epoch, asked)
         self._start = cursor.position
-        self._round = 0
+        self._round = self._batch = 0
         self._latest: RowIterator | BatchIterator | None = None
         self._delivered: Cursor | None = None
         self._engine: Engine | None = None
@@ -82,7 +89,8 @@ class Dataset:
         known = self._pipeline.known_columns
         if known is not None:
             return list(known)
-        return list(self[0]) if len(self) else []
+        engine = self._random_access()
+        return list(self._at(engine, np.arange(min(len(self), _LOOK))).columns)
 
     @property
     def epoch(self) -> int:
@@ -119,11 +127,11 @@ class Dataset:
 
     def take(self: Self, n: int) -> Self:
         """The first n rows (before any shuffle)."""
-        return self.slice(0, _at_least(n, 0, "take"))
+        return self.slice(0, whole(n, "take"))
 
     def skip(self: Self, n: int) -> Self:
         """All but the first n rows (before any shuffle)."""
-        return self.slice(_at_least(n, 0, "skip"), None)
+        return self.slice(whole(n, "skip"), None)
 
     def select(self: Self, indices: Iterable[int]) -> Self:
         """The rows with these numbers, in this order (before any shuffle)."""
@@ -169,8 +177,10 @@ class Dataset:
         if num_shards > self._pipeline.rows:
             raise ValueError(f"{self._pipeline.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
-        order = replace(self._pipeline.order, lanes=num_shards if by_file else 1)
-        return self._derive(replace(self._pipeline, order=order, cut=cut), same_positions=False)
+        # A position that a state was loaded for is one of that state's lanes: they stay.
+        lanes = self._pipeline.order.lanes if self._start else num_shards if by_file else 1
+        order = replace(self._pipeline.order, lanes=lanes)
+        return self._derive(replace(self._pipeline, order=order, cut=cut))
 
     # What is in a row
 
@@ -201,7 +211,7 @@ class Dataset:
             function,
             number=sum(isinstance(s, Map) for s in self._pipeline.steps),
             batched=batched,
-            batch_size=_at_least(batch_size, 1, "map(batch_size=…)"),
+            batch_size=whole(batch_size, "map(batch_size=…)", 1),
             with_indices=with_indices,
             with_generator=with_generator,
             input_columns=None if input_columns is None else _names(input_columns),
@@ -237,26 +247,39 @@ class Dataset:
         return self._derive(pipeline)
 
     def _derive(self: Self, pipeline: Pipeline, *, same_positions: bool = True) -> Self:
-        """A new dataset at the same epoch; at the same position too, unless positions mean other rows now."""
-        return type(self)(pipeline, Cursor(self.epoch, self._start if same_positions else 0))
+        """A new dataset at the same epoch and position; an error where a loaded position would mean other rows."""
+        if self._start and not same_positions:
+            raise ValueError(
+                f"a state was loaded (position {self._start:,}), and this would change which rows come next. "
+                "Slice and shuffle first, then load the state."
+            )
+        return type(self)(pipeline, Cursor(self.epoch, self._start), asked=self._shared.asked)
 
     # Reading
 
     def __getitem__(self, key: int | slice | Sequence[int]) -> Any:
         """Row i of this epoch's order as ``list(ds)[i]`` would give it; a slice or list gives columns."""
-        if self._engine is None:
-            self._engine = Engine(self._pipeline)
-        engine, n = self._engine, len(self)
+        engine, n = self._random_access(), len(self)
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
             if not -n <= key < n:
                 raise IndexError(f"row {key} is out of range: there are {n} rows")
-            return next(iter(engine.rows(self._at(engine, np.array([key % n])))), None)
+            found = engine.rows(self._at(engine, np.array([key % n])))
+            if not found:
+                raise IndexError(f"row {key} is one of those that are skipped")
+            return found[0]
         if isinstance(key, slice):
             return engine.columns(self._at(engine, np.arange(*key.indices(n), dtype=np.int64)))
         if isinstance(key, str):
             raise TypeError(f"ds[{key!r}] would read a whole column: use ds.select_columns({key!r}) and iterate")
+        if not isinstance(key, (list, tuple, range, np.ndarray)) or np.ndim(key) != 1:
+            raise TypeError(f"rows are asked for by a whole number, a slice or a list of numbers, not {key!r}")
         rows = Selection.of_ranges([(0, n)]).select(np.asarray(key))
         return engine.columns(self._at(engine, rows.source_rows(np.arange(len(rows)))))
+
+    def _random_access(self) -> Engine:
+        if self._engine is None:
+            self._engine = Engine(self._pipeline)
+        return self._engine
 
     def _at(self, engine: Engine, places: Any) -> Any:
         cut, epoch = self._pipeline.cut, self.epoch
@@ -274,7 +297,7 @@ class Dataset:
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
         """Batches of the current epoch as columns; the state follows as for rows."""
-        size = _at_least(batch_size, 1, "iter")
+        size = whole(batch_size, "iter", 1)
         return self._follow(BatchIterator(self._start_from(self._begin()), self, size, drop_last_batch))
 
     def loader(
@@ -305,22 +328,23 @@ class Dataset:
         world = find_world(self._pipeline.cut, rank, world_size)
         check_agreed(self._pipeline.seed_drawn, world.count)
         options = Options(
-            batch_size=_at_least(batch_size, 1, "loader(batch_size=…)"),
-            num_workers=_at_least(num_workers, 0, "loader(num_workers=…)"),
+            batch_size=whole(batch_size, "loader(batch_size=…)", 1),
+            num_workers=whole(num_workers, "loader(num_workers=…)"),
             drop_last=drop_last,
             collate_fn=collate_fn,
-            prefetch=_at_least(prefetch, 1, "loader(prefetch=…)"),
+            prefetch=whole(prefetch, "loader(prefetch=…)", 1),
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
         )
-        return Loader(replace(self._pipeline, cut=world), options, Cursor(self.epoch, self._start))
+        cursor = Cursor(self.epoch, self._start)
+        return Loader(replace(self._pipeline, cut=world), options, cursor, asked=self._shared.asked)
 
     # The cursor
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
-        _at_least(epoch, 0, "set_epoch")
+        epoch = whole(epoch, "set_epoch")
         if epoch != self.epoch:
             self._shared.epoch, self._start = epoch, 0
             self._latest, self._delivered = None, None
@@ -328,7 +352,8 @@ class Dataset:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands, just behind the last row handed over: small, flat, JSON-able."""
-        return self.save_at(self._cursor(), self._round if self._latest is None else self._latest.round)
+        live = self._latest
+        return self.save_at(self._cursor(), *((live.round, live.batch) if live else (self._round, self._batch)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, saved on any shard of any number of them.
@@ -342,10 +367,15 @@ class Dataset:
     def _go_to(self, resumed: Resumed) -> None:
         """Stand at a cursor. One at the end of an epoch leaves alone another epoch that was asked for by name."""
         cursor, (share, worker) = resumed.cursor, self._share()
-        self._start, self._round = cursor.position, resumed.round
-        if not self._ended(share, cursor) or (worker is None and not self._shared.asked):
+        self._start, self._round, self._batch = cursor.position, resumed.round, resumed.batch
+        ended, asked = self._ended(share, cursor), self._shared.asked
+        if worker is not None:
+            # The epoch is shared with the main process, which may have named another one for the pass after this.
+            if not ended and not asked:
+                self._shared.epoch = cursor.epoch
+        elif not ended or not asked:
             self._shared.epoch = cursor.epoch
-        elif worker is None and self.epoch != cursor.epoch:
+        elif self.epoch != cursor.epoch:
             self._start = 0
 
     def _resume(self, state: Any) -> tuple[Resumed, Pipeline]:
@@ -360,22 +390,22 @@ class Dataset:
                 "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of "
                 "shards only; ds.loader(…) resumes with any",
             )
-        order = replace(self._pipeline.order, lanes=resumed.lanes)
-        if order.shuffle is not None and resumed.seed is not None:
-            order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
-        return resumed, replace(self._pipeline, order=order)
+        return resumed, states.adopt(resumed, self._pipeline)
 
     def _state_in(self, state: Any) -> Any:
         """A hook for interfaces whose states look different."""
         return state
 
-    def save_at(self, cursor: Cursor, round_: int = 0) -> dict[str, Any]:
+    def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
         """The state at a cursor, for the iterators of this dataset."""
         state = states.save(states.identity(self._pipeline), cursor)
         _, worker = self._share()
         if worker is not None:
             state["worker"], state["workers"], state["shards"] = worker
-            state["round"] = round_
+            state["round"], state["batch"] = round_, batch
+        cut = self._pipeline.cut
+        if cut.count > 1 and self._pipeline.can_skip:
+            state["shard"], state["shards"] = cut.index, cut.count
         return state
 
     def _cursor(self) -> Cursor:
@@ -413,14 +443,15 @@ class Dataset:
         share, worker = self._share()
         late = None
         if worker is not None:
-            order = replace(self._pipeline.order, lanes=self._worker_lanes(share.count))
-            self._pipeline = replace(self._pipeline, order=order)
+            if not cursor.position:  # any other position is one of the lanes that it was saved with
+                order = replace(self._pipeline.order, lanes=self._worker_lanes(share.count))
+                self._pipeline = replace(self._pipeline, order=order)
             at_end = self._ended(share, cursor)
             note = Note(self._round, at_end, cursor.epoch)
             self._shared.note(worker[0], note)
             late = self._roll_over(note, worker[1]) if at_end else None
-        start = Start(Engine(self._pipeline), share, cursor, self._round, late)
-        self._round = 0
+        start = Start(Engine(self._pipeline), share, cursor, self._round, self._batch, late)
+        self._round = self._batch = 0
         return start
 
     def _worker_lanes(self, shares: int) -> int:
@@ -431,8 +462,12 @@ class Dataset:
         """In a worker that resumes at its end: a new epoch begins if all workers are at theirs, or some are past it.
 
         StatefulDataLoader asks for the first batch after all workers have loaded, so their notes are complete by then.
+        It goes on with the worker after the last one, which is the first again only if all had the same number of
+        batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
         """
-        shared = self._shared
+        shared, cut, rows = self._shared, self._pipeline.cut, self._pipeline.rows
+        size = max(1, self._batch)
+        even = len({-(-cut.within(Cut(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
 
         def decide() -> tuple[Cursor, int] | None:
             notes = shared.notes(workers)
@@ -443,8 +478,12 @@ class Dataset:
                 return None
             if not shared.asked:
                 shared.epoch = mine.epoch
+                if not even:
+                    return None
             elif shared.epoch == mine.epoch:
                 return None  # the user asks for this very epoch, of which nothing is left
+            elif not even:
+                _log.warning("epoch %d begins with another worker than it would have without the resume", shared.epoch)
             return Cursor(shared.epoch), mine.round + 1
 
         return decide
@@ -462,9 +501,10 @@ class Dataset:
         self._latest, self._delivered = iterator, None
         return iterator
 
-    def epoch_over(self, cursor: Cursor) -> None:
+    def epoch_over(self, iterator: Any, cursor: Cursor) -> None:
         """An epoch was gone through: the next ``iter()`` starts at the beginning."""
-        self._latest, self._delivered, self._start = None, cursor, 0
+        if iterator is self._latest:  # not one that was left behind by a newer one
+            self._latest, self._delivered, self._start = None, cursor, 0
 
     # Pickling: the spec and the cursor, never the engine
 
@@ -481,19 +521,13 @@ def make_dataset(source: Source, selection: Selection | None = None, *, on_error
     if not source.rows:
         raise DataNotFoundError(f"there are no rows in {', '.join(file.path for file in source.files[:3])}.")
     order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
+    if not len(order):
+        raise DataNotFoundError(f"the split means none of the {source.rows} rows.")
     return Dataset(Pipeline(source, order, on_error=on_error))
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _at_least(value: int, least: int, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{what}: expected a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{what}: expected at least {least}, got {value}")
-    return int(value)
 
 
 _registered = False

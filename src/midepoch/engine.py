@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from midepoch.order import EpochOrder
 from midepoch.pipeline import Pipeline
-from midepoch.read import Reader
-from midepoch.transforms import Batch, Map, as_rows, finish, present
+from midepoch.read import Reader, Rows
+from midepoch.transforms import Batch, Map, finish, present, present_rows
 from midepoch.transforms.features import Encoded
+from midepoch.transforms.formats import readable
 from midepoch.transforms.map import RunContext
 
 Int64Array = npt.NDArray[np.int64]
+
+_log = logging.getLogger("midepoch")
 
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 4 << 20
@@ -29,7 +34,7 @@ class Engine:
         self._reader: Reader | None = None
         self._epoch: tuple[int, EpochOrder] | None = None
         nullable = pipeline.source.nullable
-        self._nullable = frozenset(name for name, source_name in pipeline.head.items() if source_name in nullable)
+        self._nullable = {name: nullable[source_name] for name, source_name in pipeline.head.items()}
         self._decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
 
     @property
@@ -50,11 +55,13 @@ class Engine:
             self._reader = Reader(pipeline.source, wanted, skip_corrupt=pipeline.on_error == "skip")
         chosen = self.order(epoch).chosen(positions)
         found = self._reader.read(pipeline.order.selection.source_rows(chosen))
+        places = np.arange(len(positions)) if found.kept is None else np.flatnonzero(found.kept)
+        if pipeline.on_error == "skip":
+            found, places = _only_readable(found, places)
         columns: dict[str, Any] = {}
         for name, source_name in pipeline.head.items():
             column = found.batch.column(source_name)
             columns[name] = Encoded(source_name, column, pipeline.source.schema) if source_name in self._decoded else column
-        places = np.arange(len(positions)) if found.kept is None else np.flatnonzero(found.kept)
         return Batch(columns, chosen[places], places, found.owned, self._nullable)
 
     def read_many(self, epoch: int, parts: Sequence[Int64Array]) -> list[Batch]:
@@ -86,13 +93,19 @@ class Engine:
 
     def rows(self, batch: Batch) -> list[Any]:
         """One object a row, in the pipeline's format (Python dicts unless another was chosen)."""
-        kind = self.pipeline.format or "python"
-        shown = finish(present(batch, kind), kind)
-        if kind == "arrow":
-            return [shown.slice(i, 1) for i in range(len(batch))]
-        return as_rows(shown, len(batch))
+        return present_rows(batch, self.pipeline.format or "python")
 
     def columns(self, batch: Batch) -> Any:
         """The batch as columns, in the pipeline's format."""
         kind = self.pipeline.format or "python"
         return finish(present(batch, kind), kind)
+
+
+def _only_readable(found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
+    """Without rows whose text is not UTF-8: a block that opens can still hold such bytes."""
+    text = [c for c in found.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+    if all(map(readable, text)):
+        return found, places
+    good = [i for i in range(found.batch.num_rows) if all(readable(column.slice(i, 1)) for column in text)]
+    _log.warning("skipped %d rows whose text is not UTF-8", found.batch.num_rows - len(good))
+    return Rows(found.batch.take(pa.array(good, pa.int64())), True), places[good]

@@ -60,8 +60,11 @@ class CheckpointMismatchError(StateError):
     Nothing has been changed when this is raised. ``field``, ``saved`` and ``current`` say what differs.
     """
 
-    def __init__(self, field: str, saved: Any, current: Any, cause: str) -> None:
+    def __init__(self, field: str, saved: Any = None, current: Any = None, cause: str | None = None) -> None:
         self.field, self.saved, self.current, self.cause = field, saved, current, cause
+        if cause is None:  # made again from its text alone, as torch does with an error of a worker
+            super().__init__(field)
+            return
         super().__init__(
             f"the state does not belong here: {field} differs.\n"
             f"  saved:   {saved!r}\n  current: {current!r}\n  likely cause: {cause}\n"

@@ -32,6 +32,11 @@ class Progress:
             return Cursor(self.epoch, self._start)
         return Cursor(self.epoch, min(self._start + (delivered - self.first) * self.cut.count, self._rows))
 
+    @property
+    def end(self) -> Cursor:
+        """Where all shards stand when one of them has found that nothing is left for it."""
+        return Cursor(self.epoch, self._rows)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -41,17 +46,18 @@ class Start:
     cut: Cut
     cursor: Cursor
     round: int = 0
+    batch: int = 0
     late: Callable[[], tuple[Cursor, int] | None] | None = None
 
 
 class Follower(Protocol):
     """The dataset behind an iterator: makes and reads its states, and hears when an epoch has been gone through."""
 
-    def save_at(self, cursor: Cursor, round_: int = 0) -> dict[str, Any]: ...
+    def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]: ...
 
     def start_at(self, state: Mapping[str, Any]) -> Start: ...
 
-    def epoch_over(self, cursor: Cursor) -> None: ...
+    def epoch_over(self, iterator: Any, cursor: Cursor) -> None: ...
 
 
 class RowIterator:
@@ -62,7 +68,7 @@ class RowIterator:
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
-        self._engine, self.round, self._late = start.engine, start.round, start.late
+        self._engine, self.round, self.batch, self._late = start.engine, start.round, start.batch, start.late
         self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
         self._next = self._progress.first  # own number of the first row not yet in hand
         self._chunk_first = self._next  # own number of the first row in hand
@@ -71,6 +77,7 @@ class RowIterator:
         self._rows: Iterator[Any] = iter(())
         self._size = 1 if self._engine.pipeline.has_map else _FIRST_CHUNK
         self._ended = False
+        self._saved = self._next  # own number of the row before which a state was last asked for
 
     def __iter__(self) -> RowIterator:
         return self
@@ -84,13 +91,12 @@ class RowIterator:
         if self._late is not None:
             other, self._late = self._late(), None
             if other is not None:
-                self._begin(Start(self._engine, self._progress.cut, *other))
+                self._begin(Start(self._engine, self._progress.cut, *other, self.batch))
         while True:
             if self._next >= self._progress.total:
-                # What is in hand stays, so that the cursor stays behind the last row delivered.
                 if not self._ended:
                     self._ended = True
-                    self._owner.epoch_over(self.cursor)
+                    self._owner.epoch_over(self, self.cursor)
                 raise StopIteration
             self._fill()
             for row in self._rows:
@@ -108,9 +114,9 @@ class RowIterator:
         if time.perf_counter() - started < _SLOW:
             self._size = min(2 * self._size, self._engine.chunk_rows)
         rows = self._engine.rows(batch)
+        self._chunk_first = self._next
         if len(batch) == stop - first:
             rows, self._places = rows[self._next - first :], None
-            self._chunk_first = self._next
         else:
             numbers = (batch.places + first).tolist()
             kept = [i for i, number in enumerate(numbers) if number >= self._next]
@@ -120,13 +126,21 @@ class RowIterator:
     @property
     def cursor(self) -> Cursor:
         """Just behind the last row handed over."""
+        return self._progress.end if self._ended else self._progress.cursor(self._delivered)
+
+    @property
+    def _delivered(self) -> int:
+        """Own number of the row after the last one handed over."""
         taken = len(self._chunk) - length_hint(self._rows)
-        if self._places is None:
-            return self._progress.cursor(self._chunk_first + taken)
-        return self._progress.cursor(self._places[taken - 1] + 1 if taken else self._chunk_first)
+        if self._places is None or not taken:
+            return self._chunk_first + taken
+        return self._places[taken - 1] + 1
 
     def state_dict(self) -> dict[str, Any]:
-        return self._owner.save_at(self.cursor, self.round)
+        """Also notes how many rows StatefulDataLoader takes between two states: the size of its batches."""
+        delivered = self._delivered
+        self.batch, self._saved = max(self.batch, delivered - self._saved), delivered
+        return self._owner.save_at(self.cursor, self.round, self.batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved (called by StatefulDataLoader)."""
@@ -136,7 +150,7 @@ class RowIterator:
 class BatchIterator:
     """Batches of a share's rows from a cursor to the end of the epoch, as columns."""
 
-    round = 0
+    round = batch = 0
 
     def __init__(self, start: Start, owner: Follower, size: int, drop_last: bool) -> None:
         self._engine, self._owner, self._size, self._drop_last = start.engine, owner, size, drop_last
@@ -153,7 +167,7 @@ class BatchIterator:
             if stop - self._next < (self._size if self._drop_last else 1):
                 if not self._ended:
                     self._ended = True
-                    self._owner.epoch_over(self.cursor)
+                    self._owner.epoch_over(self, self.cursor)
                 raise StopIteration
             epoch = self._progress.epoch
             batch = self._engine.read(epoch, self._progress.cut.locals(self._next, stop))
@@ -164,4 +178,4 @@ class BatchIterator:
 
     @property
     def cursor(self) -> Cursor:
-        return self._progress.cursor(self._next)
+        return self._progress.end if self._ended else self._progress.cursor(self._next)

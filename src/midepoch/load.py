@@ -52,6 +52,8 @@ def load_from_disk(
     if splits is None:
         files = saved_files(folder)
         parts = parse_split(split) if split is not None else (SplitPart("train"),)
+        if len({part.split for part in parts}) > 1:
+            raise DataNotFoundError(f"{folder} holds a single dataset without splits; split={split!r} names several.")
         return _of_splits(parts, {part.split: files for part in parts}, index_dir, force_reindex, on_error)
     if split is None:
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}: choose one with split=…")

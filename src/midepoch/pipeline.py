@@ -65,6 +65,11 @@ class Pipeline:
         return next((step.batch_size for step in self.steps if isinstance(step, Map) and step.batched), None)
 
     @property
+    def can_skip(self) -> bool:
+        """Whether rows may be passed over, so that shards that hand out rows one by one drift apart."""
+        return self.on_error == "skip" or any(isinstance(step, Map) and step.on_error == "skip" for step in self.steps)
+
+    @property
     def has_map(self) -> bool:
         return any(isinstance(step, Map) for step in self.steps)
 

@@ -7,9 +7,10 @@ released version keeps a fixture under ``tests/fixtures`` and is accepted for ev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from midepoch.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.pipeline import Pipeline
 
@@ -44,6 +45,16 @@ class Resumed:
     lanes: int
     worker: tuple[int, int, int] | None = None  # (worker, workers, shards) of a state kept by one worker
     round: int = 0
+    batch: int = 0
+    shard: tuple[int, int] | None = None  # (shard, shards) of a state that is not global
+
+
+def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
+    """The pipeline with what it takes over from the run that saved the state: a drawn seed, and the lanes."""
+    order = replace(pipeline.order, lanes=resumed.lanes)
+    if order.shuffle is not None and resumed.seed is not None:
+        order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
+    return replace(pipeline, order=order)
 
 
 def identity(pipeline: Pipeline) -> dict[str, Any]:
@@ -78,7 +89,18 @@ def load(state: Any, pipeline: Pipeline) -> Resumed:
     if found["position"] > found["rows"]:
         raise StateError(f"the state is damaged: position {found['position']} of {found['rows']} rows.")
     worker = (found["worker"], found["workers"], found["shards"]) if found["workers"] else None
-    return Resumed(Cursor(found["epoch"], found["position"]), found["seed"], found["lanes"], worker, found["round"])
+    shard = (found["shard"], found["shards"]) if found["shard"] is not None else None
+    here = (pipeline.cut.index, pipeline.cut.count)
+    if shard is not None and shard != here:
+        raise CheckpointMismatchError(
+            "shard",
+            f"shard {shard[0]} of {shard[1]}",
+            f"shard {here[0]} of {here[1]}",
+            'with on_error="skip" shards that hand out rows one by one skip different ones, so each must keep a state of '
+            "its own; ds.loader(…) keeps one for all",
+        )
+    cursor = Cursor(found["epoch"], found["position"])
+    return Resumed(cursor, found["seed"], found["lanes"], worker, found["round"], found["batch"], shard)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -96,8 +118,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "workers": (int,),
     "shards": (int,),
     "round": (int,),
+    "batch": (int,),
+    "shard": (int, type(None)),
 }
-_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1, "round": 0}
+_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1, "round": 0, "batch": 0, "shard": None}
+_MOST_LANES = 2**31
 
 
 def _parse(state: Any) -> dict[str, Any]:
@@ -109,6 +134,8 @@ def _parse(state: Any) -> dict[str, Any]:
             f"this is not a state of midepoch: it has no whole number under {KEY!r}. "
             f"It has: {', '.join(map(str, list(state)[:8])) or 'nothing'}."
         )
+    if version < 1:
+        raise StateError(f"the state is damaged: {KEY!r} is {version}.")
     if version > VERSION:
         raise StateError(
             f"the state is of version {version}, this midepoch reads up to {VERSION}: upgrade midepoch to resume it."
@@ -119,8 +146,8 @@ def _parse(state: Any) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, types):
             what = "is missing" if value is ... else f"is {value!r:.40}"
             raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
-        if isinstance(value, int) and value < 0:
+        if isinstance(value, int) and not 0 <= value < (2**64 if name == "seed" else LARGEST):
             raise StateError(f"the state is damaged: {name!r} is {value}.")
-    if found["lanes"] < 1:
-        raise StateError("the state is damaged: 'lanes' is 0.")
+    if not 1 <= found["lanes"] < _MOST_LANES:
+        raise StateError(f"the state is damaged: 'lanes' is {found['lanes']}.")
     return found

@@ -26,52 +26,62 @@ def assert_resumes_exactly(
     steps: Iterable[int] | None = None,
     tail: int | None = None,
 ) -> int:
-    """Save at every step of ``epochs`` epochs, resume each state in a fresh object, and compare what follows.
+    """Save at every moment of ``epochs`` epochs, resume each state in a fresh object, and compare what follows.
 
-    ``make`` returns a fresh loader or dataset (anything that iterates an epoch and has ``state_dict`` and
+    The moments are before the first item, behind each one, and behind each end of an epoch; what follows goes into one
+    epoch more. ``make`` returns a fresh loader or dataset (anything that iterates an epoch and has ``state_dict`` and
     ``load_state_dict``). ``resume_with`` are other makers that must go on in the same way (another ``num_workers``).
-    ``steps``: only these, counted over all epochs. ``tail``: compare only so many items after a resume. Every state goes
+    ``steps``: only these moments, counted over all epochs. ``tail``: compare only so many items after a resume. Every state goes
     through JSON, and every resume is resumed again one item later. Returns the number of resumes checked.
     """
-    states, items = _uninterrupted(make, epochs)
-    wanted = range(len(states)) if steps is None else [step for step in steps if step < len(states)]
+    cuts, items = _uninterrupted(make, epochs)
+    wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
     checked = 0
     for step in wanted:
+        done, state, at_end = cuts[step]
         for number, other in enumerate((make, *resume_with)):
-            expected = items[step:] if tail is None else items[step : step + tail]
-            found = _resumed(other, states[step], len(expected))
-            _compare(expected, found, f"resumed at step {step} with maker {number}")
+            expected = items[done:] if tail is None else items[done : done + tail]
+            found = _resumed(other, state, len(expected), at_end)
+            _compare(expected, found, f"resumed after {done} items with maker {number}")
             checked += 1
-        again = _state_after_one(make, states[step])
-        if again is not None and step + 1 < len(items):
-            expected = items[step + 1 :] if tail is None else items[step + 1 : step + 1 + tail]
-            found = _resumed(make, again, len(expected))
-            _compare(expected, found, f"resumed at step {step}, then again one item later")
+        again = _state_after_one(make, state)
+        if again is not None:
+            expected = items[done + 1 :] if tail is None else items[done + 1 : done + 1 + tail]
+            found = _resumed(make, again, len(expected), at_end=True)
+            _compare(expected, found, f"resumed after {done} items, then again one item later")
             checked += 1
     return checked
 
 
-def _uninterrupted(make: Make, epochs: int) -> tuple[list[Any], list[Any]]:
-    """The state before each item (and behind the last), and the items, of a run that calls state_dict all the time."""
+def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]], list[Any]]:
+    """(items before it, state, whether at an end) of every moment to save; and the items, of one epoch more.
+
+    The moments: before the first item, behind each item, and behind each StopIteration.
+    """
     source = make()
-    states, items = [_through_json(source.state_dict())], []
-    for _ in range(epochs):
+    cuts: list[tuple[int, Any, bool]] = [(0, _through_json(source.state_dict()), False)]
+    items: list[Any] = []
+    for epoch in range(epochs + 1):
         for item in source:
             items.append(item)
-            states.append(_through_json(source.state_dict()))
+            if epoch < epochs:
+                cuts.append((len(items), _through_json(source.state_dict()), False))
+        if not items:
+            raise AssertionError("the pipeline yields nothing: there is nothing to resume")
+        if epoch < epochs:
+            cuts[-1] = (*cuts[-1][:2], True)
+            cuts.append((len(items), _through_json(source.state_dict()), False))
     _close(source)
-    if not items:
-        raise AssertionError("the pipeline yields nothing: there is nothing to resume")
     plain = make()
-    _compare(items, [item for _ in range(epochs) for item in plain], "a run whose state was never asked for")
+    _compare(items, [item for _ in range(epochs + 1) for item in plain], "a run whose state was never asked for")
     _close(plain)
-    return states, items
+    return cuts, items
 
 
-def _resumed(make: Make, state: Any, count: int) -> list[Any]:
+def _resumed(make: Make, state: Any, count: int, at_end: bool) -> list[Any]:
     source = make()
     source.load_state_dict(state)
-    found = list(islice(_endless(source), count)) if count else []
+    found = list(islice(_passes(source, at_end), count)) if count else []
     _close(source)
     return found
 
@@ -92,14 +102,17 @@ def _state_after_one(make: Make, state: Any) -> Any:
     return after
 
 
-def _endless(source: Any) -> Iterable[Any]:
-    """Epoch after epoch; one empty pass is allowed, for a state that stands at the very end of an epoch."""
-    empty = 0
-    while empty < 2:
-        empty += 1
+def _passes(source: Any, at_end: bool) -> Iterable[Any]:
+    """Pass after pass. Only a state saved behind the last item of an epoch may begin with an empty pass."""
+    allowed = 1 if at_end else 0
+    while True:
+        empty = True
         for item in source:
-            empty = 0
+            empty = False
             yield item
+        if empty and not allowed:
+            return
+        allowed = 0
 
 
 def _through_json(state: Any) -> Any:

@@ -48,7 +48,8 @@ def test_columns_with_nulls_are_noted(tmp_path: Path) -> None:
             "last": pa.array(["a", "b", None]),
         }
     )
-    assert scan(write_arrow(tmp_path / "a.arrow", table, 2)).nullable == {"holes", "lists", "last"}
+    found = scan(write_arrow(tmp_path / "a.arrow", table, 2)).nullable
+    assert found == {("holes",), ("lists",), ("last",), ("nested", "a")}
 
 
 def test_stream_without_end_marker(tmp_path: Path) -> None:

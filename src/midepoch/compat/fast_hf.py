@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ class SimpleArrowIterableDataset(Dataset):
 
     _default_scope = "files"
 
-    def __init__(self, data: Pipeline | str | Sequence[str], cursor: Cursor | None = None) -> None:
-        super().__init__(data if isinstance(data, Pipeline) else from_files(data).pipeline, cursor)
+    def __init__(
+        self, data: Pipeline | str | Sequence[str], cursor: Cursor | None = None, *, asked: bool = False
+    ) -> None:
+        super().__init__(data if isinstance(data, Pipeline) else from_files(data).pipeline, cursor, asked=asked)
 
     @property
     def arrow_files(self) -> list[str]:
@@ -37,7 +40,7 @@ class SimpleArrowIterableDataset(Dataset):
     def _worker_lanes(self, shares: int) -> int:
         return shares if self.num_files >= shares else self._pipeline.order.lanes
 
-    def save_at(self, cursor: Cursor, round_: int = 0) -> dict[str, Any]:
+    def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
         shuffle, cut = self._pipeline.order.shuffle, self._pipeline.cut
         file, example = self._place(cursor)
         return {
@@ -46,23 +49,13 @@ class SimpleArrowIterableDataset(Dataset):
             "shuffle_seed": shuffle.seed if shuffle else None,
             "shard_config": (cut.count, cut.index) if cut.count > 1 else None,
             "arrow_files": _digest(self.arrow_files),
-            "shuffled_files": _digest(self._shuffled(cursor.epoch)) if shuffle else None,
-            **super().save_at(cursor, round_),
+            "shuffled_files": _digest(self._shuffled(self._pipeline, cursor.epoch)) if shuffle else None,
+            **super().save_at(cursor, round_, batch),
         }
 
-    def _file_starts(self, epoch: int) -> tuple[Any, Any]:
-        """Sequence index at which the file at each place of the epoch begins; and which file that is."""
-        order, layout = self._pipeline.order, self._pipeline.source.layout
-        bounds = order.selection.boundaries(layout.file_starts)
-        owners = np.searchsorted(layout.file_starts, order.selection.source_rows(bounds[:-1]), side="right") - 1
-        if order.shuffle is None or order.shuffle.scope != "files":
-            return bounds, owners
-        units = UnitShuffle(order.shuffle, epoch, bounds, "files")
-        return units.starts, owners[units.permuted]
-
-    def _shuffled(self, epoch: int) -> list[str]:
+    def _shuffled(self, pipeline: Pipeline, epoch: int) -> list[str]:
         files = self.arrow_files
-        return [files[i] for i in self._file_starts(epoch)[1]]
+        return [files[i] for i in _file_places(pipeline, epoch)[1]]
 
     def _place(self, cursor: Cursor) -> tuple[int, int]:
         """File and example of the last row that this share was handed before a cursor."""
@@ -72,7 +65,7 @@ class SimpleArrowIterableDataset(Dataset):
             return 0, -1
         order = self._pipeline.order.at(cursor.epoch, self._pipeline.source.layout)
         at = int(order.sequence(cut.locals(taken - 1, taken))[0])
-        starts, _ = self._file_starts(cursor.epoch)
+        starts, _ = _file_places(self._pipeline, cursor.epoch)
         place = int(np.searchsorted(starts, at, side="right")) - 1
         return place, at - int(starts[place])
 
@@ -80,26 +73,34 @@ class SimpleArrowIterableDataset(Dataset):
         """The documented form, with lists of files and none of the core's fields, as a state of the core."""
         if not isinstance(state, Mapping) or states.KEY in state or "current_file_index" not in state:
             return state
-        shuffle, epoch = self._pipeline.order.shuffle, self.epoch
         try:
             place, example = int(state["current_file_index"]), int(state["current_example_index"])
             shards = int(state["shard_config"][0]) if state.get("shard_config") else 1
         except (KeyError, TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
-        seed = shuffle.seed if shuffle else None
-        if state.get("shuffle_seed") != seed and not self._pipeline.seed_drawn:
-            raise CheckpointMismatchError("shuffle_seed", state.get("shuffle_seed"), seed, "shuffle() differs")
+        if shards != self._pipeline.cut.count:
+            cause = "the documented form does not say how rows were cut into shards: it fits the same number of them"
+            raise CheckpointMismatchError("shard_config", shards, self._pipeline.cut.count, cause)
+        pipeline, epoch = self._with_seed(state.get("shuffle_seed")), self.epoch
         self._check_files("arrow_files", state.get("arrow_files"), self.arrow_files)
-        if shuffle is not None:
-            self._check_files("shuffled_files", state.get("shuffled_files"), self._shuffled(epoch))
-        starts, _ = self._file_starts(epoch)
+        if pipeline.order.shuffle is not None:
+            self._check_files("shuffled_files", state.get("shuffled_files"), self._shuffled(pipeline, epoch))
+        starts, _ = _file_places(pipeline, epoch)
         if not 0 <= place < len(starts) - 1 or not -1 <= example < starts[place + 1] - starts[place]:
             raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
-        order = self._pipeline.order.at(epoch, self._pipeline.source.layout)
         at = int(starts[place]) + example
-        taken = order.position(at) // shards + 1 if at >= 0 else 0
-        position = min(taken * shards, self._pipeline.rows)
-        return states.save(states.identity(self._pipeline), Cursor(epoch, position))
+        taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
+        return states.save(states.identity(pipeline), Cursor(epoch, min(taken * shards, pipeline.rows)))
+
+    def _with_seed(self, saved: Any) -> Pipeline:
+        """The pipeline with the seed of a state, if its own was drawn; a mismatch if the user chose another."""
+        order = self._pipeline.order
+        current = order.shuffle.seed if order.shuffle else None
+        if saved == current:
+            return self._pipeline
+        if order.shuffle is None or not self._pipeline.seed_drawn or not isinstance(saved, int):
+            raise CheckpointMismatchError("shuffle_seed", saved, current, "shuffle() differs")
+        return replace(self._pipeline, order=replace(order, shuffle=replace(order.shuffle, seed=saved)))
 
     def _check_files(self, name: str, saved: Any, current: list[str]) -> None:
         """Files by name, not by folder: data that has only moved is still the same data."""
@@ -134,6 +135,17 @@ def fast_load_iterable_dataset(
         **load_dataset_kwargs,
     )
     return SimpleArrowIterableDataset(found.pipeline)
+
+
+def _file_places(pipeline: Pipeline, epoch: int) -> tuple[Any, Any]:
+    """Sequence index at which the file at each place of the epoch begins; and which file that is."""
+    order, layout = pipeline.order, pipeline.source.layout
+    bounds = order.selection.boundaries(layout.file_starts)
+    owners = np.searchsorted(layout.file_starts, order.selection.source_rows(bounds[:-1]), side="right") - 1
+    if order.shuffle is None or order.shuffle.scope != "files":
+        return bounds, owners
+    units = UnitShuffle(order.shuffle, epoch, bounds, "files")
+    return units.starts, owners[units.permuted]
 
 
 def _name(path: Any) -> str:

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.engine import Engine
+from midepoch.errors import MapError
 from midepoch.loader.options import Options
 from midepoch.order import epoch_end
 from midepoch.pipeline import Pipeline
-from midepoch.transforms import Batch, as_rows, finish, present
+from midepoch.transforms import Batch, present, present_rows
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -42,11 +43,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Made:
-    """A batch as far as it is made: ``value`` is presented (or collated), None if no row of it is left."""
+    """A batch as far as it is made: ``value`` is presented (or collated). ``empty``: no row of it is left."""
 
     step: int
     value: Any
     skipped: int
+    empty: bool = False
 
 
 class BatchMaker:
@@ -75,10 +77,15 @@ class BatchMaker:
         batch = self._engine.transform(plan.epoch, batch)
         skipped = asked - len(batch)
         if not len(batch):
-            return Made(step, None, skipped)
-        shown = present(batch, self.format)
+            return Made(step, None, skipped, empty=True)
         if self._collate is None:
-            return Made(step, shown, skipped)
-        shown = finish(shown, self.format)
-        rows = [shown.slice(i, 1) for i in range(len(batch))] if self.format == "arrow" else as_rows(shown, len(batch))
-        return Made(step, self._collate(rows), skipped)
+            return Made(step, present(batch, self.format), skipped)
+        rows = present_rows(batch, self.format)
+        try:
+            return Made(step, self._collate(rows), skipped)
+        except Exception as problem:  # a StopIteration would end the epoch silently
+            first, stop = plan.bounds(step)
+            raise MapError(
+                f"collate_fn failed on a batch of {len(rows)} rows (positions {first:,} to {stop - 1:,} of epoch "
+                f"{plan.epoch}): {type(problem).__name__}: {problem}"
+            ) from problem

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from midepoch import state as states
-from midepoch.errors import CheckpointMismatchError
+from midepoch.checks import whole
+from midepoch.errors import CheckpointMismatchError, MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.options import Options
 from midepoch.loader.threads import ThreadedBatches
@@ -26,9 +26,9 @@ class Loader:
     gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing.
     """
 
-    def __init__(self, pipeline: Pipeline, options: Options, cursor: Cursor) -> None:
+    def __init__(self, pipeline: Pipeline, options: Options, cursor: Cursor, *, asked: bool = False) -> None:
         self._pipeline, self._options, self._cursor = pipeline, options, cursor
-        self._asked = False  # the epoch was named by set_epoch
+        self._asked = asked  # the epoch was named by set_epoch
         self._delivered: Cursor | None = None
         self._identity = states.identity(pipeline)
         self._iterator: weakref.ref[_Batches] | None = None
@@ -66,8 +66,7 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"an epoch is a whole number from 0 on, got {epoch!r}")
+        epoch = whole(epoch, "set_epoch")
         if epoch != self._cursor.epoch:
             self._cursor = Cursor(epoch)
         self._delivered, self._asked = None, True
@@ -87,10 +86,7 @@ class Loader:
                 "worker", f"worker {resumed.worker[0]} of {resumed.worker[1]}", None, "a state of one DataLoader worker"
             )
         self.close()
-        order = replace(self._pipeline.order, lanes=resumed.lanes)
-        if order.shuffle is not None and resumed.seed is not None:
-            order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
-        self._pipeline = replace(self._pipeline, order=order)
+        self._pipeline = states.adopt(resumed, self._pipeline)
         self._identity = states.identity(self._pipeline)
         self._maker, self._delivered, self._asked = None, None, False
         self._cursor = resumed.cursor
@@ -162,7 +158,7 @@ class _Batches:
         self._loader, self._plan, self._rolled = loader, plan, rolled
         self._source: ThreadedBatches | WorkerPool | None = None
         self._step = 0
-        self._closed = False
+        self._closed = self._over = False
         pipeline, options = loader._pipeline, loader._options
         self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
         self._pin = _pinner() if options.pin_memory else None
@@ -176,25 +172,46 @@ class _Batches:
             if made is None:
                 self.close()
                 raise StopIteration
-            self._loader.skipped += made.skipped
+            value = None if made.empty else finish(made.value, self._format)
+            if self._pin is not None:
+                value = self._pin(value)
             # The cursor moves here and nowhere else: when the batch is handed over.
             self._loader._delivered = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
-            if made.value is not None:
-                value = finish(made.value, self._format)
-                return value if self._pin is None else self._pin(value)
+            self._loader.skipped += made.skipped
+            if not made.empty:
+                return value
+            self._refuse_to_drift(made)
+
+    def _refuse_to_drift(self, made: Made) -> None:
+        """A rank that passes over a whole batch would be a step ahead of the others from then on."""
+        cut = self._loader._pipeline.cut
+        if cut.count > 1 and made.skipped:
+            first, stop = self._plan.bounds(made.step)
+            raise MidepochError(
+                f'on_error="skip" left rank {cut.index} of {cut.count} no row of the batch at positions {first:,} to '
+                f"{stop - 1:,}: it would run a step ahead of the other ranks. Use larger batches, or shuffle by rows."
+            )
 
     def _next(self) -> Made | None:
-        if self._closed:
+        if self._over:
             return None
+        if self._closed:
+            raise MidepochError(
+                "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
+                "Make a second loader to go through the data twice at once."
+            )
         if self._step >= len(self._plan):
+            self._over = True
             self._loader._epoch_over(self._plan, self._rolled)
             return None
         if self._source is None:
             self._source = self._loader._source(self._plan)
         try:
             made = self._source.next() if isinstance(self._source, ThreadedBatches) else self._source.next(self._step)
-        except BaseException:
-            self._loader._close_pool()
+        except BaseException as problem:
+            if isinstance(problem, WorkerError):
+                self._loader._close_pool()
+            self._over = True
             self.close()
             raise
         self._step += 1

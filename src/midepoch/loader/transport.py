@@ -39,12 +39,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and type(value) is torch.Tensor and value.device.type == "cpu":
-            try:
-                return _tensor, (np.ascontiguousarray(value.detach().numpy()),)
-            except (TypeError, RuntimeError):  # bfloat16, sparse, …: torch knows how
-                return NotImplemented
-        return NotImplemented
+        if torch is None or type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
+            return NotImplemented
+        try:
+            return _tensor, (np.array(value.numpy(), order="C", copy=None),)
+        except (TypeError, RuntimeError):  # bfloat16, sparse, …: torch knows how
+            return NotImplemented
 
 
 class Sender:

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import traceback
@@ -13,10 +14,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.options import Options
 from midepoch.loader.transport import Receiver, Sender
+from midepoch.order.keys import derive
 from midepoch.pipeline import Pipeline
 
 _PARENT_CHECK = 2.0
@@ -132,14 +136,21 @@ def _work(
     connection: Connection, others: Sequence[Connection], pipeline: Pipeline, options: Options, number: int
 ) -> None:
     """The life of a worker: quiet on Ctrl-C (the main process tells it to go), gone when the pipe ends."""
+    for number_ in signal.valid_signals():  # handlers of the training script are not for its workers
+        if callable(signal.getsignal(number_)):
+            signal.signal(number_, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:  # or a worker would keep alive the pipe of a dead main process
         other.close()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+    with contextlib.suppress(_MainIsGone):
         _Worker(connection, pipeline, options, number).live()
+
+
+class _MainIsGone(BaseException):
+    """The pipe to the main process has ended. Not an Exception, so that no map can be blamed for it."""
 
 
 class _Worker:
@@ -158,38 +169,71 @@ class _Worker:
             try:
                 maker = maker or BatchMaker(self._pipeline, self._options)
                 self._make(run, plan, maker)
-            except (EOFError, BrokenPipeError, ConnectionError):
+            except _MainIsGone:
                 raise
             except BaseException as problem:
                 self._report(run, problem)
 
     def _make(self, run: int, plan: Plan, maker: BatchMaker) -> None:
+        _seed_globals(self._pipeline, plan, self._number)
         sent = 0
         for chunk in maker.read(plan, self._number, self._options.num_workers):
             for step, batch, asked in chunk:
                 made = maker.make(plan, step, batch, asked)
-                while self._connection.poll() or not self._credit:
+                while self._waiting() or not self._credit:
                     self._listen()
                     if self._run != run:
                         return
-                self._sender.send((run, made, None), slot=sent)
+                self._send((run, made, None), sent)
                 self._credit, sent = self._credit - 1, sent + 1
 
     def _listen(self) -> None:
         """Take one message from the main process, or notice that it is gone."""
-        while not self._connection.poll(_PARENT_CHECK):
+        while not self._waiting(_PARENT_CHECK):
             if os.getppid() != self._parent:
-                raise EOFError
-        kind, run, plan = self._connection.recv()
+                raise _MainIsGone
+        try:
+            kind, run, plan = self._connection.recv()
+        except (EOFError, OSError):
+            raise _MainIsGone from None
         if kind == "begin":
             self._run, self._plan, self._credit = run, plan, self._options.prefetch
         elif run == self._run:
             self._credit += 1
 
+    def _waiting(self, seconds: float = 0.0) -> bool:
+        try:
+            return self._connection.poll(seconds)
+        except (EOFError, OSError):
+            raise _MainIsGone from None
+
+    def _send(self, message: tuple[Any, ...], slot: int = 0) -> None:
+        try:
+            self._sender.send(message, slot)
+        except (BrokenPipeError, ConnectionError):
+            raise _MainIsGone from None
+
     def _report(self, run: int, problem: BaseException) -> None:
         text = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
-        try:
-            pickle.loads(pickle.dumps(problem))
-        except Exception:
-            problem = WorkerError(f"{type(problem).__name__}: {problem}")
-        self._sender.send((run, None, (problem, text)))
+        if isinstance(problem, Exception):
+            try:
+                pickle.loads(pickle.dumps(problem))
+            except Exception:
+                problem = WorkerError(f"{type(problem).__name__}: {problem}")
+        else:  # a sys.exit() in a map must not end the training as if all were well
+            problem = WorkerError(f"worker {self._number} was ended by {type(problem).__name__}({problem})")
+        self._send((run, None, (problem, text)))
+
+
+def _seed_globals(pipeline: Pipeline, plan: Plan, number: int) -> None:
+    """Other random numbers in every worker and epoch, for maps that use the global generators.
+
+    They depend on the number of workers; a map that must not asks for ``with_generator=True``.
+    """
+    shuffle = pipeline.order.shuffle
+    key = derive(shuffle.seed if shuffle else 0, plan.epoch, "map", number, words=2)
+    random.seed(int(key[0]))
+    np.random.seed(int(key[0]) & 0xFFFFFFFF)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(int(key[1]) >> 1)

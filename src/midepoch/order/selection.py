@@ -98,6 +98,8 @@ class Selection:
         if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
             return self.slice(rows.start, rows.stop)
         picks = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+        if picks.ndim != 1:
+            raise TypeError(f"select takes a list of row numbers, got an array of shape {picks.shape}")
         if picks.dtype == np.bool_:
             raise TypeError("select takes row numbers, not a mask of booleans: pass np.flatnonzero(mask)")
         if len(picks) and not np.issubdtype(picks.dtype, np.integer):

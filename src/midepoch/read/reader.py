@@ -87,13 +87,14 @@ class Reader:
     def _open_one(self, block: int) -> int:
         try:
             batch = self._blocks.get(block)
-            if not is_mapped(batch, *self._blocks.extent(block)):
-                return _BY_TAKE
-            able = [
-                gather.open(block, _stored(batch.column(number)))
-                for number, gather in zip(self._numbers, self._gatherers, strict=True)
-                if gather is not None
-            ]
+            mapped = is_mapped(batch, *self._blocks.extent(block))
+            able = []
+            for number, gather in zip(self._numbers, self._gatherers, strict=True):
+                column = _stored(batch.column(number))
+                checked = mapped and gather is not None and gather.open(block, column)
+                if not checked:
+                    _validate(block, column)
+                able.append(checked or (mapped and gather is None))
         except CorruptBlockError as problem:
             if not self._skip_corrupt:
                 raise
@@ -127,6 +128,14 @@ class Reader:
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
         return [_taken(pa.concat_arrays(part), _int64(back)) for part in parts]
+
+
+def _validate(block: int, column: pa.Array) -> None:
+    """pyarrow trusts the offsets inside nested columns, and crashes the process where they lie: check them in full."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowException as problem:
+        raise CorruptBlockError(f"block {block} cannot be read: {problem}") from None
 
 
 def _taken(column: pa.Array, places: pa.Array) -> pa.Array:

@@ -8,6 +8,7 @@ Layout: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-int
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import struct
 from dataclasses import dataclass, field
@@ -18,11 +19,14 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 
 MAGIC = b"ARROW1"
+_log = logging.getLogger("midepoch")
 FEATHER_V1 = b"FEA1"
 _CONTINUATION = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
 _KINDS = {_SCHEMA: "schema", _DICTIONARY: "dictionary", _RECORD_BATCH: "record batch"}
 _READ = 4096  # a header and the first bytes of its body: one page, one read
+_SAMPLED_BLOCKS = 64
+_SAMPLE = 256
 
 
 @dataclass
@@ -33,7 +37,7 @@ class FileScan:
     offsets: list[int] = field(default_factory=list)  # of record batches
     rows: list[int] = field(default_factory=list)
     dictionaries: list[int] = field(default_factory=list)  # offsets of dictionary messages
-    nullable: set[str] = field(default_factory=set)  # columns with at least one null
+    nullable: set[tuple[str, ...]] = field(default_factory=set)  # paths of columns and children with a null
     fingerprint: str = ""
     complete: bool = True  # False when the rest of a damaged file was left out
 
@@ -42,8 +46,10 @@ class FileScan:
 class _Message:
     kind: int
     rows: int
+    body: int  # offset of its body
     end: int  # offset of the next message
-    null_counts: tuple[int, ...]
+    null_counts: tuple[int, ...] = ()
+    buffers: tuple[tuple[int, int], ...] = ()  # offset in the body and length of each
 
 
 class _Table:
@@ -87,26 +93,30 @@ def _parse(metadata: bytes, body: int, nodes: bool) -> _Message:
     if kind not in _KINDS or length < 0:
         raise struct.error(f"message of kind {kind} with a body of {length} bytes")
     if kind != _RECORD_BATCH:
-        return _Message(kind, 0, body + length, ())
+        return _Message(kind, 0, body, body + length)
     header = message.table(2)
-    nulls = tuple(count for _, count in header.pairs(1)) if nodes else ()
-    return _Message(kind, header.scalar(0, "<q"), body + length, nulls)
+    if not nodes:
+        return _Message(kind, header.scalar(0, "<q"), body, body + length)
+    nulls = tuple(count for _, count in header.pairs(1))
+    buffers = tuple(header.pairs(2))
+    if any(at < 0 or size < 0 or at + size > length for at, size in buffers):
+        raise struct.error("a buffer reaches outside its body")
+    return _Message(kind, header.scalar(0, "<q"), body, body + length, nulls, buffers)
 
 
-def _node_names(schema: pa.Schema) -> list[str | None]:
-    """The top-level column of each field node of a record batch, None for nodes of nested columns."""
+def _node_paths(schema: pa.Schema) -> list[tuple[str, ...]]:
+    """The path of each field node of a record batch: the column's name, then those of its children, depth first."""
 
-    def count(kind: pa.DataType) -> int:
+    def paths(name: str, kind: pa.DataType, above: tuple[str, ...]) -> list[tuple[str, ...]]:
         if isinstance(kind, pa.BaseExtensionType):
-            return count(kind.storage_type)
+            return paths(name, kind.storage_type, above)
+        here = (*above, name)
         if pa.types.is_dictionary(kind):
-            return 1
-        return 1 + sum(count(kind.field(i).type) for i in range(kind.num_fields))
+            return [here]
+        children = [kind.field(i) for i in range(kind.num_fields)]
+        return [here, *(path for child in children for path in paths(child.name, child.type, here))]
 
-    names: list[str | None] = []
-    for column in schema:
-        names += [column.name] + [None] * (count(column.type) - 1)
-    return names
+    return [path for column in schema for path in paths(column.name, column.type, ())]
 
 
 def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
@@ -121,23 +131,25 @@ def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
         start = _first_message(path, os.pread(fd, 16, 0), size)
         digest = hashlib.blake2b(digest_size=16)
         found: FileScan | None = None
-        names: list[str | None] = []
+        paths: list[tuple[str, ...]] = []
+        messages: list[_Message] = []
         at = start
         while True:
             try:
                 head = os.pread(fd, _READ, at)
-                message = _message_at(fd, head, at, size, bool(names))
+                message = _message_at(fd, head, at, size, bool(paths))
             except (struct.error, IndexError, OverflowError) as problem:
                 if found is None or not skip_damage:
                     raise FormatError(_damage(path, at, size, problem)) from None
                 found.complete = False
                 break
             if message is None:
+                _check_end(path, fd, at, size, start, skip_damage)
                 break
             digest.update(head)
             if message.kind == _SCHEMA:
-                found = FileScan(_schema_of(path, fd, at, message.end))
-                names = _node_names(found.schema)
+                schema, paths = _schema_of(path, fd, at, message.end)
+                found = FileScan(schema)
             elif found is None:
                 raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
             elif message.kind == _DICTIONARY:
@@ -145,15 +157,48 @@ def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
             elif message.rows:
                 found.offsets.append(at)
                 found.rows.append(message.rows)
-                nulls = zip(names, message.null_counts, strict=False)
-                found.nullable.update(name for name, count in nulls if name is not None and count)
+                found.nullable.update(p for p, count in zip(paths, message.null_counts, strict=False) if count)
+                messages.append(message)
             at = message.end
         if found is None:
             raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
-        digest.update(os.pread(fd, _READ, max(0, at - _READ)))  # the last bytes of the last body
         digest.update(f"{at - start}".encode())
+        _sample(fd, messages, digest)
         found.fingerprint = digest.hexdigest()
         return found
+
+
+def _sample(fd: int, messages: list[_Message], digest: hashlib.blake2b) -> None:
+    """Bytes from the start, middle and end of every buffer of up to 64 blocks spread over the file.
+
+    All headers are in the digest already, and with them the length of every buffer; this is for values that change
+    without changing a length. More blocks would cost a large file minutes of random reads.
+    """
+    step = max(1, -(-len(messages) // _SAMPLED_BLOCKS))
+    for message in [*messages[::step], *messages[-1:]]:
+        for offset, length in message.buffers:
+            first, last = message.body + offset, message.body + offset + length
+            if length <= 3 * _SAMPLE:
+                digest.update(os.pread(fd, length, first))
+                continue
+            for at in (first, first + length // 2, last - _SAMPLE):
+                digest.update(os.pread(fd, _SAMPLE, at))
+
+
+def _check_end(path: Path, fd: int, at: int, size: int, start: int, skip_damage: bool) -> None:
+    """Whether the file ends where its messages do: nothing cut off, nothing behind."""
+    if start and os.pread(fd, len(MAGIC), size - len(MAGIC)) != MAGIC:
+        problem = "its footer is missing"
+    elif not start and at + 4 < size and any(os.pread(fd, min(size - at, 1 << 16), at)[8:]):
+        problem = "there is data behind the end of the stream, as if files had been joined"
+    elif at == size and not start:
+        _log.warning("%s has no end-of-stream marker: it may have been cut off between two record batches", path)
+        return
+    else:
+        return
+    if not skip_damage:
+        raise FormatError(_damage(path, at, size, problem))
+    _log.warning("%s: %s", path, problem)
 
 
 def _first_message(path: Path, head: bytes, size: int) -> int:
@@ -193,16 +238,16 @@ def _message_at(fd: int, head: bytes, at: int, size: int, nodes: bool) -> _Messa
     return message
 
 
-def _schema_of(path: Path, fd: int, at: int, end: int) -> pa.Schema:
+def _schema_of(path: Path, fd: int, at: int, end: int) -> tuple[pa.Schema, list[tuple[str, ...]]]:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(os.pread(fd, end - at, at)))
-        _ = schema.names, schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
-        return schema
+        _ = schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
+        return schema, _node_paths(schema)
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
 
 
-def _damage(path: Path, at: int, size: int, problem: Exception) -> str:
+def _damage(path: Path, at: int, size: int, problem: Exception | str) -> str:
     return (
         f"{path}: not a whole Arrow IPC file: the message at byte {at} of {size} cannot be read ({problem}). "
         "The file is probably truncated: copy or download it again, "

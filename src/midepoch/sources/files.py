@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from midepoch.errors import DataNotFoundError, FormatError
@@ -30,7 +30,7 @@ def _expand(path: str) -> list[Path]:
     if "://" in path:
         raise FormatError(f"{path}: object stores are not read yet; give a local path.")
     if os.path.isdir(path):
-        found = _visible(os.path.join(root, name) for root, _, names in os.walk(path) for name in names)
+        found = _visible(_walk(path))
         arrow = sorted(name for name in found if name.endswith(ARROW_SUFFIXES))
         if not arrow:
             others = ", ".join(sorted({os.path.splitext(name)[1] or name for name in found})[:5])
@@ -45,6 +45,18 @@ def _expand(path: str) -> list[Path]:
             raise DataNotFoundError(f"no file matches {path!r} (in {os.getcwd()}).")
         return [_readable(name) for name in matched]
     raise DataNotFoundError(f"{path!r} does not exist (looked in {os.getcwd()}).")
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """All files below a folder, through links to folders too, each folder once."""
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()  # a link that leads back up
+            continue
+        seen.add(real)
+        yield from (os.path.join(root, name) for name in names)
 
 
 def _visible(names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +17,18 @@ from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
 VERSION = 1
+_log = logging.getLogger("midepoch")
 
 # Arguments that say how to fetch the data, not which data: not part of the key, and never written down.
-_NOT_DATA = {"token", "storage_options", "download_config", "num_proc", "keep_in_memory", "verification_mode"}
+_NOT_DATA = {
+    "token",
+    "storage_options",
+    "download_config",
+    "download_mode",
+    "num_proc",
+    "keep_in_memory",
+    "verification_mode",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Request:
         kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_DATA and value is not None}
         fields = [_absolute(self.path), self.name, self.data_files, self.data_dir, self.revision, kwargs]
         local = [os.getcwd()] if self._relative() else []
-        text = json.dumps([VERSION, *fields, *local], sort_keys=True, default=repr)
+        text = _canonical([VERSION, *fields, *local])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _relative(self) -> bool:
@@ -45,8 +55,9 @@ class Request:
         names = [name for name in (self.data_dir, *_flat(self.data_files)) if name]
         return any("://" not in name and not os.path.isabs(name) for name in names)
 
-    def inputs(self) -> list[tuple[str, int, int]]:
+    def inputs(self, index_dir: Path) -> list[tuple[str, int, int]]:
         """Path, size and mtime of the local files that the data is made from; empty for data from a hub."""
+        ours = [os.path.abspath(index_dir), os.path.abspath(self.kwargs.get("cache_dir") or index_dir)]
         base = self.path if os.path.isdir(self.path) else "."
         folder = os.path.join(base, self.data_dir) if self.data_dir else base
         names: list[str] = []
@@ -56,10 +67,11 @@ class Request:
         if self.data_files is None and (self.data_dir or os.path.isdir(self.path)) and os.path.isdir(folder):
             names += [os.path.join(root, name) for root, _, files in os.walk(folder) for name in files]
         found = []
-        for name in sorted(set(names)):
-            if os.path.isfile(name):
+        for name in sorted({os.path.abspath(name) for name in names}):
+            made_here = any(os.path.dirname(name).startswith(folder) for folder in ours) and self.data_files is None
+            if os.path.isfile(name) and not made_here and not os.path.basename(name).startswith("."):
                 stat = os.stat(name)
-                found.append((os.path.abspath(name), stat.st_size, stat.st_mtime_ns))
+                found.append((name, stat.st_size, stat.st_mtime_ns))
         return found
 
 
@@ -73,7 +85,7 @@ def arrow_files(
     with locked(path) as writable:
         if not force and (known := _recall(path, request)) is not None:  # another process did it meanwhile
             return known
-        inputs = request.inputs()
+        inputs = request.inputs(path.parent)
         splits = _ask_datasets(request, force, num_proc)
         if writable:
             entry = {
@@ -82,7 +94,10 @@ def arrow_files(
                 "inputs": inputs,
                 "splits": {name: [str(file) for file in files] for name, files in splits.items()},
             }
-            atomic_write(path, json.dumps(entry, indent=1).encode())
+            try:
+                atomic_write(path, json.dumps(entry, indent=1).encode())
+            except OSError as problem:
+                _log.warning("what was found cannot be kept in %s (%s): datasets will be asked again", path, problem)
     return splits
 
 
@@ -90,7 +105,7 @@ def _recall(path: Path, request: Request) -> dict[str, list[Path]] | None:
     """What was found last time, unless files have gone or changed since."""
     try:
         entry = json.loads(path.read_text())
-        if entry["version"] != VERSION or [tuple(each) for each in entry["inputs"]] != request.inputs():
+        if entry["version"] != VERSION or [tuple(each) for each in entry["inputs"]] != request.inputs(path.parent):
             return None
         splits = {name: [Path(file) for file in files] for name, files in entry["splits"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -121,6 +136,12 @@ def _ask_datasets(request: Request, force: bool, num_proc: int | None) -> dict[s
         )
     except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as problem:
         raise DataNotFoundError(f"datasets could not find {request.path!r}: {problem}") from problem
+    except Exception as problem:
+        cause = problem.__cause__ or problem.__context__
+        detail = f" ({type(cause).__name__}: {cause})" if cause is not None else ""
+        raise DataError(
+            f"datasets could not load {request.path!r}: {type(problem).__name__}: {problem}{detail}"
+        ) from problem
     if isinstance(found, datasets.Dataset):
         found = {str(found.split or "train"): found}
     splits = {}
@@ -143,6 +164,15 @@ def _flat(data_files: Any) -> Iterable[str]:
     else:
         for value in data_files:
             yield from _flat(value)
+
+
+def _canonical(value: Any) -> str:
+    """A text that is the same for the same arguments, whatever they hold and in whatever order their keys stand."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(sorted(f"{key!r}:{_canonical(inner)}" for key, inner in value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_canonical, value)) + "]"
+    return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
 def _absolute(path: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import FormatError
+from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.arrow_ipc import FileScan, scan
 from midepoch.sources.storage import atomic_write, locked
 
@@ -61,8 +61,16 @@ class Index:
     offsets: Int64Array
     starts: Int64Array
     schema_bytes: bytes
-    nullable: frozenset[str]
+    nullable: frozenset[tuple[str, ...]]
     path: str | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the contents of all files, in order; the same wherever they lie and whatever they are called."""
+        digest = hashlib.blake2b(digest_size=12)
+        for file in self.files:
+            digest.update(f"{file.fingerprint} {file.rows}\n".encode())
+        return digest.hexdigest()
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -71,13 +79,13 @@ class Index:
     def __reduce__(self) -> tuple[Any, ...]:
         # A dataset sent to a worker carries the path of the index, not its arrays.
         if self.path is not None:
-            return _reopen, (self.path, self.files[0].fingerprint if self.files else "")
+            return _reopen, (self.path, self.fingerprint)
         return Index, (self.files, self.offsets, self.starts, self.schema_bytes, self.nullable)
 
 
 def _reopen(path: str, fingerprint: str) -> Index:
     index = _read(Path(path))
-    if index is None or (index.files[0].fingerprint if index.files else "") != fingerprint:
+    if index is None or index.fingerprint != fingerprint:
         raise FormatError(f"the index {path} has changed or gone since the dataset was made; make the dataset again.")
     return index
 
@@ -126,7 +134,10 @@ def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
 
 def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) -> Index:
     def one(path: Path) -> tuple[FileScan, os.stat_result]:
-        stat = os.stat(path)  # before the scan: a file that changes under it will look stale
+        try:
+            stat = os.stat(path)  # before the scan: a file that changes under it will look stale
+        except OSError as problem:
+            raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
         return scan(path, skip_damage=skip_damage), stat
 
     scans = []
@@ -136,6 +147,7 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
             if progress is not None:
                 progress(done, len(files))
     schema = scans[0][0].schema
+    _usable(files[0], schema)
     entries = []
     for path, (found, stat) in zip(files, scans, strict=True):
         _same_schema(files[0], schema, path, found.schema)
@@ -159,6 +171,25 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
     return Index(tuple(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
 
 
+def _usable(path: Path, schema: pa.Schema) -> None:
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise FormatError(f"{path}: several columns are called {', '.join(map(repr, twice))}; rename them in the file.")
+    for field in schema:
+        children = [field.type.field(i).type for i in range(field.type.num_fields)]
+        if any(_holds_dictionary(child) for child in children):
+            raise FormatError(
+                f"{path}: column {field.name!r} holds dictionary-encoded values inside a {field.type}, which cannot be "
+                "read in place; write them as plain values."
+            )
+
+
+def _holds_dictionary(kind: pa.DataType) -> bool:
+    return pa.types.is_dictionary(kind) or any(
+        _holds_dictionary(kind.field(i).type) for i in range(kind.num_fields)
+    )
+
+
 def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:
     if expected.equals(found):
         return
@@ -180,7 +211,7 @@ def _serialise(index: Index) -> bytes:
         "version": VERSION,
         "files": [asdict(file) for file in index.files],
         "schema": base64.b64encode(index.schema_bytes).decode(),
-        "nullable": sorted(index.nullable),
+        "nullable": sorted(map(list, index.nullable)),
         "crc": zlib.crc32(starts, zlib.crc32(offsets)),
     }
     text = json.dumps(header)
@@ -217,4 +248,4 @@ def _read(path: Path) -> Index | None:
     except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
         _log.info("the index %s cannot be used and is made again: %s", path, problem)
         return None
-    return Index(files, offsets, starts, schema, frozenset(header["nullable"]), str(path))
+    return Index(files, offsets, starts, schema, frozenset(map(tuple, header["nullable"])), str(path))

@@ -76,17 +76,17 @@ class Source:
         return self.indexes[0].schema
 
     @cached_property
-    def nullable(self) -> frozenset[str]:
-        """Columns in which at least one row is null."""
-        return frozenset().union(*(index.nullable for index in self.indexes))
+    def nullable(self) -> dict[str, frozenset[tuple[str, ...]]]:
+        """For each column, where in it at least one value is null: () for the column itself, (child,) for a child."""
+        paths = frozenset().union(*(index.nullable for index in self.indexes))
+        return {name: frozenset(path[1:] for path in paths if path[0] == name) for name in self.schema.names}
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the contents, in order; the same wherever the files lie and whatever they are called."""
-        digest = hashlib.blake2b(digest_size=12)
-        for file in self.files:
-            digest.update(f"{file.fingerprint} {file.rows}\n".encode())
-        return digest.hexdigest()
+        if len(self.indexes) == 1:
+            return self.indexes[0].fingerprint
+        return hashlib.blake2b(" ".join(index.fingerprint for index in self.indexes).encode(), digest_size=12).hexdigest()
 
     @cached_property
     def bytes_per_row(self) -> float:

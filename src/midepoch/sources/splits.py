@@ -50,8 +50,6 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
             raise ValueError(f"cannot read the split {text!r}: expected something like 'train', 'train[:10%]', 'a[5:]+b'")
         start, stop = found["start"], found["stop"]
         percent = bool(found["start_pct"] or found["stop_pct"])
-        if percent and ((start and not found["start_pct"]) or (stop and not found["stop_pct"])):
-            raise ValueError(f"cannot read the split {text!r}: both ends of a slice must be percentages, or neither")
         if percent and any(abs(int(bound)) > 100 for bound in (start, stop) if bound):
             raise ValueError(f"cannot read the split {text!r}: percentages go from -100% to 100%")
         if found["rounding"] not in (None, "closest", "pct1_dropremainder"):
@@ -70,6 +68,8 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
 
 def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:
     """``all`` stands for every split in turn."""
+    if "all" not in splits and any(part != SplitPart("all") for part in parts if part.split == "all"):
+        raise ValueError("'all' cannot be sliced: slice the splits themselves, as in 'train[:10%]+test[:10%]'")
     return tuple(
         each
         for part in parts

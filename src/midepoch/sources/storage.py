@@ -18,6 +18,7 @@ def locked(path: Path) -> Iterator[bool]:
     """Hold the lock beside ``path``; yields whether the folder can be written to.
 
     The kernel drops the lock when the process dies, however it dies; the empty lock file that stays is never a lock.
+    It is a POSIX lock: children that were forked meanwhile (the pool of ``datasets``) do not hold it.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:
@@ -29,7 +30,7 @@ def locked(path: Path) -> Iterator[bool]:
     try:
         if fcntl is not None:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                fcntl.lockf(fd, fcntl.LOCK_EX)
             except OSError:
                 pass  # a file system without locks: building twice is harmless, the write is atomic
         yield True

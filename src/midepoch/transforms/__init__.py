@@ -4,9 +4,9 @@ Everything here is 1:1 and a function of the row (and, for a map that asks, of a
 so there is nothing to remember and nothing to save.
 """
 
-from midepoch.transforms.batch import Batch, as_rows
+from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import RemoveColumns, RenameColumns, SelectColumns
-from midepoch.transforms.formats import FORMATS, finish, present
+from midepoch.transforms.formats import FORMATS, finish, present, present_rows
 from midepoch.transforms.map import Map
 
 Step = Map | SelectColumns | RemoveColumns | RenameColumns
@@ -19,7 +19,7 @@ __all__ = [
     "RenameColumns",
     "SelectColumns",
     "Step",
-    "as_rows",
     "finish",
     "present",
+    "present_rows",
 ]

@@ -15,6 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+Paths = frozenset[tuple[str, ...]]
+"""Where in a column the data has nulls anywhere: () for the column itself, (child, …) for what is inside it."""
+
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
@@ -33,16 +36,17 @@ def to_python(column: pa.Array) -> list[Any]:
     return column.to_pylist()  # type: ignore[no-any-return]
 
 
-def to_numpy(column: pa.Array, *, nullable: bool, owned: bool) -> Any:
-    """A numpy array (2-D for lists of one length), a dict of them for a struct, else a list of values.
+def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool) -> Any:
+    """A numpy array (with a dimension more for lists of one shape), a dict of them for a struct, else a list of values.
 
-    The result can be written to: memory that is not the batch's own is copied.
+    The result can be written to: memory that is not the batch's own is copied. What a row comes out as depends on that row
+    and on where the data has nulls at all, never on its neighbours.
     """
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
-        return to_numpy(column.storage, nullable=nullable, owned=owned)
+        return to_numpy(column.storage, nullable, owned=owned)
     if _is_number(kind) or pt.is_boolean(kind):
-        if nullable or column.null_count:
+        if () in nullable or column.null_count:
             return _with_nan(column)
         if pt.is_boolean(kind):
             return _bits(column.buffers()[1], column).astype(bool)
@@ -50,13 +54,21 @@ def to_numpy(column: pa.Array, *, nullable: bool, owned: bool) -> Any:
         return view if owned and view.flags.writeable else view.copy()
     if (unit := _time_unit(kind)) is not None:
         return _times(column, unit)
-    if pt.is_struct(kind) and not column.null_count:
-        return {
-            kind.field(i).name: to_numpy(column.field(i), nullable=False, owned=owned) for i in range(kind.num_fields)
-        }
-    if _is_list(kind):
-        return _lists(column, owned)
+    if pt.is_struct(kind) and () not in nullable:
+        children = [kind.field(i).name for i in range(kind.num_fields)]
+        return {name: to_numpy(column.field(i), _below(nullable, name), owned=owned) for i, name in enumerate(children)}
+    if _is_list(kind) and _is_array(kind.value_type):
+        return _lists(column, nullable, owned)
     return to_python(column)
+
+
+def _below(nullable: Paths, name: str) -> Paths:
+    return frozenset(path[1:] for path in nullable if path and path[0] == name)
+
+
+def _is_array(kind: pa.DataType) -> bool:
+    """Numbers or booleans, or lists of them to any depth."""
+    return _is_array(kind.value_type) if _is_list(kind) else _is_number(kind) or bool(pt.is_boolean(kind))
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -124,17 +136,30 @@ def _ends(column: pa.Array) -> Any:
     return ends - ends[0] if len(ends) else np.zeros(1, np.int64)
 
 
-def _lists(column: pa.Array, owned: bool) -> Any:
-    if column.null_count:
-        return [to_numpy(each.values, nullable=False, owned=False) if each.is_valid else None for each in column]
-    flat = column.flatten()
-    if not _is_number(flat.type) or flat.null_count:
-        return to_python(column)
-    values = to_numpy(flat, nullable=False, owned=owned)
-    if pt.is_fixed_size_list(column.type):
-        return values.reshape(len(column), column.type.list_size)
-    ends = _ends(column)
+def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
+    kind = column.type
+    inner = _below(nullable, kind.value_field.name)
+    if () in nullable or column.null_count:
+        return [_row(to_numpy(each.values, inner, owned=False)) if each.is_valid else None for each in column]
+    values = to_numpy(column.flatten(), inner, owned=owned)
+    if pt.is_fixed_size_list(kind):
+        ends = np.arange(len(column) + 1) * kind.list_size
+    else:
+        ends = _ends(column)
     lengths = np.diff(ends)
+    if isinstance(values, list):
+        return _stacked([_row(values[a:b]) for a, b in zip(ends.tolist(), ends.tolist()[1:], strict=False)])
     if len(lengths) and (lengths == lengths[0]).all():
-        return values.reshape(len(column), int(lengths[0]))
+        return values.reshape(len(column), int(lengths[0]), *values.shape[1:])
     return np.split(values, ends[1:-1])
+
+
+def _row(values: Any) -> Any:
+    return _stacked(values) if isinstance(values, list) else values
+
+
+def _stacked(arrays: list[Any]) -> Any:
+    """One array of several of the same shape; the list as it is otherwise."""
+    if arrays and all(isinstance(each, np.ndarray) and each.shape == arrays[0].shape for each in arrays):
+        return np.stack(arrays)
+    return arrays

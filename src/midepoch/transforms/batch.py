@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from midepoch.transforms.arrow_values import Paths
 
 Int64Array = npt.NDArray[np.int64]
 Row = dict[str, Any]
@@ -18,14 +21,14 @@ class Batch:
 
     ``rows`` are the row numbers in the dataset before it was shuffled; ``places`` say which of the positions asked for
     each row answers, since rows may have been skipped. ``owned``: Arrow columns may be handed out for writing.
-    ``nullable``: columns of the source in which some row, maybe not one of these, is null.
+    ``nullable``: where in the columns of the source some row, maybe not one of these, is null.
     """
 
     columns: dict[str, Any]
     rows: Int64Array
     places: Int64Array
     owned: bool
-    nullable: frozenset[str] = frozenset()
+    nullable: Mapping[str, Paths] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -39,7 +42,7 @@ class Batch:
         columns = {name: pick(column, places) for name, column in self.columns.items()}
         return replace(self, columns=columns, rows=self.rows[places], places=self.places[places])
 
-    def with_columns(self, columns: dict[str, Any], nullable: frozenset[str] | None = None) -> Batch:
+    def with_columns(self, columns: dict[str, Any], nullable: Mapping[str, Paths] | None = None) -> Batch:
         return replace(self, columns=columns, nullable=self.nullable if nullable is None else nullable)
 
 
@@ -64,6 +67,8 @@ def at(column: Any, i: int) -> Any:
 
 def as_rows(columns: dict[str, Any], length: int) -> list[Row]:
     """Columns as already presented (lists, arrays, tensors) to one dict a row."""
+    if not columns:
+        return [{} for _ in range(length)]
     names = tuple(columns)
     values = tuple(columns.values())
     if len(names) == 1 and isinstance(values[0], list):

@@ -24,6 +24,9 @@ class SelectColumns:
 
     def columns(self, before: Sequence[str]) -> tuple[str, ...]:
         check_columns(self.names, before, "select_columns")
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise ColumnError(f"select_columns: {', '.join(map(repr, twice))} named twice.")
         return self.names
 
     def apply(self, batch: Batch) -> Batch:
@@ -63,5 +66,6 @@ class RenameColumns:
 
     def apply(self, batch: Batch) -> Batch:
         names = self.columns(list(batch.columns))
-        nullable = frozenset(new for old, new in zip(batch.columns, names, strict=True) if old in batch.nullable)
+        pairs = zip(batch.columns, names, strict=True)
+        nullable = {new: batch.nullable[old] for old, new in pairs if old in batch.nullable}
         return batch.with_columns(dict(zip(names, batch.columns.values(), strict=True)), nullable)

@@ -6,14 +6,15 @@ Two stages, so that worker processes need neither torch nor JAX: ``present`` mak
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import MapError, MidepochError
+from midepoch.errors import CorruptBlockError, MapError, MidepochError
 from midepoch.transforms.arrow_values import to_numpy, to_python
-from midepoch.transforms.batch import Batch
+from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded
 
 FORMATS = ("python", "numpy", "torch", "arrow", "jax")
@@ -31,11 +32,41 @@ def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
         arrays = [_arrow(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
     if kind == "python":
-        return {name: _python(column) for name, column in batch.columns.items()}
-    return {
-        name: _array(column, kind, nullable=name in batch.nullable, owned=batch.owned)
-        for name, column in batch.columns.items()
-    }
+        return {name: _python(name, column, batch) for name, column in batch.columns.items()}
+    return {name: _array(name, column, kind, batch) for name, column in batch.columns.items()}
+
+
+def present_rows(batch: Batch, kind: str) -> list[Any]:
+    """One object a row, finished. What a map made is converted row by row, so that no row's type depends on another."""
+    if kind == "arrow":
+        table = present(batch, kind)
+        return [table.slice(i, 1) for i in range(len(batch))]
+    if kind != "python":
+        columns = {
+            name: [_single(value) for value in column] if isinstance(column, (list, tuple)) else column
+            for name, column in batch.columns.items()
+        }
+        made = {name for name, column in columns.items() if isinstance(column, list)}
+        read = present(batch.with_columns({n: c for n, c in columns.items() if n not in made}), kind)
+        shown = {name: columns[name] if name in made else read[name] for name in columns}
+        return as_rows(finish(shown, kind), len(batch))
+    return as_rows(present(batch, kind), len(batch))
+
+
+def _single(value: Any) -> Any:
+    """One value that a map made, as an array or scalar of numpy where it is numbers."""
+    if isinstance(value, (bool, int, float, np.generic)):
+        return np.asarray(value)[()]
+    return _numbers(value) if isinstance(value, (list, tuple)) else value
+
+
+def _numbers(value: Any) -> Any:
+    """A list of numbers as an array, anything else as it is."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # ragged
+        return value
+    return array if array.dtype.kind in "biufc" else value
 
 
 def finish(presented: Any, kind: str) -> Any:
@@ -47,14 +78,28 @@ def finish(presented: Any, kind: str) -> Any:
     return presented
 
 
-def _python(column: Any) -> list[Any]:
+def _python(name: str, column: Any, batch: Batch) -> list[Any]:
     if isinstance(column, pa.Array):
-        return to_python(column)
+        try:
+            return to_python(column)
+        except (UnicodeDecodeError, pa.ArrowException) as problem:
+            bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
+            raise CorruptBlockError(
+                f"column {name!r} of row {batch.rows[bad]} of the dataset cannot be read: {problem}. "
+                'Restore the file, or open it with on_error="skip" to go on without such rows.'
+            ) from None
     if isinstance(column, Encoded):
         return column.decode("python")  # type: ignore[no-any-return]
-    if isinstance(column, np.ndarray):
-        return list(column)
     return list(column)
+
+
+def readable(column: pa.Array) -> bool:
+    """Whether all values are what their type says: text is UTF-8, offsets point inside."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowException:
+        return False
+    return True
 
 
 def _arrow(name: str, column: Any) -> pa.Array:
@@ -70,36 +115,46 @@ def _arrow(name: str, column: Any) -> pa.Array:
         raise MapError(f"column {name!r} made by a map cannot become an Arrow column: {problem}") from None
 
 
-def _array(column: Any, kind: str, *, nullable: bool, owned: bool) -> Any:
+def _array(name: str, column: Any, kind: str, batch: Batch) -> Any:
     if isinstance(column, Encoded):
         return column.decode(kind)
-    values = to_numpy(column, nullable=nullable, owned=owned) if isinstance(column, pa.Array) else _stack(column)
-    if kind == "numpy" and isinstance(values, list):
-        return _objects(values)
-    return values
+    if not isinstance(column, pa.Array):
+        values = _stack(column, kind)
+    else:
+        values = to_numpy(column, batch.nullable.get(name, frozenset()), owned=batch.owned)
+    return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 
-def _stack(values: Any) -> Any:
+def _stack(values: Any, kind: str) -> Any:
     """What a map returned for a column, as one array if it is numbers of one shape, else as a list."""
     if isinstance(values, (np.ndarray, dict)):
         return values
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(values, torch.Tensor):
+        return values.detach() if kind == "torch" else values.detach().cpu().numpy()
     if not isinstance(values, (list, tuple)):
         return np.asarray(values) if hasattr(values, "__array__") else list(values)
     first = next((value for value in values if value is not None), None)
     if first is None or isinstance(first, (str, bytes, dict)):
         return list(values)
-    if hasattr(first, "__array__") or isinstance(first, (bool, int, float, np.generic)):
-        arrays = [np.asarray(np.nan if value is None else value) for value in values]
-        return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
+    if torch is not None and isinstance(first, torch.Tensor):
+        return _stack_tensors(values, kind, torch)
+    if isinstance(first, (bool, int, float, np.generic)):
+        return np.stack([np.asarray(np.nan if value is None else value) for value in values])
     if isinstance(first, (list, tuple)):
-        try:
-            arrays = [np.asarray(value) for value in values]
-        except ValueError:  # ragged inside
-            return list(values)
-        if any(array.dtype.kind not in "biuf" for array in arrays):
-            return list(values)
-        return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
-    return list(values)
+        values = [_numbers(value) for value in values]
+    elif hasattr(first, "__array__"):
+        values = [value if value is None else np.asarray(value) for value in values]
+    arrays = all(isinstance(value, np.ndarray) for value in values)
+    return np.stack(values) if arrays and len({value.shape for value in values}) == 1 else list(values)
+
+
+def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
+    tensors = [value if value is None else value.detach() for value in values]
+    if any(value is None for value in tensors) or len({value.shape for value in tensors}) > 1:
+        return tensors
+    stacked = torch.stack(tensors)
+    return stacked if kind == "torch" else stacked.cpu().numpy()
 
 
 def _objects(values: list[Any]) -> Any:
@@ -109,11 +164,14 @@ def _objects(values: list[Any]) -> Any:
 
 
 def _each_array(value: Any, convert: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return convert(value) if value.dtype.kind in "biuf" else value.tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.kind in "biufc":
+            return convert(np.asarray(value))
+        # Dates have no tensor: Python's own, whatever their unit.
+        return (value.astype(f"{value.dtype.name.split('[')[0]}[us]") if value.dtype.kind in "mM" else value).tolist()
     if isinstance(value, dict):
         return {name: _each_array(inner, convert) for name, inner in value.items()}
-    if isinstance(value, list) and value and any(isinstance(inner, np.ndarray) for inner in value):
+    if isinstance(value, list) and any(isinstance(inner, (np.ndarray, np.generic, list)) for inner in value):
         return [_each_array(inner, convert) for inner in value]
     return value
 
@@ -127,8 +185,8 @@ def _torch() -> Any:
         ) from None
 
     def convert(array: Any) -> Any:
-        if not array.flags.writeable:
-            array = array.copy()
+        if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+            array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(array)
 
     return convert

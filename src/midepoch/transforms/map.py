@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from midepoch.errors import MapError, MidepochError
 from midepoch.order.keys import derive
-from midepoch.transforms.batch import Batch, as_rows
+from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
-from midepoch.transforms.formats import finish, present
+from midepoch.transforms.formats import finish, present, present_rows
 
 _log = logging.getLogger("midepoch")
 
@@ -54,42 +54,49 @@ class Map:
         used = self.input_columns if self.input_columns is not None else tuple(batch.columns)
         check_columns(used, list(batch.columns), f"map({self.name})")
         check_columns(self.remove_columns, list(batch.columns), f"map({self.name}, remove_columns=…)")
-        given = batch.with_columns({name: batch.columns[name] for name in used})
+        # Not owned: what a function writes into its input must not show in the batch.
+        given = replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
         kept, made = self._groups(given, run) if self.batched else self._rows(given, run)
         if len(kept) < len(batch):
             batch = batch.keep(np.array(kept, dtype=np.int64))
         columns = {name: column for name, column in batch.columns.items() if name not in self.remove_columns}
-        return batch.with_columns({**columns, **made}, batch.nullable - made.keys())
+        nullable = {name: paths for name, paths in batch.nullable.items() if name not in made}
+        return batch.with_columns({**columns, **made}, nullable)
 
     def _rows(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
-        presented = finish(present(given, self.input_format), self.input_format)
-        if self.input_format == "arrow":
-            rows = [presented.slice(i, 1) for i in range(len(given))]
-        else:
-            rows = as_rows(presented, len(given))
-        kept, results = [], []
+        rows = present_rows(given, self.input_format)
+        kept: list[int] = []
+        results: list[Mapping[str, Any]] = []
         for i, row in enumerate(rows):
             number = int(given.rows[i])
             try:
                 args = [row] if self.input_columns is None else [row[name] for name in self.input_columns]
                 args += [number] if self.with_indices else []
                 args += [self._generator(run, number)] if self.with_generator else []
-                result = self.function(*args, **self.fn_kwargs)
-                results.append(self._checked(result, results))
-                kept.append(i)
+                result = self._mapping(self.function(*args, **self.fn_kwargs))
             except Exception as problem:
                 self._failed(problem, run, [number])
+                continue
+            self._same_columns(result, results, number)
+            results.append(result)
+            kept.append(i)
         names = list(results[0]) if results else []
         return kept, {name: [result[name] for result in results] for name in names}
 
-    def _checked(self, result: Any, before: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _mapping(self, result: Any) -> Mapping[str, Any]:
         if result is None:
-            result = {}
+            return {}
         if not isinstance(result, Mapping):
             raise MapError(f"the function must return a dict of columns or None, it returned {type(result).__name__}")
-        if before and result.keys() != before[0].keys():
-            raise MapError(f"it returned columns {sorted(result)} here but {sorted(before[0])} for the row before")
         return result
+
+    def _same_columns(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
+        """Never skipped: which of two kinds of rows is the wrong one would depend on which came first."""
+        if before and result.keys() != before[0].keys():
+            raise MapError(
+                f"map({self.name}) returned columns {sorted(result)} for row {row} of the dataset but "
+                f"{sorted(before[0])} for a row before: every row must have the same columns"
+            )
 
     def _groups(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
         size = self.batch_size or len(given)
@@ -98,7 +105,8 @@ class Map:
         for start in range(0, len(given), size):
             stop = min(start + size, len(given))
             for a, b, result in self._group(given.slice(start, stop), run):
-                parts.append(self._checked(result, parts))
+                self._same_columns(result, parts, int(given.rows[start + a]))
+                parts.append(result)
                 kept += range(start + a, start + b)
         names = list(parts[0]) if parts else []
         return kept, {name: _join([part[name] for part in parts]) for name in names}
@@ -111,9 +119,9 @@ class Map:
             args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
             args += [numbers] if self.with_indices else []
             args += [[self._generator(run, number) for number in numbers]] if self.with_generator else []
-            result = self._checked(self.function(*args, **self.fn_kwargs), [])
+            result = self._mapping(self.function(*args, **self.fn_kwargs))
             for name, column in result.items():
-                if not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
+                if not hasattr(column, "__len__") or isinstance(column, (str, bytes, Mapping)):
                     raise MapError(f"column {name!r} must be a sequence of {len(group)} values, got {column!r:.60}")
                 if len(column) != len(group):
                     raise MapError(

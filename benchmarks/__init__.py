@@ -1,0 +1,9 @@
+"""Benchmarks: midepoch, its peers and the physical limit, on the same data, in one run.
+
+- `data` makes the two datasets (text rows, token rows) once, as Hugging Face cache Arrow files and Parquet.
+- `contenders/` holds one file per library; each offers its plain route and the fastest its API gives.
+- `one` measures one route in a fresh process; `speed` interleaves them all and prints the table and the bars.
+- `latency` measures what is not throughput: import, open, resume, the cost of a state.
+
+Run `scripts/bench`, or `python -m benchmarks.speed --quick`. Compare ratios within one run; losses are printed too.
+"""

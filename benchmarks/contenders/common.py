@@ -1,0 +1,88 @@
+"""What every route shares: counting rows one by one, checking tensors, cutting large batches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.data import TOKENS_PER_ROW
+
+BATCH = 64
+BUFFER = 1_000  # smallest shuffle buffer or window that counts as shuffled here
+LARGE_BUFFER = 10_000
+
+
+def package_version(name: str) -> str:
+    """Installed version of a distribution."""
+    return importlib.metadata.version(name)
+
+
+def walk(rows: Iterable[Any]) -> Iterator[int]:
+    """Take rows one at a time, as a training loop does, and report every thousand of them."""
+    iterator = iter(rows)
+    for first in iterator:  # look at one row in a thousand: a route that hands over no text is no contender
+        if not isinstance(first["text"], str):
+            raise TypeError(f"expected a str in row['text'], got {type(first['text']).__name__}")
+        count = 1
+        for _row in islice(iterator, 999):
+            count += 1
+        yield count
+        if count < 1_000:  # some iterators start a new epoch when asked again after their end
+            return
+
+
+def walk_lists(lists: Iterable[list[Any]]) -> Iterator[int]:
+    """`walk` over lists of rows, a report per list."""
+    for rows in lists:
+        count = 0
+        for _row in rows:
+            count += 1
+        if count and not isinstance(rows[0]["text"], str):
+            raise TypeError(f"expected a str in row['text'], got {type(rows[0]['text']).__name__}")
+        yield count
+
+
+def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Rows of a batch that came as columns of ids and texts."""
+    return [{"id": i, "text": t} for i, t in zip(columns["id"], columns["text"], strict=True)]
+
+
+def walk_tensors(batches: Iterable[Any]) -> Iterator[int]:
+    """Count the rows of int32 token tensors [n, 1024], n at most 64; anything else is an error."""
+    import torch
+
+    for batch in batches:
+        if (
+            not isinstance(batch, torch.Tensor)
+            or batch.dtype != torch.int32
+            or batch.shape[0] > BATCH
+            or batch.shape[1] != TOKENS_PER_ROW
+        ):
+            raise TypeError(f"expected an int32 tensor [{BATCH}, {TOKENS_PER_ROW}], got {type(batch)}")
+        yield len(batch)
+
+
+def cut(large: Iterable[Any]) -> Iterator[Any]:
+    """Batches of 64 as views of larger tensors."""
+    for tensor in large:
+        yield from tensor.split(BATCH)
+
+
+def arrow_tokens(table: pa.Table | pa.RecordBatch) -> Any:
+    """The token column as a torch tensor, without a Python object per value."""
+    import torch
+
+    column = table.column("tokens")
+    if isinstance(column, pa.ChunkedArray):
+        chunks = [chunk.flatten().to_numpy() for chunk in column.chunks]
+        values = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+    else:
+        values = column.flatten().to_numpy()
+    if not values.flags.writeable:  # still a view of the file: a batch handed to training is the trainer's own
+        values = values.copy()
+    return torch.from_numpy(values.reshape(-1, TOKENS_PER_ROW))

@@ -1,0 +1,153 @@
+"""torchdata's StatefulDataLoader, real workers included, held to G1."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from fast_hf_loader_simple import SimpleArrowIterableDataset
+from midepoch.errors import CheckpointMismatchError
+from midepoch.testing import assert_resumes_exactly
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*set_vital.*"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+def collate(rows: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.tensor([row["id"] for row in rows])
+
+
+def make_loader(ds: midepoch.Dataset, workers: int, **options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(ds, batch_size=5, num_workers=workers, collate_fn=collate, **options)
+
+
+@pytest.mark.parametrize("kind", [midepoch.from_files, SimpleArrowIterableDataset])
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (0, {}),
+        (0, {"snapshot_every_n_steps": 3}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"persistent_workers": True}),
+        (2, {"snapshot_every_n_steps": 3}),
+        (2, {"drop_last": True}),
+    ],
+)
+def test_resumes_exactly(
+    small_files: list[str], kind: Callable[..., midepoch.Dataset], workers: int, options: dict[str, Any]
+) -> None:
+    make = lambda: make_loader(kind(small_files).shuffle(seed=1), workers, **options)  # noqa: E731
+    steps = None if workers == 0 else [0, 1, 2, 5, 7, 8, 9, 12]
+    assert_resumes_exactly(make, steps=steps, tail=7)
+
+
+def test_spawned_workers(small_files: list[str]) -> None:
+    make = lambda: make_loader(  # noqa: E731
+        midepoch.from_files(small_files).shuffle(seed=1), 2, multiprocessing_context="spawn"
+    )
+    assert_resumes_exactly(make, epochs=1, steps=[3], tail=4)
+
+
+def test_rows_are_shared_out_among_workers(small_files: list[str]) -> None:
+    for workers in (0, 1, 2, 4):
+        for loader in (StatefulDataLoader, DataLoader):
+            ds = midepoch.from_files(small_files).shuffle(seed=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                batches = list(loader(ds, batch_size=5, num_workers=workers, collate_fn=collate))
+            assert sorted(torch.cat(batches).tolist()) == list(range(37))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_reaches_workers_and_resumes(small_files: list[str], workers: int, persistent: bool) -> None:
+    """A loop with set_epoch, saved at every step of the second epoch and resumed with the loop's own epoch."""
+    if persistent and not workers:
+        pytest.skip("persistent workers need workers")
+    options = {"persistent_workers": True} if persistent else {}
+
+    def run(start: int, state: Any = None, save: bool = False) -> tuple[list[Any], list[Any]]:
+        ds = midepoch.from_files(small_files).shuffle(seed=1)
+        loader = make_loader(ds, workers, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches, states = [], []
+        for epoch in range(start, 3):
+            ds.set_epoch(epoch)
+            for batch in loader:
+                batches.append((epoch, batch.tolist()))
+                if save:
+                    states.append(json.loads(json.dumps(loader.state_dict())))
+        return batches, states
+
+    whole, states = run(0, save=True)
+    rows = [sorted(i for e, batch in whole if e == epoch for i in batch) for epoch in range(3)]
+    assert rows == [list(range(37))] * 3
+    assert len({json.dumps([batch for e, batch in whole if e == epoch]) for epoch in range(3)}) == 3
+    last_of_second = max(i for i, (epoch, _) in enumerate(whole) if epoch == 1)
+    for step in (8, 11, last_of_second - 1, last_of_second):
+        found, _ = run(1, states[step])
+        assert found == whole[step + 1 :], step
+    if workers:  # with none, torchdata itself remembers that the last, shorter batch ended the pass
+        found, _ = run(2, states[last_of_second])  # a loop that counts the finished epoch as done
+        assert found == whole[last_of_second + 1 :]
+
+
+def test_rank_zeros_state_restores_every_rank(small_files: list[str]) -> None:
+    def loader(rank: int, workers: int) -> StatefulDataLoader:
+        ds = SimpleArrowIterableDataset(small_files).shuffle(seed=1).shard(2, rank)
+        return StatefulDataLoader(ds, batch_size=3, num_workers=workers, collate_fn=collate)
+
+    for workers in (0, 2):
+        seen: list[int] = []
+        states = []
+        for rank in range(2):
+            source = loader(rank, workers)
+            iterator = iter(source)
+            for _ in range(3):
+                seen += next(iterator).tolist()
+            states.append(source.state_dict())
+        for rank in range(2):
+            source = loader(rank, workers)
+            source.load_state_dict(states[0])
+            seen += [i for batch in source for i in batch.tolist()]
+        assert sorted(seen) == list(range(37))
+
+
+def test_another_number_of_shards_is_refused_for_worker_states(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files).shuffle(seed=1)
+    source = make_loader(ds.shard(2, 0), 2)
+    next(iter(source))
+    state = source.state_dict()
+    other = make_loader(ds.shard(3, 0), 2)
+    other.load_state_dict(state)
+    with pytest.raises(CheckpointMismatchError, match=r"ds.loader"):
+        next(iter(other))
+
+
+def test_wrong_state_is_refused(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files)
+    for workers in (0, 2):
+        source = make_loader(ds.shuffle(seed=1), workers)
+        next(iter(source))
+        other = make_loader(ds.shuffle(seed=2), workers)
+        other.load_state_dict(source.state_dict())
+        with pytest.raises(CheckpointMismatchError, match="seed"):
+            next(iter(other))
+
+
+def test_taken_for_map_style(small_files: list[str]) -> None:
+    with pytest.raises(TypeError, match="Import torch first"):
+        midepoch.from_files(small_files).__getitems__([1])

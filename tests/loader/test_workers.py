@@ -1,0 +1,186 @@
+"""Real worker processes, killed for real."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import midepoch
+from midepoch.errors import MapError, MidepochError, WorkerError
+
+
+@pytest.fixture
+def ds(small_files: list[str]) -> midepoch.Dataset:
+    return midepoch.from_files(small_files)
+
+
+def children() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children() if child.name.startswith("midepoch-worker")}
+
+
+def gone(pid: int, seconds: float = 10) -> bool:
+    """Whether a process ends within a time that is far longer than it should need."""
+    for _ in range(int(seconds * 50)):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def double(row: dict[str, Any]) -> dict[str, Any]:
+    return {"double": row["id"] * 2}
+
+
+def big(batch: dict[str, Any]) -> dict[str, Any]:
+    """Batches of growing size, so that shared memory has to grow too."""
+    return {"big": [np.full(1000 * (i + 1), i) for i in batch["id"]]}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_start_methods(ds: midepoch.Dataset, method: str) -> None:
+    mapped = ds.shuffle(seed=1).map(double)
+    expected = [batch["double"].tolist() for batch in mapped.loader(5)]
+    with mapped.loader(5, num_workers=2, multiprocessing_context=method) as loader:
+        assert [batch["double"].tolist() for batch in loader] == expected
+
+
+def test_spawn_needs_functions_with_a_name(ds: midepoch.Dataset) -> None:
+    with pytest.raises(MidepochError, match="top level of a module"):
+        list(ds.map(lambda row: {}).loader(5, num_workers=1, multiprocessing_context="spawn"))
+
+
+def test_batches_of_any_size(ds: midepoch.Dataset) -> None:
+    loader = ds.map(big, batched=True).loader(3, num_workers=2)
+    for batch in loader:
+        for i, values in zip(batch["id"].tolist(), batch["big"], strict=True):
+            assert len(values) == 1000 * (i + 1)
+            assert (values == i).all()
+
+
+def test_workers_end_with_the_epoch_unless_persistent(ds: midepoch.Dataset) -> None:
+    loader = ds.loader(5, num_workers=2)
+    list(loader)
+    assert not children()
+    keeping = ds.loader(5, num_workers=2, persistent_workers=True)
+    list(keeping)
+    first = children()
+    list(keeping)
+    assert len(first) == 2
+    assert children() == first
+    for _ in keeping:
+        break
+    assert [len(batch["id"]) for batch in keeping] == [5] * 7 + [2]
+    keeping.close()
+    assert not children()
+
+
+def test_dropped_loader_leaves_no_process(ds: midepoch.Dataset) -> None:
+    iterator = iter(ds.loader(2, num_workers=2))
+    next(iterator)
+    assert len(children()) == 2
+    del iterator
+    assert not children()
+
+
+def test_killed_worker_is_named(ds: midepoch.Dataset) -> None:
+    loader = ds.loader(2, num_workers=2)
+    iterator = iter(loader)
+    got = [next(iterator)["id"].tolist()]
+    victim = min(children())
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=rf"worker \d of 2 \(pid {victim}\) was killed by SIGKILL"):
+        for batch in iterator:
+            got.append(batch["id"].tolist())
+    assert not children()
+    resumed = ds.loader(2, num_workers=1)
+    resumed.load_state_dict(loader.state_dict())  # what was handed out is still known, and nothing else
+    got += [batch["id"].tolist() for batch in resumed]
+    assert sum(got, []) == list(range(37))
+
+
+def leave(row: dict[str, Any]) -> dict[str, Any]:
+    os._exit(3)
+
+
+class Odd(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__("odd")
+
+
+def raise_odd(row: dict[str, Any]) -> dict[str, Any]:
+    raise Odd(1, 2)
+
+
+def test_worker_that_exits_and_errors_that_do_not_pickle(ds: midepoch.Dataset) -> None:
+    with pytest.raises(WorkerError, match="exited with status 3"):
+        list(ds.map(leave).loader(5, num_workers=2))
+    with pytest.raises(MapError, match="row 0 .*odd"):
+        list(ds.map(raise_odd).loader(5, num_workers=2))
+    assert not children()
+
+
+MAIN = """
+import sys, time, multiprocessing, midepoch
+ds = midepoch.from_files(sys.argv[1]).shuffle(seed=1)
+loader = ds.loader(2, num_workers=3, prefetch=4)
+iterator = iter(loader)
+next(iterator)
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+for batch in iterator:
+    time.sleep(0.2)
+"""
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_outlives_the_main_process(small_files: list[str], how: signal.Signals) -> None:
+    before = shared_memory()
+    folder = str(Path(small_files[0]).parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal does on Ctrl-C
+    else:
+        process.send_signal(how)
+    _, errors = process.communicate(timeout=30)
+    assert all(gone(pid) for pid in pids)
+    assert {name for name in shared_memory() - before if "midepoch" in name or name.startswith("psm_")} == set()
+    if how == signal.SIGINT:
+        assert errors.count("Traceback") == 1  # the main process's own, none of the workers'
+        assert "KeyboardInterrupt" in errors
+
+
+def test_no_descriptor_leaks(ds: midepoch.Dataset) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    list(ds.loader(5, num_workers=2))
+    before = count()
+    for _ in range(5):
+        list(ds.map(big, batched=True).loader(5, num_workers=2))
+        ds.shuffle(seed=1).map(double)
+    assert count() <= before + 1
