@@ -283,7 +283,7 @@ class Dataset:
 
     def _at(self, engine: Engine, places: Any) -> Any:
         cut, epoch = self._pipeline.cut, self.epoch
-        return engine.transform(epoch, engine.read(epoch, places * cut.count + cut.index))
+        return engine.transform(epoch, engine.read(engine.chosen(epoch, places * cut.count + cut.index)))
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
         """torch asks a map-style dataset for batches in this way; this one is iterable and must not be asked."""

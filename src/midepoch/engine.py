@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import pyarrow as pa
 
 from midepoch.order import EpochOrder
 from midepoch.pipeline import Pipeline
-from midepoch.read import Reader, Rows
+from midepoch.read import MIN_RUN, Reader, Rows
+from midepoch.read.columns import Located
 from midepoch.transforms import Batch, Map, finish, present, present_rows
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import readable
@@ -23,7 +23,6 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 
 _CHUNK_ROWS = 4096
-_CHUNK_BYTES = 4 << 20
 
 
 class Engine:
@@ -33,49 +32,58 @@ class Engine:
         self.pipeline = pipeline
         self._reader: Reader | None = None
         self._epoch: tuple[int, EpochOrder] | None = None
+        self._starts = pipeline.source.layout.block_starts
         nullable = pipeline.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in pipeline.head.items()}
         self._decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
 
-    @property
-    def chunk_rows(self) -> int:
-        """How many rows to read at once: enough to spread the cost of a call, at most about 4 MB."""
-        return int(max(1, min(_CHUNK_ROWS, _CHUNK_BYTES / max(1.0, self.pipeline.source.bytes_per_row))))
+    def chunk_rows(self, most_bytes: int) -> int:
+        """How many rows to read at once: enough to spread the cost of a call, within a number of bytes."""
+        return int(max(1, min(_CHUNK_ROWS, most_bytes / max(1.0, self.pipeline.source.bytes_per_row))))
 
     def order(self, epoch: int) -> EpochOrder:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, self.pipeline.order.at(epoch, self.pipeline.source.layout))
         return self._epoch[1]
 
-    def read(self, epoch: int, positions: Int64Array) -> Batch:
+    def chosen(self, epoch: int, positions: Int64Array) -> Int64Array:
+        """Positions of an epoch to row numbers of the dataset before it was shuffled."""
+        return self.order(epoch).chosen(positions)
+
+    def run_length(self, chosen: Int64Array) -> int:
+        """How many rows from the first on to read at once: a long run that lies side by side is not copied to be joined."""
+        rows = self.pipeline.order.selection.source_rows(chosen)
+        block = np.searchsorted(self._starts, rows[0], side="right") - 1
+        most = min(len(rows), int(self._starts[block + 1] - rows[0]))
+        breaks = np.flatnonzero(rows[1:most] - rows[: most - 1] != 1)
+        run = int(breaks[0]) + 1 if len(breaks) else most
+        return run if run >= MIN_RUN else len(rows)
+
+    def _open_reader(self) -> Reader:
+        if self._reader is None:
+            wanted = list(dict.fromkeys(self.pipeline.head.values()))
+            self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=self.pipeline.on_error == "skip")
+        return self._reader
+
+    def locate(self, chosen: Int64Array) -> dict[str, Located] | None:
+        """Where rows lie, if all columns are plain numbers without a null and as read; else None."""
+        if self._decoded or any(self._nullable.values()):
+            return None
+        found = self._open_reader().locate(self.pipeline.order.selection.source_rows(chosen))
+        return found and {name: found[source_name] for name, source_name in self.pipeline.head.items()}
+
+    def read(self, chosen: Int64Array) -> Batch:
         """Rows as they lie, before any step."""
         pipeline = self.pipeline
-        if self._reader is None:
-            wanted = list(dict.fromkeys(pipeline.head.values()))
-            self._reader = Reader(pipeline.source, wanted, skip_corrupt=pipeline.on_error == "skip")
-        chosen = self.order(epoch).chosen(positions)
-        found = self._reader.read(pipeline.order.selection.source_rows(chosen))
-        places = np.arange(len(positions)) if found.kept is None else np.flatnonzero(found.kept)
+        found = self._open_reader().read(pipeline.order.selection.source_rows(chosen))
+        places = np.arange(len(chosen)) if found.kept is None else np.flatnonzero(found.kept)
         if pipeline.on_error == "skip":
             found, places = _only_readable(found, places)
         columns: dict[str, Any] = {}
         for name, source_name in pipeline.head.items():
             column = found.batch.column(source_name)
             columns[name] = Encoded(source_name, column, pipeline.source.schema) if source_name in self._decoded else column
-        return Batch(columns, chosen[places], places, found.owned, self._nullable)
-
-    def read_many(self, epoch: int, parts: Sequence[Int64Array]) -> list[Batch]:
-        """Several batches in one read."""
-        if len(parts) == 1:
-            return [self.read(epoch, parts[0])]
-        whole = self.read(epoch, np.concatenate(parts))
-        ends = np.cumsum([0, *map(len, parts)])
-        cuts = np.searchsorted(whole.places, ends).tolist()
-        batches = []
-        for start, a, b in zip(ends.tolist(), cuts, cuts[1:], strict=False):
-            part = whole.slice(a, b)
-            batches.append(Batch(part.columns, part.rows, part.places - start, part.owned, part.nullable))
-        return batches
+        return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
 
     def transform(self, epoch: int, batch: Batch) -> Batch:
         """All steps in turn."""
@@ -108,4 +116,5 @@ def _only_readable(found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
         return found, places
     good = [i for i in range(found.batch.num_rows) if all(readable(column.slice(i, 1)) for column in text)]
     _log.warning("skipped %d rows whose text is not UTF-8", found.batch.num_rows - len(good))
-    return Rows(found.batch.take(pa.array(good, pa.int64())), True), places[good]
+    kept = np.zeros(0, dtype=bool)  # not None: some are missing
+    return Rows(found.batch.take(pa.array(good, pa.int64())), True, kept), places[good]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import length_hint
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from midepoch.engine import Engine
+from midepoch.errors import StateError
 from midepoch.order import Cut
 from midepoch.state import Cursor
 
+Int64Array = npt.NDArray[np.int64]
+
 _FIRST_CHUNK = 32
+_CHUNK_BYTES = 512 << 10
+"""Rows of a chunk become Python objects at once: what fits the second-level cache is a third faster than 4 MB."""
 _SLOW = 0.02
 """Seconds: while a chunk's maps take longer than this, fewer rows are mapped ahead of the one handed out."""
 
@@ -38,6 +49,24 @@ class Progress:
         return Cursor(self.epoch, self._rows)
 
 
+class Lookahead:
+    """The rows at a share's own numbers, computed for thousands at a time: one by one the order would cost more than reading."""
+
+    _MOST = 8192
+
+    def __init__(self, engine: Engine, progress: Progress) -> None:
+        self._engine, self._progress = engine, progress
+        self._first, self._rows, self._size = 0, engine.chosen(progress.epoch, progress.cut.locals(0, 0)), 0
+
+    def take(self, first: int, stop: int) -> Int64Array:
+        """Row numbers of the dataset before it was shuffled, for own numbers first to stop."""
+        if not self._first <= first <= stop <= self._first + len(self._rows):
+            last = min(max(stop, first + self._size), self._progress.total)
+            self._rows = self._engine.chosen(self._progress.epoch, self._progress.cut.locals(first, last))
+            self._first, self._size = first, min(self._MOST, 4 * (last - first))
+        return self._rows[first - self._first : stop - self._first]
+
+
 @dataclass(frozen=True)
 class Start:
     """Where an iteration begins. ``late``: asked once, before the first row, for another cursor and round."""
@@ -60,8 +89,18 @@ class Follower(Protocol):
     def epoch_over(self, iterator: Any, cursor: Cursor) -> None: ...
 
 
-class RowIterator:
-    """Rows from a cursor to the end of the epoch, Stateful in the sense of torchdata."""
+class RowIterator(chain[Any]):
+    """Rows from a cursor to the end of the epoch, Stateful in the sense of torchdata.
+
+    ``next`` is that of ``itertools.chain`` over iterators of chunks: no Python code runs for a row, which would cost a
+    tenth of the whole. How far a chunk has been handed out, its iterator knows.
+    """
+
+    def __new__(cls, start: Start, owner: Follower) -> RowIterator:  # noqa: ARG004
+        me: list[weakref.ref[RowIterator]] = []
+        self = cls.from_iterable(_chunks(me))
+        me.append(weakref.ref(self))
+        return self
 
     def __init__(self, start: Start, owner: Follower) -> None:
         self._owner = owner
@@ -70,6 +109,7 @@ class RowIterator:
     def _begin(self, start: Start) -> None:
         self._engine, self.round, self.batch, self._late = start.engine, start.round, start.batch, start.late
         self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
+        self._ahead = Lookahead(start.engine, self._progress)
         self._next = self._progress.first  # own number of the first row not yet in hand
         self._chunk_first = self._next  # own number of the first row in hand
         self._chunk: list[Any] = []
@@ -79,40 +119,33 @@ class RowIterator:
         self._ended = False
         self._saved = self._next  # own number of the row before which a state was last asked for
 
-    def __iter__(self) -> RowIterator:
-        return self
-
-    def __next__(self) -> Any:
-        for row in self._rows:  # the cheapest "next, or else" there is: 30 ns
-            return row
-        return self._refill()
-
-    def _refill(self) -> Any:
+    def refill(self) -> Iterator[Any] | None:
+        """The next chunk that has rows, or None at the end of the epoch."""
         if self._late is not None:
             other, self._late = self._late(), None
             if other is not None:
                 self._begin(Start(self._engine, self._progress.cut, *other, self.batch))
-        while True:
-            if self._next >= self._progress.total:
-                if not self._ended:
-                    self._ended = True
-                    self._owner.epoch_over(self, self.cursor)
-                raise StopIteration
+        while self._next < self._progress.total:
             self._fill()
-            for row in self._rows:
-                return row
+            if self._chunk:
+                return self._rows
+        self._ended = True
+        self._owner.epoch_over(self, self.cursor)
+        return None
 
     def _fill(self) -> None:
         """Take the next chunk in hand. Batched maps get their groups at fixed places of the epoch, also on resume."""
         group = self._engine.pipeline.group
         first = self._next if group is None else self._next - self._next % group
         stop = min(first + (group or self._size), self._progress.total)
-        epoch = self._progress.epoch
-        read = self._engine.read(epoch, self._progress.cut.locals(first, stop))
+        chosen = self._ahead.take(first, stop)
+        if group is None:
+            stop = first + self._engine.run_length(chosen)
+        read = self._engine.read(chosen[: stop - first])
         started = time.perf_counter()
-        batch = self._engine.transform(epoch, read)
+        batch = self._engine.transform(self._progress.epoch, read)
         if time.perf_counter() - started < _SLOW:
-            self._size = min(2 * self._size, self._engine.chunk_rows)
+            self._size = min(2 * self._size, self._engine.chunk_rows(_CHUNK_BYTES))
         rows = self._engine.rows(batch)
         self._chunk_first = self._next
         if len(batch) == stop - first:
@@ -144,7 +177,18 @@ class RowIterator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state was saved (called by StatefulDataLoader)."""
-        self._begin(self._owner.start_at(state))
+        if self._ended:
+            raise StateError("this iterator has ended: load the state into the dataset and iterate that.")
+        start = self._owner.start_at(state)
+        collections.deque(self._rows, maxlen=0)  # what is in hand is not handed out any more
+        self._begin(start)
+
+
+def _chunks(me: list[weakref.ref[RowIterator]]) -> Iterator[Iterator[Any]]:
+    """What a RowIterator chains together. It knows it only weakly, so that dropping it frees everything at once."""
+    while (iterator := me[0]()) is not None and (rows := iterator.refill()) is not None:
+        del iterator
+        yield rows
 
 
 class BatchIterator:
@@ -155,6 +199,7 @@ class BatchIterator:
     def __init__(self, start: Start, owner: Follower, size: int, drop_last: bool) -> None:
         self._engine, self._owner, self._size, self._drop_last = start.engine, owner, size, drop_last
         self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
+        self._ahead = Lookahead(start.engine, self._progress)
         self._next = self._progress.first
         self._ended = False
 
@@ -169,9 +214,7 @@ class BatchIterator:
                     self._ended = True
                     self._owner.epoch_over(self, self.cursor)
                 raise StopIteration
-            epoch = self._progress.epoch
-            batch = self._engine.read(epoch, self._progress.cut.locals(self._next, stop))
-            batch = self._engine.transform(epoch, batch)
+            batch = self._engine.transform(self._progress.epoch, self._engine.read(self._ahead.take(self._next, stop)))
             self._next = stop
             if len(batch):
                 return self._engine.columns(batch)

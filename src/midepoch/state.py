@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from midepoch.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
@@ -28,8 +28,7 @@ _CAUSES = {
 }
 
 
-@dataclass(frozen=True)
-class Cursor:
+class Cursor(NamedTuple):
     """The only thing that advances: an epoch, and how many of its rows all shards together have consumed."""
 
     epoch: int = 0

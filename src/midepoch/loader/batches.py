@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from operator import sub
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,15 @@ from midepoch.errors import MapError
 from midepoch.loader.options import Options
 from midepoch.order import epoch_end
 from midepoch.pipeline import Pipeline
+from midepoch.read.columns import Located
 from midepoch.transforms import Batch, present, present_rows
+from midepoch.transforms.arrow_values import stacked
 
 Int64Array = npt.NDArray[np.int64]
+
+_CHUNK_BYTES = 1 << 20
+_AHEAD_ROWS = 8192
+_LOCATED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,32 @@ class Plan:
         return first, min(first + self.global_batch, self.end)
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """A batch as far as it is made: ``value`` is presented (or collated). ``empty``: no row of it is left."""
 
     step: int
     value: Any
     skipped: int
     empty: bool = False
+
+
+class Read(NamedTuple):
+    """One batch as far as it is read: its rows before any step; or, where no step follows, its columns as they will be
+    handed out, or where in memory they lie.
+    """
+
+    step: int
+    asked: int
+    batch: Batch | None = None
+    columns: Any = None
+    located: tuple[dict[str, Located], int, int] | None = None
+
+    def touch(self) -> None:
+        """Have what is only located read from disk."""
+        if self.located is not None:
+            columns, start, stop = self.located
+            for column in columns.values():
+                column.touch(start, stop)
 
 
 class BatchMaker:
@@ -58,34 +83,80 @@ class BatchMaker:
         self._engine = Engine(pipeline)
         self._collate = options.collate_fn
         self.format = pipeline.format or ("torch" if options.collate_fn is None else "python")
+        # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
+        self._whole = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
 
-    def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[tuple[int, Batch, int]]]:
-        """Chunks of (step, rows as read, rows asked for), of steps first, first + stride, …"""
+    def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
+        """Chunks of batches, of steps first, first + stride, …"""
         cut = self._engine.pipeline.cut
-        # One read for many small batches costs less; starting with one keeps the first batch quick.
-        most = max(1, self._engine.chunk_rows * cut.count // plan.global_batch)
-        size, step = 1, first
+        rows = -(-plan.global_batch // cut.count)
+        most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps of a read
+        ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed at once
+        size, block, step = 1, 1, first  # growing from one, so that the first batch comes soon
         while step < len(plan):
-            steps = range(step, min(len(plan), step + size * stride), stride)
+            steps = list(range(step, min(len(plan), step + block * stride), stride))
             parts = [cut.positions(*plan.bounds(each)) for each in steps]
-            batches = self._engine.read_many(plan.epoch, parts)
-            yield [(each, batch, len(part)) for each, batch, part in zip(steps, batches, parts, strict=True)]
-            step, size = steps[-1] + stride, min(2 * size, most)
+            chosen = self._engine.chosen(plan.epoch, np.concatenate(parts))
+            ends = np.cumsum([0, *map(len, parts)]).tolist()
+            located = self._engine.locate(chosen) if self._whole and len(chosen) else None
+            if located is not None:  # nothing is copied yet, so a chunk may be larger
+                found = [Read(each, b - a, located=(located, a, b)) for each, a, b in zip(steps, ends, ends[1:], strict=False)]
+                yield from (found[i : i + _LOCATED_STEPS] for i in range(0, len(found), _LOCATED_STEPS))
+            for i in range(0, len(steps) if located is None else 0, size):
+                j = min(i + size, len(steps))
+                yield self._read(steps[i:j], [end - ends[i] for end in ends[i : j + 1]], chosen[ends[i] : ends[j]])
+            step = steps[-1] + stride
+            size, block = min(2 * size, most), min(4 * block, ahead)
 
-    def make(self, plan: Plan, step: int, batch: Batch, asked: int) -> Made:
+    def _read(self, steps: list[int], ends: list[int], chosen: Int64Array) -> list[Read]:
+        """Several batches in one read; ``ends`` are their bounds among the rows asked for."""
+        chunk = self._engine.read(chosen)
+        whole = len(chunk) == len(chosen)
+        cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
+        shown = present(chunk, self.format) if self._whole else None
+        found = []
+        for step, asked, a, b in zip(steps, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
+            if shown is not None and b > a:
+                columns = {name: _part(column, a, b) for name, column in shown.items()}
+                found.append(Read(step, asked, columns=columns))
+            else:
+                found.append(Read(step, asked, chunk.slice(a, b)))
+        return found
+
+    def make(self, plan: Plan, read: Read) -> Made:
         """Transform and present one batch. What is left for the main process is ``finish``."""
-        batch = self._engine.transform(plan.epoch, batch)
-        skipped = asked - len(batch)
+        if read.located is not None:
+            located, start, stop = read.located
+            columns = {name: column.array(start, stop) for name, column in located.items()}
+            return Made(read.step, columns, 0, empty=not read.asked)
+        if read.batch is None:
+            length = next((len(column) for column in _flat(read.columns)), read.asked)
+            return Made(read.step, read.columns, read.asked - length)
+        batch = self._engine.transform(plan.epoch, read.batch)
+        skipped = read.asked - len(batch)
         if not len(batch):
-            return Made(step, None, skipped, empty=True)
+            return Made(read.step, None, skipped, empty=True)
         if self._collate is None:
-            return Made(step, present(batch, self.format), skipped)
+            return Made(read.step, present(batch, self.format), skipped)
         rows = present_rows(batch, self.format)
         try:
-            return Made(step, self._collate(rows), skipped)
+            return Made(read.step, self._collate(rows), skipped)
         except Exception as problem:  # a StopIteration would end the epoch silently
-            first, stop = plan.bounds(step)
+            first, stop = plan.bounds(read.step)
             raise MapError(
                 f"collate_fn failed on a batch of {len(rows)} rows (positions {first:,} to {stop - 1:,} of epoch "
                 f"{plan.epoch}): {type(problem).__name__}: {problem}"
             ) from problem
+
+
+def _part(column: Any, start: int, stop: int) -> Any:
+    """A batch's part of a presented column; lists of arrays that are of one shape within the part become one array."""
+    if isinstance(column, dict):
+        return {name: _part(inner, start, stop) for name, inner in column.items()}
+    part = column[start:stop]
+    return stacked(part) if isinstance(part, list) else part
+
+
+def _flat(columns: Any) -> Iterator[Any]:
+    for column in columns.values():
+        yield from _flat(column) if isinstance(column, dict) else (column,)

@@ -42,8 +42,7 @@ class ThreadedBatches:
                 return None
             self._room.release()
             self._chunk.extend(found)
-        step, batch, asked = self._chunk.popleft()
-        return self._maker.make(self._plan, step, batch, asked)
+        return self._maker.make(self._plan, self._chunk.popleft())
 
     def close(self) -> None:
         self._stop.set()
@@ -61,6 +60,8 @@ def _read_ahead(
             if stop.is_set():
                 return
             chunk = next(chunks, None)
+            for read in chunk or ():
+                read.touch()
             ready.put(chunk)
             if chunk is None:
                 return

@@ -4,6 +4,6 @@ One path: rows come out of memory-mapped Arrow. Blocks that lie in the file as t
 from the mapping, a column at a time, with one copy; compressed or dictionary-encoded blocks are decoded first.
 """
 
-from midepoch.read.reader import Reader, Rows
+from midepoch.read.reader import MIN_RUN, Reader, Rows
 
-__all__ = ["Reader", "Rows"]
+__all__ = ["MIN_RUN", "Reader", "Rows"]

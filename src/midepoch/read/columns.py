@@ -6,7 +6,8 @@ whole arrays and one copy. Columns of other layouts (structs, lists of lists, vi
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from midepoch.errors import CorruptBlockError
 from midepoch.read.memory import gather, join
 
 Int64Array = npt.NDArray[np.int64]
+
+_PAGE = 4096
 
 
 class Gatherer(Protocol):
@@ -33,9 +36,9 @@ def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
     if pa.types.is_boolean(kind):
         return _Bits(kind, blocks)
     if (width := fixed_width(kind)) is not None:
-        return _Fixed(kind, width, blocks)
+        return Fixed(kind, width, blocks)
     if pa.types.is_fixed_size_list(kind) and (width := fixed_width(kind.value_type)) and kind.list_size:
-        return _Fixed(kind, width * kind.list_size, blocks)
+        return Fixed(kind, width * kind.list_size, blocks)
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         return _Variable(kind, np.dtype(np.int32), 1, blocks)
     if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
@@ -53,6 +56,34 @@ def fixed_width(kind: pa.DataType) -> int | None:
     if not plain or pa.types.is_boolean(kind) or kind.bit_width % 8:
         return None
     return kind.bit_width // 8 or None
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where the values of some rows of a plain column lie, and what array they make."""
+
+    addresses: Int64Array
+    width: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def array(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The values of rows start to stop, copied once into memory of their own."""
+        data = gather(self.addresses[start:stop], self.width)
+        return data.view(self.dtype).reshape(stop - start, *self.shape)
+
+    def touch(self, start: int, stop: int) -> None:
+        """Have the system read the pages of rows start to stop, if they are not in memory: a byte of each page."""
+        addresses = self.addresses[start:stop]
+        for offset in (*range(0, self.width - 1, _PAGE), self.width - 1):
+            gather(addresses + offset, 1)
+
+
+def number_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
+    """The numpy type of an Arrow number, else None."""
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return None
+    return np.dtype({"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind)))
 
 
 class _Nulls:
@@ -98,7 +129,7 @@ class _Bits:
         return pa.Array.from_buffers(self._kind, len(rows), [self._nulls.bitmap(blocks, rows), pa.py_buffer(bits)])
 
 
-class _Fixed:
+class Fixed:
     """Numbers, dates, fixed-size binary, and fixed-size lists of them: one plain buffer."""
 
     def __init__(self, kind: pa.DataType, width: int, blocks: int) -> None:
@@ -116,6 +147,14 @@ class _Fixed:
         self._nulls.open(block, column)
         self._values[block] = buffer.address
         return True
+
+    def locate(self, blocks: Int64Array, rows: Int64Array) -> Located | None:
+        """Where rows of opened blocks lie, if they are numbers (or fixed-size lists of them)."""
+        dtype = number_dtype(self._kind.value_type if self._list else self._kind)
+        if dtype is None:
+            return None
+        shape = (self._kind.list_size,) if self._list else ()
+        return Located(self._values[blocks] + rows * self._width, self._width, dtype, shape)
 
     def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
         data = pa.py_buffer(gather(self._values[blocks] + rows * self._width, self._width))

@@ -7,13 +7,14 @@ Two stages, so that worker processes need neither torch nor JAX: ``present`` mak
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, MapError, MidepochError
-from midepoch.transforms.arrow_values import to_numpy, to_python
+from midepoch.transforms.arrow_values import pylist_is_best, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded
 
@@ -50,6 +51,11 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
         read = present(batch.with_columns({n: c for n, c in columns.items() if n not in made}), kind)
         shown = {name: columns[name] if name in made else read[name] for name in columns}
         return as_rows(finish(shown, kind), len(batch))
+    if batch.columns and all(isinstance(c, pa.Array) and pylist_is_best(c.type) for c in batch.columns.values()):
+        try:
+            return pa.RecordBatch.from_arrays(list(batch.columns.values()), names=list(batch.columns)).to_pylist()  # type: ignore[no-any-return]
+        except (UnicodeDecodeError, pa.ArrowException):
+            pass  # the way below says which row
     return as_rows(present(batch, kind), len(batch))
 
 
@@ -71,11 +77,10 @@ def _numbers(value: Any) -> Any:
 
 def finish(presented: Any, kind: str) -> Any:
     """Numpy arrays to tensors of the format, in place of nothing else."""
-    if kind == "torch":
-        return _each_array(presented, _torch())
-    if kind == "jax":
-        return _each_array(presented, _jax())
-    return presented
+    if kind not in ("torch", "jax"):
+        return presented
+    convert = _torch() if kind == "torch" else _jax()
+    return _each_array(presented, convert)
 
 
 def _python(name: str, column: Any, batch: Batch) -> list[Any]:
@@ -176,6 +181,7 @@ def _each_array(value: Any, convert: Any) -> Any:
     return value
 
 
+@lru_cache(maxsize=1)
 def _torch() -> Any:
     try:
         import torch
