@@ -44,7 +44,9 @@ PIPELINES: dict[str, Pipeline] = {
     "select": lambda ds: ds.select([30, 2, 2, 17, 8, 9, 10, 11]).shuffle(seed=2, scope="window", window=1),
     "map": lambda ds: ds.shuffle(seed=1).map(double),
     "batched map": lambda ds: ds.shuffle(seed=1).map(group_sum, batched=True, batch_size=5),
-    "two batched maps": lambda ds: ds.map(group_sum, batched=True, batch_size=4).map(group_sum, batched=True, batch_size=3),
+    "two batched maps": lambda ds: ds.map(group_sum, batched=True, batch_size=4).map(
+        group_sum, batched=True, batch_size=3
+    ),
     "random map": lambda ds: ds.shuffle(seed=3).map(noise, with_generator=True),
     "skipping map": lambda ds: ds.shuffle(seed=4).map(not_sevens, on_error="skip"),
     "columns": lambda ds: ds.rename_columns({"id": "n"}).select_columns(["n", "tokens"]).shuffle(seed=5),

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import numbered, write_arrow
 
 import midepoch
+from conftest import numbered, write_arrow
 from midepoch.errors import CheckpointMismatchError, StateError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -50,7 +50,9 @@ def _sample(folder: Path) -> dict[str, object]:
 
     for part in range(8):
         ids = range(part * 5_000, (part + 1) * 5_000)
-        pq.write_table(pa.table({"id": ids, "text": [f"example number {i} " * 8 for i in ids]}), folder / f"{part}.parquet")
+        pq.write_table(
+            pa.table({"id": ids, "text": [f"example number {i} " * 8 for i in ids]}), folder / f"{part}.parquet"
+        )
     return {"path": "parquet", "data_files": f"{folder}/*.parquet", "cache_dir": f"{folder}/cache"}
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from midepoch.loader import Loader
 
 Self = TypeVar("Self", bound="Dataset")
+_Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
 
 _log = logging.getLogger("midepoch")
 
@@ -143,9 +144,7 @@ class Dataset:
 
     # In which order, and whose
 
-    def shuffle(
-        self: Self, seed: int | None = None, scope: str | None = None, window: int = DEFAULT_WINDOW
-    ) -> Self:
+    def shuffle(self: Self, seed: int | None = None, scope: str | None = None, window: int = DEFAULT_WINDOW) -> Self:
         """Shuffled anew in every epoch, by a permutation that is computed and never stored.
 
         ``scope``: "rows" (the default) permutes all rows; "window" permutes blocks, then rows within windows of
@@ -200,8 +199,9 @@ class Dataset:
         """Apply a function to each row (or, ``batched``, to groups of rows); what it returns is put into the row.
 
         The function gets a dict (or the values of ``input_columns``), then, if asked for, the row's number in the
-        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and the
-        row (``batched``: a list of each). It must return one row for each row. ``on_error="skip"`` drops rows on which it raises.
+        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and
+        the row (``batched``: a list of each). It must return one row for each row. ``on_error="skip"`` drops rows on
+        which it raises.
         """
         if not callable(function):
             raise TypeError(f"map takes a function, got {function!r}")
@@ -257,7 +257,7 @@ class Dataset:
 
     # Reading
 
-    def __getitem__(self, key: int | slice | Sequence[int]) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         """Row i of this epoch's order as ``list(ds)[i]`` would give it; a slice or list gives columns."""
         engine, n = self._random_access(), len(self)
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
@@ -454,7 +454,7 @@ class Dataset:
         self._round = self._batch = 0
         return start
 
-    def _worker_lanes(self, shares: int) -> int:
+    def _worker_lanes(self, shares: int) -> int:  # noqa: ARG002  (what a subclass decides by)
         """Into how many lanes the epoch is cut for all DataLoader workers of all shards."""
         return self._pipeline.order.lanes
 
@@ -497,7 +497,7 @@ class Dataset:
         self._start = 0
         return self._start_from(resumed.cursor)
 
-    def _follow(self, iterator: Any) -> Any:
+    def _follow(self, iterator: _Iterator) -> _Iterator:
         self._latest, self._delivered = iterator, None
         return iterator
 

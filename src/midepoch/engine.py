@@ -35,7 +35,9 @@ class Engine:
         self._starts = pipeline.source.layout.block_starts
         nullable = pipeline.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in pipeline.head.items()}
-        self._decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
+        self._names = list(pipeline.head)
+        decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
+        self._decoded = [name for name, source_name in pipeline.head.items() if source_name in decoded]
 
     def chunk_rows(self, most_bytes: int) -> int:
         """How many rows to read at once: enough to spread the cost of a call, within a number of bytes."""
@@ -50,18 +52,19 @@ class Engine:
         """Positions of an epoch to row numbers of the dataset before it was shuffled."""
         return self.order(epoch).chosen(positions)
 
-    def run_length(self, chosen: Int64Array) -> int:
-        """How many rows from the first on to read at once: a long run that lies side by side is not copied to be joined."""
+    def read_next(self, chosen: Int64Array) -> tuple[Batch, int]:
+        """The first of these rows, and how many: a long run that lies side by side, or else all of them."""
         rows = self.pipeline.order.selection.source_rows(chosen)
-        block = np.searchsorted(self._starts, rows[0], side="right") - 1
-        most = min(len(rows), int(self._starts[block + 1] - rows[0]))
-        breaks = np.flatnonzero(rows[1:most] - rows[: most - 1] != 1)
-        run = int(breaks[0]) + 1 if len(breaks) else most
-        return run if run >= MIN_RUN else len(rows)
+        first = int(rows[0])
+        left = int(self._starts[self._starts.searchsorted(first, side="right")]) - first  # of the block
+        most = min(len(rows), left)
+        if int(rows[most - 1]) - first == most - 1 and most >= MIN_RUN and (rows[1:most] > rows[: most - 1]).all():
+            return self._batch(self._open_reader().read_run(first, most), chosen[:most]), most
+        return self.read(chosen), len(chosen)
 
     def _open_reader(self) -> Reader:
         if self._reader is None:
-            wanted = list(dict.fromkeys(self.pipeline.head.values()))
+            wanted = list(self.pipeline.head.values())
             self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=self.pipeline.on_error == "skip")
         return self._reader
 
@@ -74,15 +77,16 @@ class Engine:
 
     def read(self, chosen: Int64Array) -> Batch:
         """Rows as they lie, before any step."""
+        return self._batch(self._open_reader().read(self.pipeline.order.selection.source_rows(chosen)), chosen)
+
+    def _batch(self, found: Rows, chosen: Int64Array) -> Batch:
         pipeline = self.pipeline
-        found = self._open_reader().read(pipeline.order.selection.source_rows(chosen))
         places = np.arange(len(chosen)) if found.kept is None else np.flatnonzero(found.kept)
         if pipeline.on_error == "skip":
             found, places = _only_readable(found, places)
-        columns: dict[str, Any] = {}
-        for name, source_name in pipeline.head.items():
-            column = found.batch.column(source_name)
-            columns[name] = Encoded(source_name, column, pipeline.source.schema) if source_name in self._decoded else column
+        columns: dict[str, Any] = dict(zip(self._names, found.batch.columns, strict=True))
+        for name in self._decoded:
+            columns[name] = Encoded(pipeline.head[name], columns[name], pipeline.source.schema)
         return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
 
     def transform(self, epoch: int, batch: Batch) -> Batch:

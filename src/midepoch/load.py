@@ -78,8 +78,8 @@ def load_dataset(
 ) -> Dataset:
     """A Hugging Face dataset, by hub name, script of formats ("parquet", "json", …) or local folder.
 
-    The first time this runs ``datasets.load_dataset`` and indexes the Arrow files it leaves in its cache; later it reads
-    the index and asks nobody. Changed local files are noticed; for a hub dataset that has a new version pass
+    The first time this runs ``datasets.load_dataset`` and indexes the Arrow files it leaves in its cache; later it
+    reads the index and asks nobody. Changed local files are noticed; for a hub dataset that has a new version pass
     ``force_reindex=True``. ``split`` takes the whole notation: ``"train[:90%]"``, ``"train[10:20]+test"``.
     """
     parts = parse_split(split)

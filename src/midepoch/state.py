@@ -95,8 +95,8 @@ def load(state: Any, pipeline: Pipeline) -> Resumed:
             "shard",
             f"shard {shard[0]} of {shard[1]}",
             f"shard {here[0]} of {here[1]}",
-            'with on_error="skip" shards that hand out rows one by one skip different ones, so each must keep a state of '
-            "its own; ds.loader(…) keeps one for all",
+            'with on_error="skip" shards that hand out rows one by one skip different ones, so each must keep a state '
+            "of its own; ds.loader(…) keeps one for all",
         )
     cursor = Cursor(found["epoch"], found["position"])
     return Resumed(cursor, found["seed"], found["lanes"], worker, found["round"], found["batch"], shard)

@@ -1,9 +1,9 @@
 """Holding a pipeline to G1: a resumed run yields precisely what the uninterrupted run would have yielded.
 
-    from midepoch.testing import assert_resumes_exactly
+from midepoch.testing import assert_resumes_exactly
 
-    def test_my_pipeline():
-        assert_resumes_exactly(lambda: my_dataset().shuffle(seed=1).map(augment).loader(batch_size=8))
+def test_my_pipeline():
+    assert_resumes_exactly(lambda: my_dataset().shuffle(seed=1).map(augment).loader(batch_size=8))
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def assert_resumes_exactly(
     The moments are before the first item, behind each one, and behind each end of an epoch; what follows goes into one
     epoch more. ``make`` returns a fresh loader or dataset (anything that iterates an epoch and has ``state_dict`` and
     ``load_state_dict``). ``resume_with`` are other makers that must go on in the same way (another ``num_workers``).
-    ``steps``: only these moments, counted over all epochs. ``tail``: compare only so many items after a resume. Every state goes
-    through JSON, and every resume is resumed again one item later. Returns the number of resumes checked.
+    ``steps``: only these moments, counted over all epochs. ``tail``: compare only so many items after a resume. Every
+    state goes through JSON, and every resume is resumed again one item later. Returns the number of resumes checked.
     """
     cuts, items = _uninterrupted(make, epochs)
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
@@ -127,7 +127,9 @@ def _close(source: Any) -> None:
 def _compare(expected: Sequence[Any], found: Sequence[Any], when: str) -> None:
     for number, (a, b) in enumerate(zip(expected, found, strict=False)):
         if not same(a, b):
-            raise AssertionError(f"{when}: item {number} of what follows differs.\n  expected: {a!r:.300}\n  found: {b!r:.300}")
+            raise AssertionError(
+                f"{when}: item {number} of what follows differs.\n  expected: {a!r:.300}\n  found: {b!r:.300}"
+            )
     if len(expected) != len(found):
         raise AssertionError(f"{when}: {len(found)} items follow, expected {len(expected)}.")
 

@@ -123,7 +123,11 @@ def test_state_loaded_and_saved_again_is_the_same(ds: midepoch.Dataset) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_collate_fn_gets_rows(ds: midepoch.Dataset, workers: int) -> None:
     def collate(rows: list[dict[str, Any]]) -> Any:
-        return torch.tensor([row["id"] for row in rows]), [row["text"] for row in rows], torch.ones(2, dtype=torch.bfloat16)
+        return (
+            torch.tensor([row["id"] for row in rows]),
+            [row["text"] for row in rows],
+            torch.ones(2, dtype=torch.bfloat16),
+        )
 
     found = list(ds.loader(20, num_workers=workers, collate_fn=collate))
     assert [batch[0].tolist() for batch in found] == [list(range(20)), list(range(20, 37))]

@@ -50,7 +50,13 @@ def test_small_permutations_are_equally_likely(n: int) -> None:
 
 
 def test_seed_and_epoch_never_collide() -> None:
-    keys = {tuple(derive(s, e, p, i).tolist()) for s in range(6) for e in range(6) for p in ("rows", "map") for i in range(3)}
+    keys = {
+        tuple(derive(s, e, p, i).tolist())
+        for s in range(6)
+        for e in range(6)
+        for p in ("rows", "map")
+        for i in range(3)
+    }
     assert len(keys) == 6 * 6 * 2 * 3
     assert not np.array_equal(derive(1, 1, "rows"), derive(2, 0, "rows"))
 

@@ -17,7 +17,9 @@ SIZES = [1_000, 10_000, 100_000, 10**6, 10**7, 10**8]
 SAMPLE = 200_000
 
 
-def epoch_order(n: int, seed: int, epoch: int = 0, scope: str = "rows", window: int = 64, block: int = 1000) -> EpochOrder:
+def epoch_order(
+    n: int, seed: int, epoch: int = 0, scope: str = "rows", window: int = 64, block: int = 1000
+) -> EpochOrder:
     starts = np.append(np.arange(0, n, block), n)
     layout = Layout(starts, np.array([0, n]))
     return Order(Selection.of_ranges([(0, n)]), Shuffle(seed, scope, window)).at(epoch, layout)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import numbered, write_arrow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conftest import numbered, write_arrow
 from midepoch.errors import CorruptBlockError
 from midepoch.read import Reader
 from midepoch.sources import Source

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import numbered, write_arrow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import numbered, write_arrow
 from midepoch.errors import FormatError
 from midepoch.sources.arrow_ipc import scan
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import numbered, write_arrow
 
+from conftest import numbered, write_arrow
 from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module

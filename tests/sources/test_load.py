@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import numbered, write_arrow
 
 import midepoch
+from conftest import numbered, write_arrow
 from midepoch.errors import DataNotFoundError, FormatError
 
 PLAIN = ["id", "text", "score"]
@@ -39,7 +39,16 @@ def arguments(parquet: Path) -> dict[str, Any]:
     return {"data_files": files, "cache_dir": str(parquet.parent / "cache")}
 
 
-SPLITS = ["train", "test", "train[5:]", "train[:10%]", "train[-20%:]", "train[10:20]+test", "test[3:5]+train[:2]+test[:1]", "all"]
+SPLITS = [
+    "train",
+    "test",
+    "train[5:]",
+    "train[:10%]",
+    "train[-20%:]",
+    "train[10:20]+test",
+    "test[3:5]+train[:2]+test[:1]",
+    "all",
+]
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -214,7 +223,9 @@ def test_compressed_and_dictionary_encoded(tmp_path: Path) -> None:
         "unified": pa.ipc.IpcWriteOptions(unify_dictionaries=True),
     }.items():
         for file_format in (False, True):
-            path = write_arrow(tmp_path / f"{name}{file_format}.arrow", table, 7, file_format=file_format, options=options)
+            path = write_arrow(
+                tmp_path / f"{name}{file_format}.arrow", table, 7, file_format=file_format, options=options
+            )
             ds = midepoch.from_files(path)
             assert list(ds) == table.to_pylist()
             rows = list(ds.shuffle(seed=1))

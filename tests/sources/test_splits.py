@@ -8,7 +8,9 @@ from midepoch.sources.splits import parse_split
 
 
 def bound(percent: bool) -> st.SearchStrategy[str]:
-    return st.one_of(st.just(""), st.integers(-100, 100).map(str) if not percent else st.integers(-100, 100).map(lambda n: f"{n}%"))
+    return st.one_of(
+        st.just(""), st.integers(-100, 100).map(str) if not percent else st.integers(-100, 100).map(lambda n: f"{n}%")
+    )
 
 
 @st.composite
@@ -27,7 +29,9 @@ def test_means_what_datasets_means(text: str, train: int, test: int) -> None:
     from datasets.arrow_reader import ReadInstruction
 
     lengths = {"train": train, "test": test, "validation.a": 7}
-    expected = [(i.splitname, i.from_, max(i.from_, i.to)) for i in ReadInstruction.from_spec(text).to_absolute(lengths)]
+    expected = [
+        (i.splitname, i.from_, max(i.from_, i.to)) for i in ReadInstruction.from_spec(text).to_absolute(lengths)
+    ]
     assert [(part.split, *part.rows(lengths[part.split])) for part in parse_split(text)] == expected
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import write_arrow
 
 import midepoch
+from conftest import write_arrow
 from midepoch.testing import same
 
 TABLE = pa.table(

@@ -34,7 +34,14 @@ def test_arguments(ds: midepoch.Dataset) -> None:
     assert ds.map(lambda i, k: {"n": i + k}, input_columns="id", with_indices=True)[36]["n"] == 72
     assert ds.map(lambda row, by: {"id": row["id"] + by}, fn_kwargs={"by": 5})[0]["id"] == 5
     assert ds.map(double, remove_columns=["text", "tokens"])[1] == {"id": 1, "score": 0.5, "double": 2}
-    assert ds.map(lambda ids, s: {"n": [a + b for a, b in zip(ids, s, strict=True)]}, batched=True, input_columns=["id", "score"])[4]["n"] == 6.0
+    assert (
+        ds.map(
+            lambda ids, s: {"n": [a + b for a, b in zip(ids, s, strict=True)]},
+            batched=True,
+            input_columns=["id", "score"],
+        )[4]["n"]
+        == 6.0
+    )
     assert ds.map(lambda row: None)[3] == ds[3]
     assert ds.map(double).map(lambda row: {"four": row["double"] * 2}).select_columns("four")[5] == {"four": 20}
 
@@ -52,7 +59,9 @@ def test_the_function_gets_the_format_chosen_before(ds: midepoch.Dataset) -> Non
         return {"score": batch["score"] * 2}
 
     for kind in ("python", "numpy", "torch"):
-        ds.with_format(kind).map(see if kind != "python" else lambda b: kinds.append(type(b["score"])), batched=True)[:3]
+        ds.with_format(kind).map(see if kind != "python" else lambda b: kinds.append(type(b["score"])), batched=True)[
+            :3
+        ]
     assert kinds == [list, np.ndarray, torch.Tensor]
 
 
@@ -156,7 +165,10 @@ def test_bad_arguments(ds: midepoch.Dataset) -> None:
 
 def test_columns_that_are_not_needed_are_not_read(ds: midepoch.Dataset) -> None:
     assert ds.select_columns(["id"]).pipeline.head == {"id": "id"}
-    assert ds.rename_columns({"id": "n"}).remove_columns(["text", "tokens"]).pipeline.head == {"n": "id", "score": "score"}
+    assert ds.rename_columns({"id": "n"}).remove_columns(["text", "tokens"]).pipeline.head == {
+        "n": "id",
+        "score": "score",
+    }
     assert list(ds.map(double).select_columns("double").pipeline.head) == ["id", "text", "score", "tokens"]
     assert ds.rename_columns({"id": "n"}).schema.names == ["n", "text", "score", "tokens"]
     assert [row["n"] for row in ds.rename_columns({"id": "n", "score": "id"}).select_columns(["n"])] == list(range(37))

@@ -22,8 +22,8 @@ from midepoch.state import Cursor
 class SimpleArrowIterableDataset(Dataset):
     """The core's dataset with files as the unit of shuffling and sharing out, and the documented state.
 
-    ``state_dict()`` has the six documented keys beside the core's. ``current_file_index`` counts in the epoch's order of
-    files, ``current_example_index`` is the last example handed over (-1: none yet of the first file).
+    ``state_dict()`` has the six documented keys beside the core's. ``current_file_index`` counts in the epoch's order
+    of files, ``current_example_index`` is the last example handed over (-1: none yet of the first file).
     """
 
     _default_scope = "files"
@@ -108,7 +108,9 @@ class SimpleArrowIterableDataset(Dataset):
             return
         if isinstance(saved, str) or [_name(file) for file in saved] != [_name(file) for file in current]:
             shown = saved if isinstance(saved, str) else f"{len(saved)} files"
-            raise CheckpointMismatchError(name, shown, f"{len(current)} files", "files were added, removed or reordered")
+            raise CheckpointMismatchError(
+                name, shown, f"{len(current)} files", "files were added, removed or reordered"
+            )
 
 
 def fast_load_iterable_dataset(

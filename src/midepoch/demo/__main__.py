@@ -70,9 +70,7 @@ def make_data(folder: Path) -> None:
             for i, label in zip(ids, labels, strict=True)
         ]
         pq.write_table(pa.table({"id": ids, "text": texts, "label": labels}), folder / "data" / f"{file}.parquet")
-    midepoch.load_dataset(
-        "parquet", data_files=f"{folder}/data/*.parquet", cache_dir=f"{folder}/cache", split="train"
-    )
+    midepoch.load_dataset("parquet", data_files=f"{folder}/data/*.parquet", cache_dir=f"{folder}/cache", split="train")
 
 
 def train(
@@ -147,7 +145,9 @@ def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, sec
     a, b = (torch.load(run / "final.pt")["model"] for run in (whole, killed))
     same_model = all(torch.equal(a[name], b[name]) for name in a)
     rolled_back = len([step for step in before if step > cut])
-    console.print(f"killed at step {max(before)}, resumed from the checkpoint at step {cut} ({rolled_back} steps redone)")
+    console.print(
+        f"killed at step {max(before)}, resumed from the checkpoint at step {cut} ({rolled_back} steps redone)"
+    )
     console.print(f"batches and their order as in the uninterrupted run: {_mark(same_order)}")
     console.print(f"final weights bit for bit those of the uninterrupted run: {_mark(same_model)}")
     console.print(f"[dim]{seconds:.0f} s[/dim]")

@@ -100,7 +100,10 @@ class BatchMaker:
             ends = np.cumsum([0, *map(len, parts)]).tolist()
             located = self._engine.locate(chosen) if self._whole and len(chosen) else None
             if located is not None:  # nothing is copied yet, so a chunk may be larger
-                found = [Read(each, b - a, located=(located, a, b)) for each, a, b in zip(steps, ends, ends[1:], strict=False)]
+                found = [
+                    Read(each, b - a, located=(located, a, b))
+                    for each, a, b in zip(steps, ends, ends[1:], strict=False)
+                ]
                 yield from (found[i : i + _LOCATED_STEPS] for i in range(0, len(found), _LOCATED_STEPS))
             for i in range(0, len(steps) if located is None else 0, size):
                 j = min(i + size, len(steps))

@@ -33,7 +33,7 @@ class WorkerPool:
     """Worker w of W makes the steps g ≡ w (mod W) of the plan it was last given."""
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
-        context = multiprocessing.get_context(options.multiprocessing_context or _default_start_method())
+        context: Any = multiprocessing.get_context(options.multiprocessing_context or _default_start_method())
         pipes = [context.Pipe() for _ in range(options.num_workers)]
         self._mine = [mine for mine, _ in pipes]
         self._receivers = [Receiver(mine) for mine in self._mine]
@@ -129,8 +129,8 @@ def _start(process: Any) -> None:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise MidepochError(
-            f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, map and collate "
-            "functions must be defined at the top level of a module (no lambda, no function in a function)."
+            f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, map and "
+            "collate functions must be defined at the top level of a module (no lambda, no function in a function)."
         ) from problem
 
 
@@ -162,7 +162,8 @@ class _Worker:
         self._parent = os.getppid()
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
-        self._run, self._plan, self._credit = 0, None, 0
+        self._run, self._credit = 0, 0
+        self._plan: Plan | None = None
 
     def live(self) -> None:
         maker: BatchMaker | None = None

@@ -16,7 +16,7 @@ def derive(seed: int, epoch: int, purpose: str, index: int = 0, *, words: int = 
     """
     mask = 0xFFFFFFFF
     entropy = (seed & mask, seed >> 32, epoch & mask, epoch >> 32, PURPOSE[purpose], index & mask, index >> 32)
-    return np.random.SeedSequence(entropy).generate_state(words, np.uint64)
+    return np.random.SeedSequence(entropy).generate_state(words, np.uint64).astype(np.uint64, copy=False)
 
 
 def check_seed(seed: int) -> int:

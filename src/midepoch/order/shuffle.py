@@ -68,7 +68,7 @@ class WindowShuffle:
 
     def __init__(self, shuffle: Shuffle, epoch: int, boundaries: Int64Array) -> None:
         self._blocks = UnitShuffle(shuffle, epoch, boundaries, "blocks")
-        self._starts = np.append(self._blocks.starts[:-1 : shuffle.window], self._blocks.starts[-1])
+        self._starts = np.append(self._blocks.starts[: -1 : shuffle.window], self._blocks.starts[-1])
         self._seed, self._epoch = shuffle.seed, epoch
         self._last: tuple[int, Bijection] = (-1, Bijection(0, np.zeros(8, np.uint64)))
 

@@ -1,7 +1,7 @@
 """Gathering one column from mapped blocks: a class for each way in which Arrow lays values out.
 
-Each keeps the addresses of its buffers by block, filled when a block is first touched, so that a gather is arithmetic on
-whole arrays and one copy. Columns of other layouts (structs, lists of lists, views, …) are taken by pyarrow instead.
+Each keeps the addresses of its buffers by block, filled when a block is first touched, so that a gather is arithmetic
+on whole arrays and one copy. Columns of other layouts (structs, lists of lists, views, …) are taken by pyarrow instead.
 """
 
 from __future__ import annotations

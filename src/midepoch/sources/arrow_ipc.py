@@ -209,7 +209,9 @@ def _first_message(path: Path, head: bytes, size: int) -> int:
     if head.startswith(FEATHER_V1):
         raise FormatError(f"{path}: Feather V1 files hold no record batches; write it again with pyarrow (Feather V2).")
     if head[:4] == b"PAR1":
-        raise FormatError(f"{path}: this is a Parquet file. Load it with midepoch.load_dataset('parquet', data_files=…).")
+        raise FormatError(
+            f"{path}: this is a Parquet file. Load it with midepoch.load_dataset('parquet', data_files=…)."
+        )
     if len(head) >= 8 and struct.unpack_from("<I", head)[0] != _CONTINUATION:
         # Before Arrow 0.15 there was no marker: the length came first. Anything larger is another format.
         (length,) = struct.unpack_from("<i", head)

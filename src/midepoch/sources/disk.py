@@ -37,7 +37,9 @@ def saved_files(path: Path) -> list[Path]:
         raise FormatError(f"{path / _STATE} does not list the data files.") from None
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
-        raise DataNotFoundError(f"{path} is incomplete: {', '.join(missing[:3])} missing ({len(missing)} of {len(files)}).")
+        raise DataNotFoundError(
+            f"{path} is incomplete: {', '.join(missing[:3])} missing ({len(missing)} of {len(files)})."
+        )
     return files
 
 

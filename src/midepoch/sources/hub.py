@@ -86,7 +86,7 @@ def arrow_files(
         if not force and (known := _recall(path, request)) is not None:  # another process did it meanwhile
             return known
         inputs = request.inputs(path.parent)
-        splits = _ask_datasets(request, force, num_proc)
+        splits = _ask_datasets(request, num_proc)
         if writable:
             entry = {
                 "version": VERSION,
@@ -113,7 +113,7 @@ def _recall(path: Path, request: Request) -> dict[str, list[Path]] | None:
     return splits if all(file.is_file() for files in splits.values() for file in files) else None
 
 
-def _ask_datasets(request: Request, force: bool, num_proc: int | None) -> dict[str, list[Path]]:
+def _ask_datasets(request: Request, num_proc: int | None) -> dict[str, list[Path]]:
     try:
         import datasets
     except ImportError:
@@ -122,7 +122,9 @@ def _ask_datasets(request: Request, force: bool, num_proc: int | None) -> dict[s
         ) from None
     kwargs = {name: value for name, value in request.kwargs.items() if name != "keep_in_memory"}
     if kwargs.pop("streaming", False):
-        raise ValueError("streaming=True has no Arrow files to read; leave it out: midepoch never loads data into memory")
+        raise ValueError(
+            "streaming=True has no Arrow files to read; leave it out: midepoch never loads data into memory"
+        )
     try:
         found = datasets.load_dataset(
             request.path,

@@ -185,9 +185,7 @@ def _usable(path: Path, schema: pa.Schema) -> None:
 
 
 def _holds_dictionary(kind: pa.DataType) -> bool:
-    return pa.types.is_dictionary(kind) or any(
-        _holds_dictionary(kind.field(i).type) for i in range(kind.num_fields)
-    )
+    return pa.types.is_dictionary(kind) or any(_holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:
@@ -239,7 +237,7 @@ def _read(path: Path) -> Index | None:
         offsets, starts = (np.frombuffer(table.column(i).chunk(0).buffers()[1], np.int64) for i in (0, 1))
         if not len(offsets) == len(starts) == table.num_rows:
             raise ValueError("its arrays are cut short")
-        if zlib.crc32(starts.view(np.uint8), zlib.crc32(offsets.view(np.uint8))) != header["crc"]:
+        if zlib.crc32(memoryview(starts), zlib.crc32(memoryview(offsets))) != header["crc"]:
             raise ValueError("its arrays are damaged")
         files = tuple(IndexedFile(**{**file, "dictionaries": tuple(file["dictionaries"])}) for file in header["files"])
         schema = base64.b64decode(header["schema"])

@@ -86,7 +86,9 @@ class Source:
         """Of the contents, in order; the same wherever the files lie and whatever they are called."""
         if len(self.indexes) == 1:
             return self.indexes[0].fingerprint
-        return hashlib.blake2b(" ".join(index.fingerprint for index in self.indexes).encode(), digest_size=12).hexdigest()
+        return hashlib.blake2b(
+            " ".join(index.fingerprint for index in self.indexes).encode(), digest_size=12
+        ).hexdigest()
 
     @cached_property
     def bytes_per_row(self) -> float:

@@ -47,7 +47,9 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
     for term in re.split(r"\s*\+\s*", str(text).strip()):
         found = _PART.fullmatch(term)
         if found is None:
-            raise ValueError(f"cannot read the split {text!r}: expected something like 'train', 'train[:10%]', 'a[5:]+b'")
+            raise ValueError(
+                f"cannot read the split {text!r}: expected something like 'train', 'train[:10%]', 'a[5:]+b'"
+            )
         start, stop = found["start"], found["stop"]
         percent = bool(found["start_pct"] or found["stop_pct"])
         if percent and any(abs(int(bound)) > 100 for bound in (start, stop) if bound):

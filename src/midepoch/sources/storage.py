@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -29,10 +29,8 @@ def locked(path: Path) -> Iterator[bool]:
         return
     try:
         if fcntl is not None:
-            try:
+            with suppress(OSError):  # a file system without locks: building twice is harmless, the write is atomic
                 fcntl.lockf(fd, fcntl.LOCK_EX)
-            except OSError:
-                pass  # a file system without locks: building twice is harmless, the write is atomic
         yield True
     finally:
         os.close(fd)

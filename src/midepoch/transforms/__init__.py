@@ -1,7 +1,7 @@
 """What happens to rows between the file and the model: columns, maps, formats.
 
-Everything here is 1:1 and a function of the row (and, for a map that asks, of a generator made from seed, epoch and row),
-so there is nothing to remember and nothing to save.
+Everything here is 1:1 and a function of the row (and, for a map that asks, of a generator made from seed, epoch and
+row), so there is nothing to remember and nothing to save.
 """
 
 from midepoch.transforms.batch import Batch

@@ -1,14 +1,16 @@
 """Arrow columns to Python and numpy: without a Python object per value wherever the layout allows.
 
-How nulls come out: ``None`` in Python. In numpy, torch and JAX a numeric or boolean column that has a null *anywhere in
-the data* is float (its own width for floats, float64 otherwise) with NaN for null, in every batch alike, so that a batch
-without nulls has the dtype of its neighbours; a null date is NaT. Null strings, lists and structs are ``None`` in a list.
+How nulls come out: ``None`` in Python. In numpy, torch and JAX a numeric or boolean column that has a null *anywhere
+in the data* is float (its own width for floats, float64 otherwise) with NaN for null, in every batch alike, so that a
+batch without nulls has the dtype of its neighbours; a null date is NaT. Null strings, lists and structs are ``None`` in
+a list.
 
 Values are taken from the buffers and not with ``Array.to_numpy``, which imports pandas (0.4 s) the first time.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ def to_python(column: pa.Array) -> list[Any]:
             if pt.is_fixed_size_list(kind):
                 return _view(flat).reshape(len(column), kind.list_size).tolist()  # type: ignore[no-any-return]
             values, ends = _view(flat).tolist(), _ends(column).tolist()
-            return [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+            return [values[a:b] for a, b in pairwise(ends)]
     return column.to_pylist()  # type: ignore[no-any-return]
 
 
@@ -44,8 +46,8 @@ def pylist_is_best(kind: pa.DataType) -> bool:
 def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool) -> Any:
     """A numpy array (with a dimension more for lists of one shape), a dict of them for a struct, else a list of values.
 
-    The result can be written to: memory that is not the batch's own is copied. What a row comes out as depends on that row
-    and on where the data has nulls at all, never on its neighbours.
+    The result can be written to: memory that is not the batch's own is copied. What a row comes out as depends on that
+    row and on where the data has nulls at all, never on its neighbours.
     """
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
@@ -162,7 +164,7 @@ def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
         ends = _ends(column)
     lengths = ends[1:] - ends[:-1]
     if isinstance(values, list):
-        return stacked([_row(values[a:b]) for a, b in zip(ends.tolist(), ends.tolist()[1:], strict=False)])
+        return stacked([_row(values[a:b]) for a, b in pairwise(ends.tolist())])
     if len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(column), int(lengths[0]), *values.shape[1:])
     return np.split(values, ends[1:-1])

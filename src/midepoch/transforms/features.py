@@ -1,4 +1,4 @@
-"""Columns whose Hugging Face feature is more than its Arrow value (Image, Audio, Array2D, …): ``datasets`` decodes them."""
+"""Columns whose Hugging Face feature is more than its Arrow value (Image, Array2D, …): ``datasets`` decodes them."""
 
 from __future__ import annotations
 

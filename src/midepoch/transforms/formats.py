@@ -40,7 +40,7 @@ def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
 def present_rows(batch: Batch, kind: str) -> list[Any]:
     """One object a row, finished. What a map made is converted row by row, so that no row's type depends on another."""
     if kind == "arrow":
-        table = present(batch, kind)
+        table: Any = present(batch, kind)
         return [table.slice(i, 1) for i in range(len(batch))]
     if kind != "python":
         columns = {
@@ -150,8 +150,8 @@ def _stack(values: Any, kind: str) -> Any:
         values = [_numbers(value) for value in values]
     elif hasattr(first, "__array__"):
         values = [value if value is None else np.asarray(value) for value in values]
-    arrays = all(isinstance(value, np.ndarray) for value in values)
-    return np.stack(values) if arrays and len({value.shape for value in values}) == 1 else list(values)
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    return np.stack(arrays) if len(arrays) == len(values) and len({a.shape for a in arrays}) == 1 else list(values)
 
 
 def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:

@@ -20,7 +20,7 @@ _log = logging.getLogger("midepoch")
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a map may know of the run: enough to name a row and to make its generator, nothing that varies by topology."""
+    """What a map may know of the run: enough to name a row and make its generator, nothing that varies by topology."""
 
     seed: int
     epoch: int

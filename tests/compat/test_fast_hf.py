@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fast_hf_loader_simple import CheckpointMismatchError, SimpleArrowIterableDataset
+from midepoch.errors import StateError
+
+KEYS = ["current_file_index", "current_example_index", "shuffle_seed", "shard_config", "arrow_files", "shuffled_files"]
+
+
+def make(files: list[str], **options: Any) -> SimpleArrowIterableDataset:
+    return SimpleArrowIterableDataset(files).shuffle(seed=42, **options)
+
+
+def numbers(rows: Any) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def test_documented_keys(small_files: list[str]) -> None:
+    ids = make(small_files).shard(2, 1)
+    iterator = iter(ids)
+    for _ in range(5):
+        last = next(iterator)
+    state = ids.state_dict()
+    assert list(state)[:6] == KEYS
+    assert state["shuffle_seed"] == 42
+    assert state["shard_config"] == (2, 1)
+    order = ids._shuffled(ids.pipeline, 0)
+    import midepoch
+
+    rows = list(midepoch.from_files(order[state["current_file_index"]]))
+    assert rows[state["current_example_index"]] == last
+
+
+def test_files_are_the_unit_of_shuffling(small_files: list[str]) -> None:
+    sizes, found = [9, 1, 12, 8, 7], numbers(make(small_files))
+    files = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(5)]
+    runs = sorted(files, key=lambda rows: found.index(rows[0]))
+    assert found == [row for rows in runs for row in rows]
+
+
+def test_state_is_small_for_any_number_of_files(make_files: Callable[..., list[str]]) -> None:
+    ids = make(make_files([2] * 300))
+    next(iter(ids))
+    text = json.dumps(ids.state_dict())
+    assert len(text) < 1000
+    again = make(list(ids.arrow_files))
+    again.load_state_dict(json.loads(text))
+    assert again.state_dict()["position"] == 1
+
+
+def documented(ids: SimpleArrowIterableDataset) -> dict[str, Any]:
+    """The form of the texts: six keys, full lists."""
+    state = {key: value for key, value in ids.state_dict().items() if key in KEYS}
+    state["arrow_files"] = ids.arrow_files
+    state["shuffled_files"] = ids._shuffled(ids.pipeline, ids.epoch) if state["shuffle_seed"] is not None else None
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["file", "example"])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_documented_form_is_accepted(small_files: list[str], shards: int, mode: str, shuffled: bool) -> None:
+    for taken in (0, 1, 5, 11):
+        for shard in range(shards):
+            source = make(small_files) if shuffled else SimpleArrowIterableDataset(small_files)
+            ids = source.shard(shards, shard, mode=mode)
+            iterator = iter(ids)
+            for _ in range(taken):
+                next(iterator)
+            state = documented(ids)
+            rest = numbers(iterator)
+            other = (make(small_files) if shuffled else SimpleArrowIterableDataset(small_files)).shard(
+                shards, shard, mode=mode
+            )
+            other.load_state_dict(state)
+            assert numbers(other) == rest
+
+
+def test_next_is_the_example_after_the_saved_one(small_files: list[str]) -> None:
+    ids = SimpleArrowIterableDataset(small_files)
+    ids.load_state_dict({**documented(ids), "current_file_index": 2, "current_example_index": 5})
+    assert next(iter(ids))["id"] == 10 + 6
+
+
+def test_drawn_seed_is_taken_over(small_files: list[str]) -> None:
+    ids = make(small_files, scope="rows")
+    iterator = iter(ids)
+    for _ in range(8):
+        next(iterator)
+    other = SimpleArrowIterableDataset(small_files).shuffle(scope="rows")
+    other.load_state_dict(documented(ids))
+    assert numbers(other) == numbers(iterator)
+
+
+def test_moved_files_are_the_same_files(small_files: list[str], tmp_path: Path) -> None:
+    moved = [shutil.copy(path, tmp_path) for path in small_files]
+    ids, other = make(small_files), make(moved)
+    iterator = iter(ids)
+    next(iterator)
+    other.load_state_dict(documented(ids))
+    assert numbers(other) == numbers(iterator)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"shuffle_seed": 7}, CheckpointMismatchError, "shuffle_seed"),
+        ({"shuffle_seed": None}, CheckpointMismatchError, "shuffle_seed"),
+        ({"shard_config": [2, 0]}, CheckpointMismatchError, "shard_config"),
+        ({"arrow_files": ["a.arrow"]}, CheckpointMismatchError, "arrow_files"),
+        ({"shuffled_files": []}, CheckpointMismatchError, "shuffled_files"),
+        ({"current_file_index": 99}, StateError, "file number 99"),
+        ({"current_example_index": 99}, StateError, "example 99"),
+        ({"current_example_index": "x"}, StateError, "not a state"),
+    ],
+)
+def test_what_does_not_belong_is_refused(
+    small_files: list[str], change: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    ids = make(small_files)
+    before = ids.state_dict()
+    with pytest.raises(error, match=text):
+        ids.load_state_dict({**documented(ids), **change})
+    assert ids.state_dict() == before
+
+
+def test_plain_state_then_workers(small_files: list[str]) -> None:
+    """A state of plain iteration, loaded into a dataset that a DataLoader with workers then goes on with."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    ids = make(small_files)
+    iterator = iter(ids)
+    seen = [next(iterator)["id"] for _ in range(12)]
+    other = make(small_files)
+    other.load_state_dict(ids.state_dict())
+    rest = list(
+        DataLoader(other.select_columns("id"), batch_size=None, num_workers=2, collate_fn=lambda row: row["id"])
+    )
+    assert sorted(seen + [int(i) for i in torch.tensor(rest)]) == list(range(37))
+
+
+def test_workers_get_files_of_their_own(make_files: Callable[..., list[str]]) -> None:
+    from torch.utils.data import DataLoader, get_worker_info
+
+    ids = SimpleArrowIterableDataset(make_files([6] * 8)).map(lambda row: {"worker": get_worker_info().id})
+    rows = list(DataLoader(ids, batch_size=None, num_workers=2))
+    owners: dict[int, set[int]] = {}
+    for row in rows:
+        owners.setdefault(int(row["id"]) // 6, set()).add(int(row["worker"]))
+    assert len(rows) == 48
+    assert all(len(workers) == 1 for workers in owners.values())

@@ -1,0 +1,52 @@
+"""The front of the house: names, import cost, the demo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import midepoch
+
+
+def test_export_list() -> None:
+    assert set(midepoch.__all__) == {
+        "CheckpointMismatchError",
+        "ColumnError",
+        "CorruptBlockError",
+        "DataError",
+        "DataNotFoundError",
+        "Dataset",
+        "FormatError",
+        "Loader",
+        "MapError",
+        "MidepochError",
+        "StateError",
+        "WorkerError",
+        "__version__",
+        "from_files",
+        "load_dataset",
+        "load_from_disk",
+    }
+    for name in midepoch.__all__:
+        assert getattr(midepoch, name) is not None
+
+
+def test_import_is_light() -> None:
+    code = "import sys, midepoch; print([m for m in ('numpy', 'pyarrow', 'torch', 'datasets', 'pandas', 'jax') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_error_is_in_the_tree() -> None:
+    from midepoch import errors
+
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert all(issubclass(each, errors.MidepochError) for each in classes)
+    assert errors.__doc__ is not None
+    assert all(each.__name__ in errors.__doc__ for each in classes)
+
+
+def test_demo_proves_it() -> None:
+    done = subprocess.run([sys.executable, "-m", "midepoch.demo"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit for bit those of the uninterrupted run: yes" in done.stdout
