@@ -237,7 +237,7 @@ def _read(path: Path) -> Index | None:
         offsets, starts = (np.frombuffer(table.column(i).chunk(0).buffers()[1], np.int64) for i in (0, 1))
         if not len(offsets) == len(starts) == table.num_rows:
             raise ValueError("its arrays are cut short")
-        if zlib.crc32(memoryview(starts), zlib.crc32(memoryview(offsets))) != header["crc"]:
+        if zlib.crc32(starts.data, zlib.crc32(offsets.data)) != header["crc"]:
             raise ValueError("its arrays are damaged")
         files = tuple(IndexedFile(**{**file, "dictionaries": tuple(file["dictionaries"])}) for file in header["files"])
         schema = base64.b64decode(header["schema"])

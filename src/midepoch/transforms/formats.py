@@ -155,7 +155,7 @@ def _stack(values: Any, kind: str) -> Any:
 
 
 def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
-    tensors = [value if value is None else value.detach() for value in values]
+    tensors: list[Any] = [value if value is None else value.detach() for value in values]
     if any(value is None for value in tensors) or len({value.shape for value in tensors}) > 1:
         return tensors
     stacked = torch.stack(tensors)
