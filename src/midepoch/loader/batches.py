@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ Int64Array = npt.NDArray[np.int64]
 
 _CHUNK_BYTES = 1 << 20
 _AHEAD_ROWS = 8192
-_LOCATED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,25 @@ class BatchMaker:
             parts = [cut.positions(*plan.bounds(each)) for each in steps]
             chosen = self._engine.chosen(plan.epoch, np.concatenate(parts))
             ends = np.cumsum([0, *map(len, parts)]).tolist()
-            located = self._engine.locate(chosen) if self._whole and len(chosen) else None
-            if located is not None:  # nothing is copied yet, so a chunk may be larger
-                found = [
-                    Read(each, b - a, located=(located, a, b))
-                    for each, a, b in zip(steps, ends, ends[1:], strict=False)
-                ]
-                yield from (found[i : i + _LOCATED_STEPS] for i in range(0, len(found), _LOCATED_STEPS))
-            for i in range(0, len(steps) if located is None else 0, size):
-                j = min(i + size, len(steps))
-                yield self._read(steps[i:j], [end - ends[i] for end in ends[i : j + 1]], chosen[ends[i] : ends[j]])
+            i = 0
+            while i < len(steps):
+                # What is only located takes no memory, so such a chunk may be larger.
+                for j, find in ((i + 4 * size, self._locate), (i + size, self._read)):
+                    j = min(j, len(steps))
+                    part, bounds = chosen[ends[i] : ends[j]], [end - ends[i] for end in ends[i : j + 1]]
+                    if (found := find(steps[i:j], bounds, part)) is not None:
+                        yield found
+                        break
+                i = j
             step = steps[-1] + stride
             size, block = min(2 * size, most), min(4 * block, ahead)
+
+    def _locate(self, steps: list[int], ends: list[int], chosen: Int64Array) -> list[Read] | None:
+        """Several batches of plain numbers that only need to be gathered; None where there is more to do."""
+        located = self._engine.locate(chosen) if self._whole and len(chosen) else None
+        if located is None:
+            return None
+        return [Read(step, b - a, located=(located, a, b)) for step, (a, b) in zip(steps, pairwise(ends), strict=True)]
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array) -> list[Read]:
         """Several batches in one read; ``ends`` are their bounds among the rows asked for."""

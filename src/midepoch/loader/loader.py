@@ -204,9 +204,9 @@ class _Batches:
             self._over = True
             self._loader._epoch_over(self._plan, self._rolled)
             return None
-        if self._source is None:
-            self._source = self._loader._source(self._plan)
         try:
+            if self._source is None:
+                self._source = self._loader._source(self._plan)
             made = self._source.next() if isinstance(self._source, ThreadedBatches) else self._source.next(self._step)
         except BaseException as problem:
             if isinstance(problem, WorkerError):

@@ -12,28 +12,35 @@ from midepoch.loader.batches import BatchMaker, Made, Plan
 
 
 class ThreadedBatches:
-    """The steps of a plan in order, read ahead by one thread, up to ``prefetch`` chunks."""
+    """The steps of a plan in order, read ahead by one thread, up to ``prefetch`` chunks.
+
+    The first chunk, which is one batch, is read in the caller's thread: a look at it costs neither a thread nor the
+    memory of what would be read ahead.
+    """
 
     def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int) -> None:
         self._maker, self._plan = maker, plan
+        self._chunks = maker.read(plan, 0, 1)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch)
         self._stop = threading.Event()
-        self._chunk: deque[Any] = deque()
+        self._chunk: deque[Any] = deque(next(self._chunks, ()))
+        self._thread: threading.Thread | None = None
         self._over = False
-        self._thread = threading.Thread(
-            target=_read_ahead,
-            args=(maker.read(plan, 0, 1), self._ready, self._room, self._stop),
-            name="midepoch-read",
-            daemon=True,
-        )
-        self._thread.start()
 
     def next(self) -> Made | None:
         """The next step, or None at the end. Raises what reading raised."""
         while not self._chunk:
             if self._over:
                 return None
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_read_ahead,
+                    args=(self._chunks, self._ready, self._room, self._stop),
+                    name="midepoch-read",
+                    daemon=True,
+                )
+                self._thread.start()
             found = self._ready.get()
             if found is None or isinstance(found, BaseException):
                 self._over = True
@@ -47,7 +54,8 @@ class ThreadedBatches:
     def close(self) -> None:
         self._stop.set()
         self._room.release()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
 
 def _read_ahead(
