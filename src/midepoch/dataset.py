@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,19 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from midepoch import state as states
 from midepoch.checks import whole
 from midepoch.engine import Engine
-from midepoch.errors import CheckpointMismatchError, DataNotFoundError
-from midepoch.iterate import BatchIterator, RowIterator, Start
+from midepoch.errors import DataNotFoundError
+from midepoch.iterate import BatchIterator, RowIterator
 from midepoch.order import Cut, Order, Selection, Shuffle
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
 from midepoch.seeds import check_agreed, draw_seed
-from midepoch.shared import Note, SharedCell
 from midepoch.sources import Source
-from midepoch.state import Cursor, Resumed
+from midepoch.standing import Standing
+from midepoch.state import Cursor
 from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.features import import_datasets
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from midepoch.loader import Loader
 
 Self = TypeVar("Self", bound="Dataset")
-_Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
-
-_log = logging.getLogger("midepoch")
 
 _LOOK = 64
 """Rows to look at for the columns that a map makes: the first ones may be skipped."""
@@ -49,45 +44,41 @@ class Dataset:
     """
 
     def __init__(self, pipeline: Pipeline, cursor: Cursor | None = None, *, asked: bool = False) -> None:
-        cursor = cursor or Cursor()
-        self._pipeline = pipeline
-        self._shared = SharedCell(cursor.epoch, asked)
-        self._start = cursor.position
-        self._round = self._batch = 0
-        self._latest: RowIterator | BatchIterator | None = None
-        self._delivered: Cursor | None = None
+        self._standing = self._standing_type(pipeline, cursor or Cursor(), asked)
         self._engine: Engine | None = None
         _register_with_torch()
+
+    _standing_type: type[Standing] = Standing
 
     # What it is
 
     @property
     def pipeline(self) -> Pipeline:
         """The frozen description of this dataset."""
-        return self._pipeline
+        return self._standing.pipeline
 
     def __len__(self) -> int:
         """Rows of an epoch (of this shard)."""
-        return self._pipeline.cut.before(self._pipeline.rows)
+        return self.pipeline.cut.before(self.pipeline.rows)
 
     @property
     def schema(self) -> pa.Schema:
         """The Arrow schema of the data as it lies, without the columns that are never read."""
-        schema = plain_schema(self._pipeline.source.schema)
-        fields = [schema.field(old).with_name(new) for new, old in self._pipeline.head.items()]
+        schema = plain_schema(self.pipeline.source.schema)
+        fields = [schema.field(old).with_name(new) for new, old in self.pipeline.head.items()]
         return pa.schema(fields, metadata=schema.metadata)
 
     @property
     def features(self) -> Any:
         """The ``datasets.Features`` of the data as it lies."""
         datasets = import_datasets("features are a thing of Hugging Face's")
-        features = datasets.Features.from_arrow_schema(plain_schema(self._pipeline.source.schema))
-        return datasets.Features({new: features[old] for new, old in self._pipeline.head.items()})
+        features = datasets.Features.from_arrow_schema(plain_schema(self.pipeline.source.schema))
+        return datasets.Features({new: features[old] for new, old in self.pipeline.head.items()})
 
     @property
     def column_names(self) -> list[str]:
         """The columns of a row. After a map this runs it on the first row."""
-        known = self._pipeline.known_columns
+        known = self.pipeline.known_columns
         if known is not None:
             return list(known)
         engine = self._random_access()
@@ -96,14 +87,14 @@ class Dataset:
     @property
     def epoch(self) -> int:
         """The epoch that ``iter()`` will go through."""
-        return self._shared.epoch
+        return self._standing.shared.epoch
 
     @property
     def num_files(self) -> int:
-        return len(self._pipeline.source.files)
+        return len(self.pipeline.source.files)
 
     def __repr__(self) -> str:
-        p, shuffle = self._pipeline, self._pipeline.order.shuffle
+        p, shuffle = self.pipeline, self.pipeline.order.shuffle
         parts = [f"{len(self):,} rows", f"{self.num_files} file{'s' * (self.num_files != 1)}"]
         if shuffle is not None:
             window = f", window={shuffle.window}" if shuffle.scope == "window" else ""
@@ -115,7 +106,7 @@ class Dataset:
         parts.append(f"columns: {', '.join(p.known_columns)}" if p.known_columns is not None else "columns: from a map")
         if p.format:
             parts.append(f"format={p.format}")
-        at = self._cursor()
+        at = self._standing.cursor()
         if at != Cursor():
             parts.append(f"at epoch {at.epoch}, position {at.position:,} of {p.rows:,}")
         return f"{type(self).__name__}({'; '.join(parts)})"
@@ -124,7 +115,7 @@ class Dataset:
 
     def slice(self: Self, start: int | None = None, stop: int | None = None, step: int | None = None) -> Self:
         """The rows ``[start:stop:step]``, chosen before any shuffle, so that no row moves from one slice to another."""
-        return self._with_selection(self._pipeline.order.selection.slice(start, stop, step))
+        return self._with_selection(self.pipeline.order.selection.slice(start, stop, step))
 
     def take(self: Self, n: int) -> Self:
         """The first n rows (before any shuffle)."""
@@ -136,11 +127,11 @@ class Dataset:
 
     def select(self: Self, indices: Iterable[int]) -> Self:
         """The rows with these numbers, in this order (before any shuffle)."""
-        return self._with_selection(self._pipeline.order.selection.select(indices))
+        return self._with_selection(self.pipeline.order.selection.select(indices))
 
     def _with_selection(self: Self, selection: Selection) -> Self:
-        order = replace(self._pipeline.order, selection=selection)
-        return self._derive(replace(self._pipeline, order=order), same_positions=False)
+        order = replace(self.pipeline.order, selection=selection)
+        return self._derive(replace(self.pipeline, order=order), same_positions=False)
 
     # In which order, and whose
 
@@ -152,10 +143,10 @@ class Dataset:
         on resume.
         """
         drawn = seed is None
-        check_agreed(drawn, self._pipeline.cut.count)
+        check_agreed(drawn, self.pipeline.cut.count)
         shuffle = Shuffle(draw_seed() if seed is None else seed, scope or self._default_scope, window)
-        order = replace(self._pipeline.order, shuffle=shuffle)
-        return self._derive(replace(self._pipeline, order=order, seed_drawn=drawn), same_positions=False)
+        order = replace(self.pipeline.order, shuffle=shuffle)
+        return self._derive(replace(self.pipeline, order=order, seed_drawn=drawn), same_positions=False)
 
     _default_scope = "rows"
 
@@ -169,17 +160,17 @@ class Dataset:
         """
         if mode not in ("auto", "file", "example"):
             raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
-        if self._pipeline.cut.count > 1:
-            raise ValueError(f"the dataset is already shard {self._pipeline.cut.index} of {self._pipeline.cut.count}")
+        if self.pipeline.cut.count > 1:
+            raise ValueError(f"the dataset is already shard {self.pipeline.cut.index} of {self.pipeline.cut.count}")
         cut = Cut(index, num_shards)
-        check_agreed(self._pipeline.seed_drawn, num_shards)
-        if num_shards > self._pipeline.rows:
-            raise ValueError(f"{self._pipeline.rows} rows cannot be cut into {num_shards} shards")
+        check_agreed(self.pipeline.seed_drawn, num_shards)
+        if num_shards > self.pipeline.rows:
+            raise ValueError(f"{self.pipeline.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
         # A position that a state was loaded for is one of that state's lanes: they stay.
-        lanes = self._pipeline.order.lanes if self._start else num_shards if by_file else 1
-        order = replace(self._pipeline.order, lanes=lanes)
-        return self._derive(replace(self._pipeline, order=order, cut=cut))
+        lanes = self.pipeline.order.lanes if self._standing.start else num_shards if by_file else 1
+        order = replace(self.pipeline.order, lanes=lanes)
+        return self._derive(replace(self.pipeline, order=order, cut=cut))
 
     # What is in a row
 
@@ -209,7 +200,7 @@ class Dataset:
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         step = Map(
             function,
-            number=sum(isinstance(s, Map) for s in self._pipeline.steps),
+            number=sum(isinstance(s, Map) for s in self.pipeline.steps),
             batched=batched,
             batch_size=whole(batch_size, "map(batch_size=…)", 1),
             with_indices=with_indices,
@@ -217,10 +208,10 @@ class Dataset:
             input_columns=None if input_columns is None else _names(input_columns),
             remove_columns=_names(remove_columns or ()),
             fn_kwargs=dict(fn_kwargs or {}),
-            input_format=self._pipeline.format or "python",
+            input_format=self.pipeline.format or "python",
             on_error=on_error,
         )
-        known = self._pipeline.known_columns
+        known = self.pipeline.known_columns
         if known is not None:
             check_columns([*(step.input_columns or ()), *step.remove_columns], known, f"map({step.name})")
         return self._step(step)
@@ -239,21 +230,21 @@ class Dataset:
 
     def with_format(self: Self, kind: str | None) -> Self:
         """Rows and batches as "python" (the default), "numpy", "torch", "arrow" or "jax"."""
-        return self._derive(replace(self._pipeline, format=check_format(kind)))
+        return self._derive(replace(self.pipeline, format=check_format(kind)))
 
     def _step(self: Self, step: Step) -> Self:
-        pipeline = replace(self._pipeline, steps=(*self._pipeline.steps, step))
+        pipeline = replace(self.pipeline, steps=(*self.pipeline.steps, step))
         _ = pipeline.known_columns  # a wrong column is an error here, not in an hour
         return self._derive(pipeline)
 
     def _derive(self: Self, pipeline: Pipeline, *, same_positions: bool = True) -> Self:
         """A new dataset at the same epoch and position; an error where a loaded position would mean other rows."""
-        if self._start and not same_positions:
+        if self._standing.start and not same_positions:
             raise ValueError(
-                f"a state was loaded (position {self._start:,}), and this would change which rows come next. "
+                f"a state was loaded (position {self._standing.start:,}), and this would change which rows come next. "
                 "Slice and shuffle first, then load the state."
             )
-        return type(self)(pipeline, Cursor(self.epoch, self._start), asked=self._shared.asked)
+        return type(self)(pipeline, Cursor(self.epoch, self._standing.start), asked=self._standing.shared.asked)
 
     # Reading
 
@@ -278,11 +269,11 @@ class Dataset:
 
     def _random_access(self) -> Engine:
         if self._engine is None:
-            self._engine = Engine(self._pipeline)
+            self._engine = Engine(self.pipeline)
         return self._engine
 
     def _at(self, engine: Engine, places: Any) -> Any:
-        cut, epoch = self._pipeline.cut, self.epoch
+        cut, epoch = self.pipeline.cut, self.epoch
         return engine.transform(epoch, engine.read(engine.chosen(epoch, places * cut.count + cut.index)))
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
@@ -293,12 +284,14 @@ class Dataset:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        return self._follow(RowIterator(self._start_from(self._begin()), self))
+        here = self._standing
+        return here.follow(RowIterator(here.start_from(here.begin()), here))
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
         """Batches of the current epoch as columns; the state follows as for rows."""
         size = whole(batch_size, "iter", 1)
-        return self._follow(BatchIterator(self._start_from(self._begin()), self, size, drop_last_batch))
+        here = self._standing
+        return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
 
     def loader(
         self,
@@ -323,10 +316,10 @@ class Dataset:
         from midepoch.loader import Loader, Options
         from midepoch.loader.world import find_world
 
-        if not self._pipeline.rows:
+        if not self.pipeline.rows:
             raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
-        world = find_world(self._pipeline.cut, rank, world_size)
-        check_agreed(self._pipeline.seed_drawn, world.count)
+        world = find_world(self.pipeline.cut, rank, world_size)
+        check_agreed(self.pipeline.seed_drawn, world.count)
         options = Options(
             batch_size=whole(batch_size, "loader(batch_size=…)", 1),
             num_workers=whole(num_workers, "loader(num_workers=…)"),
@@ -337,183 +330,35 @@ class Dataset:
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
         )
-        cursor = Cursor(self.epoch, self._start)
-        return Loader(replace(self._pipeline, cut=world), options, cursor, asked=self._shared.asked)
+        cursor = Cursor(self.epoch, self._standing.start)
+        return Loader(replace(self.pipeline, cut=world), options, cursor, asked=self._standing.shared.asked)
 
     # The cursor
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
-        epoch = whole(epoch, "set_epoch")
-        if epoch != self.epoch:
-            self._shared.epoch, self._start = epoch, 0
-            self._latest, self._delivered = None, None
-        self._shared.asked = True
+        self._standing.set_epoch(whole(epoch, "set_epoch"))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands, just behind the last row handed over: small, flat, JSON-able."""
-        live = self._latest
-        return self.save_at(self._cursor(), *((live.round, live.batch) if live else (self._round, self._batch)))
+        return self._standing.save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, saved on any shard of any number of them.
 
         Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
         """
-        resumed, self._pipeline = self._resume(state)
-        self._go_to(resumed)
-        self._engine, self._latest, self._delivered = None, None, None
-
-    def _go_to(self, resumed: Resumed) -> None:
-        """Stand at a cursor. One at the end of an epoch leaves alone another epoch that was asked for by name."""
-        cursor, (share, worker) = resumed.cursor, self._share()
-        self._start, self._round, self._batch = cursor.position, resumed.round, resumed.batch
-        ended, asked = self._ended(share, cursor), self._shared.asked
-        if worker is not None:
-            # The epoch is shared with the main process, which may have named another one for the pass after this.
-            if not ended and not asked:
-                self._shared.epoch = cursor.epoch
-        elif not ended or not asked:
-            self._shared.epoch = cursor.epoch
-        elif self.epoch != cursor.epoch:
-            self._start = 0
-
-    def _resume(self, state: Any) -> tuple[Resumed, Pipeline]:
-        resumed = states.load(self._state_in(state), self._pipeline)
-        _, worker = self._share()
-        if resumed.worker != worker:
-            saved, here = resumed.worker, worker
-            raise CheckpointMismatchError(
-                "worker",
-                saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
-                here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
-                "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of "
-                "shards only; ds.loader(…) resumes with any",
-            )
-        return resumed, states.adopt(resumed, self._pipeline)
-
-    def _state_in(self, state: Any) -> Any:
-        """A hook for interfaces whose states look different."""
-        return state
-
-    def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
-        """The state at a cursor, for the iterators of this dataset."""
-        state = states.save(states.identity(self._pipeline), cursor)
-        _, worker = self._share()
-        if worker is not None:
-            state["worker"], state["workers"], state["shards"] = worker
-            state["round"], state["batch"] = round_, batch
-        cut = self._pipeline.cut
-        if cut.count > 1 and self._pipeline.can_skip:
-            state["shard"], state["shards"] = cut.index, cut.count
-        return state
-
-    def _cursor(self) -> Cursor:
-        if self._latest is not None:
-            return self._latest.cursor
-        return self._delivered or Cursor(self.epoch, self._start)
-
-    def _share(self) -> tuple[Cut, tuple[int, int, int] | None]:
-        """This process's share of the positions; in a DataLoader worker, its share of the shard."""
-        data = sys.modules.get("torch.utils.data")
-        info = data.get_worker_info() if data is not None else None
-        cut = self._pipeline.cut
-        if info is None:
-            return cut, None
-        return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
-
-    def _ended(self, share: Cut, cursor: Cursor) -> bool:
-        """Whether nothing of the epoch is left at a cursor: not for this shard, nor for any other in its place."""
-        rows, shards = self._pipeline.rows, self._pipeline.cut.count
-        first = share.index - share.index % shards  # the shares of this worker on all shards
-        places = (Cut(first + shard, share.count) for shard in range(shards))
-        return cursor.position > 0 and all(place.before(cursor.position) >= place.before(rows) for place in places)
-
-    def _begin(self) -> Cursor:
-        """Where ``iter()`` starts. At the end of an epoch that was not asked for by name, that is its beginning."""
-        cursor = Cursor(self.epoch, self._start)
-        share, worker = self._share()
-        if worker is not None:
-            self._start = 0  # in a worker a loaded state is for one iteration: the next is a new epoch
-        elif self._ended(share, cursor) and not self._shared.asked:
-            return Cursor(self.epoch, 0)
-        return cursor
-
-    def _start_from(self, cursor: Cursor) -> Start:
-        share, worker = self._share()
-        late = None
-        if worker is not None:
-            if not cursor.position:  # any other position is one of the lanes that it was saved with
-                order = replace(self._pipeline.order, lanes=self._worker_lanes(share.count))
-                self._pipeline = replace(self._pipeline, order=order)
-            at_end = self._ended(share, cursor)
-            note = Note(self._round, at_end, cursor.epoch)
-            self._shared.note(worker[0], note)
-            late = self._roll_over(note, worker[1]) if at_end else None
-        start = Start(Engine(self._pipeline), share, cursor, self._round, self._batch, late)
-        self._round = self._batch = 0
-        return start
-
-    def _worker_lanes(self, shares: int) -> int:  # noqa: ARG002  (what a subclass decides by)
-        """Into how many lanes the epoch is cut for all DataLoader workers of all shards."""
-        return self._pipeline.order.lanes
-
-    def _roll_over(self, mine: Note, workers: int) -> Callable[[], tuple[Cursor, int] | None]:
-        """In a worker that resumes at its end: a new epoch begins if all workers are at theirs, or some are past it.
-
-        StatefulDataLoader asks for the first batch after all workers have loaded, so their notes are complete by then.
-        It goes on with the worker after the last one, which is the first again only if all had the same number of
-        batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
-        """
-        shared, cut, rows = self._shared, self._pipeline.cut, self._pipeline.rows
-        size = max(1, self._batch)
-        even = len({-(-cut.within(Cut(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
-
-        def decide() -> tuple[Cursor, int] | None:
-            notes = shared.notes(workers)
-            ahead = max(notes)
-            if ahead.round > mine.round:
-                return Cursor(ahead.epoch), ahead.round
-            if not all(note.at_end for note in notes):
-                return None
-            if not shared.asked:
-                shared.epoch = mine.epoch
-                if not even:
-                    return None
-            elif shared.epoch == mine.epoch:
-                return None  # the user asks for this very epoch, of which nothing is left
-            elif not even:
-                _log.warning("epoch %d begins with another worker than it would have without the resume", shared.epoch)
-            return Cursor(shared.epoch), mine.round + 1
-
-        return decide
-
-    def start_at(self, state: Mapping[str, Any]) -> Start:
-        """Where an iterator of this dataset goes on that is given a state itself, as StatefulDataLoader does."""
-        resumed, self._pipeline = self._resume(state)
-        self._go_to(resumed)
-        if self._share()[1] is None:
-            return self._start_from(self._begin())
-        self._start = 0
-        return self._start_from(resumed.cursor)
-
-    def _follow(self, iterator: _Iterator) -> _Iterator:
-        self._latest, self._delivered = iterator, None
-        return iterator
-
-    def epoch_over(self, iterator: Any, cursor: Cursor) -> None:
-        """An epoch was gone through: the next ``iter()`` starts at the beginning."""
-        if iterator is self._latest:  # not one that was left behind by a newer one
-            self._latest, self._delivered, self._start = None, cursor, 0
+        self._standing.load(state)
+        self._engine = None
 
     # Pickling: the spec and the cursor, never the engine
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pipeline": self._pipeline, "shared": self._shared, "start": self._start}
+        return {"standing": self._standing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Dataset.__init__(self, state["pipeline"])
-        self._shared, self._start = state["shared"], state["start"]
+        self._standing, self._engine = state["standing"], None
+        _register_with_torch()
 
 
 def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:

@@ -31,7 +31,7 @@ def test_documented_keys(small_files: list[str]) -> None:
     assert list(state)[:6] == KEYS
     assert state["shuffle_seed"] == 42
     assert state["shard_config"] == (2, 1)
-    order = ids._shuffled(ids.pipeline, 0)
+    order = ids.shuffled_files
     import midepoch
 
     rows = list(midepoch.from_files(order[state["current_file_index"]]))
@@ -59,7 +59,7 @@ def documented(ids: SimpleArrowIterableDataset) -> dict[str, Any]:
     """The form of the texts: six keys, full lists."""
     state = {key: value for key, value in ids.state_dict().items() if key in KEYS}
     state["arrow_files"] = ids.arrow_files
-    state["shuffled_files"] = ids._shuffled(ids.pipeline, ids.epoch) if state["shuffle_seed"] is not None else None
+    state["shuffled_files"] = ids.shuffled_files if state["shuffle_seed"] is not None else None
     return json.loads(json.dumps(state))
 
 

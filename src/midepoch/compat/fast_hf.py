@@ -16,60 +16,42 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.load import from_files, load_dataset
 from midepoch.order.shuffle import UnitShuffle
 from midepoch.pipeline import Pipeline
+from midepoch.standing import Standing
 from midepoch.state import Cursor
 
 
-class SimpleArrowIterableDataset(Dataset):
-    """The core's dataset with files as the unit of shuffling and sharing out, and the documented state.
+class _DocumentedStanding(Standing):
+    """Saves the documented keys, accepts the documented form, and gives workers files of their own."""
 
-    ``state_dict()`` has the six documented keys beside the core's. ``current_file_index`` counts in the epoch's order
-    of files, ``current_example_index`` is the last example handed over (-1: none yet of the first file).
-    """
-
-    _default_scope = "files"
-
-    def __init__(
-        self, data: Pipeline | str | Sequence[str], cursor: Cursor | None = None, *, asked: bool = False
-    ) -> None:
-        super().__init__(data if isinstance(data, Pipeline) else from_files(data).pipeline, cursor, asked=asked)
-
-    @property
-    def arrow_files(self) -> list[str]:
-        return [file.path for file in self._pipeline.source.files]
-
-    def _worker_lanes(self, shares: int) -> int:
-        return shares if self.num_files >= shares else self._pipeline.order.lanes
+    def worker_lanes(self, shares: int) -> int:
+        return shares if len(self.pipeline.source.files) >= shares else self.pipeline.order.lanes
 
     def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
-        shuffle, cut = self._pipeline.order.shuffle, self._pipeline.cut
+        shuffle, cut = self.pipeline.order.shuffle, self.pipeline.cut
         file, example = self._place(cursor)
         return {
             "current_file_index": file,
             "current_example_index": example,
             "shuffle_seed": shuffle.seed if shuffle else None,
             "shard_config": (cut.count, cut.index) if cut.count > 1 else None,
-            "arrow_files": _digest(self.arrow_files),
-            "shuffled_files": _digest(self._shuffled(self._pipeline, cursor.epoch)) if shuffle else None,
+            "arrow_files": _digest(_arrow_files(self.pipeline)),
+            "shuffled_files": _digest(_shuffled(self.pipeline, cursor.epoch)) if shuffle else None,
             **super().save_at(cursor, round_, batch),
         }
 
-    def _shuffled(self, pipeline: Pipeline, epoch: int) -> list[str]:
-        files = self.arrow_files
-        return [files[i] for i in _file_places(pipeline, epoch)[1]]
-
     def _place(self, cursor: Cursor) -> tuple[int, int]:
         """File and example of the last row that this share was handed before a cursor."""
-        cut = self._share()[0]
+        cut = self.share()[0]
         taken = cut.before(cursor.position)
         if not taken:
             return 0, -1
-        order = self._pipeline.order.at(cursor.epoch, self._pipeline.source.layout)
+        order = self.pipeline.order.at(cursor.epoch, self.pipeline.source.layout)
         at = int(order.sequence(cut.locals(taken - 1, taken))[0])
-        starts, _ = _file_places(self._pipeline, cursor.epoch)
+        starts, _ = _file_places(self.pipeline, cursor.epoch)
         place = int(np.searchsorted(starts, at, side="right")) - 1
         return place, at - int(starts[place])
 
-    def _state_in(self, state: Any) -> Any:
+    def state_in(self, state: Any) -> Any:
         """The documented form, with lists of files and none of the core's fields, as a state of the core."""
         if not isinstance(state, Mapping) or states.KEY in state or "current_file_index" not in state:
             return state
@@ -78,13 +60,13 @@ class SimpleArrowIterableDataset(Dataset):
             shards = int(state["shard_config"][0]) if state.get("shard_config") else 1
         except (KeyError, TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
-        if shards != self._pipeline.cut.count:
+        if shards != self.pipeline.cut.count:
             cause = "the documented form does not say how rows were cut into shards: it fits the same number of them"
-            raise CheckpointMismatchError("shard_config", shards, self._pipeline.cut.count, cause)
-        pipeline, epoch = self._with_seed(state.get("shuffle_seed")), self.epoch
-        self._check_files("arrow_files", state.get("arrow_files"), self.arrow_files)
+            raise CheckpointMismatchError("shard_config", shards, self.pipeline.cut.count, cause)
+        pipeline, epoch = self._with_seed(state.get("shuffle_seed")), self.shared.epoch
+        self._check_files("arrow_files", state.get("arrow_files"), _arrow_files(self.pipeline))
         if pipeline.order.shuffle is not None:
-            self._check_files("shuffled_files", state.get("shuffled_files"), self._shuffled(pipeline, epoch))
+            self._check_files("shuffled_files", state.get("shuffled_files"), _shuffled(pipeline, epoch))
         starts, _ = _file_places(pipeline, epoch)
         if not 0 <= place < len(starts) - 1 or not -1 <= example < starts[place + 1] - starts[place]:
             raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
@@ -94,13 +76,13 @@ class SimpleArrowIterableDataset(Dataset):
 
     def _with_seed(self, saved: Any) -> Pipeline:
         """The pipeline with the seed of a state, if its own was drawn; a mismatch if the user chose another."""
-        order = self._pipeline.order
+        order = self.pipeline.order
         current = order.shuffle.seed if order.shuffle else None
         if saved == current:
-            return self._pipeline
-        if order.shuffle is None or not self._pipeline.seed_drawn or not isinstance(saved, int):
+            return self.pipeline
+        if order.shuffle is None or not self.pipeline.seed_drawn or not isinstance(saved, int):
             raise CheckpointMismatchError("shuffle_seed", saved, current, "shuffle() differs")
-        return replace(self._pipeline, order=replace(order, shuffle=replace(order.shuffle, seed=saved)))
+        return replace(self.pipeline, order=replace(order, shuffle=replace(order.shuffle, seed=saved)))
 
     def _check_files(self, name: str, saved: Any, current: list[str]) -> None:
         """Files by name, not by folder: data that has only moved is still the same data."""
@@ -111,6 +93,32 @@ class SimpleArrowIterableDataset(Dataset):
             raise CheckpointMismatchError(
                 name, shown, f"{len(current)} files", "files were added, removed or reordered"
             )
+
+
+class SimpleArrowIterableDataset(Dataset):
+    """The core's dataset with files as the unit of shuffling and sharing out, and the documented state.
+
+    ``state_dict()`` has the six documented keys beside the core's. ``current_file_index`` counts in the epoch's order
+    of files, ``current_example_index`` is the last example handed over (-1: none yet of the first file).
+    """
+
+    _default_scope = "files"
+    _standing_type = _DocumentedStanding
+
+    def __init__(
+        self, data: Pipeline | str | Sequence[str], cursor: Cursor | None = None, *, asked: bool = False
+    ) -> None:
+        super().__init__(data if isinstance(data, Pipeline) else from_files(data).pipeline, cursor, asked=asked)
+
+    @property
+    def arrow_files(self) -> list[str]:
+        """The files, in the order in which they were given."""
+        return _arrow_files(self.pipeline)
+
+    @property
+    def shuffled_files(self) -> list[str]:
+        """The files in the order of the current epoch."""
+        return _shuffled(self.pipeline, self.epoch)
 
 
 def fast_load_iterable_dataset(
@@ -148,6 +156,15 @@ def _file_places(pipeline: Pipeline, epoch: int) -> tuple[Any, Any]:
         return bounds, owners
     units = UnitShuffle(order.shuffle, epoch, bounds, "files")
     return units.starts, owners[units.permuted]
+
+
+def _arrow_files(pipeline: Pipeline) -> list[str]:
+    return [file.path for file in pipeline.source.files]
+
+
+def _shuffled(pipeline: Pipeline, epoch: int) -> list[str]:
+    files = _arrow_files(pipeline)
+    return [files[i] for i in _file_places(pipeline, epoch)[1]]
 
 
 def _name(path: Any) -> str:
