@@ -12,7 +12,7 @@ import pyarrow as pa
 from midepoch.order import EpochOrder
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
-from midepoch.read.columns import Located
+from midepoch.read.columns import Located, is_plain
 from midepoch.transforms import Batch, Map, finish, present, present_rows
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import readable
@@ -68,6 +68,16 @@ class Engine:
             self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=self.pipeline.on_error == "skip")
         return self._reader
 
+    @property
+    def plain(self) -> bool:
+        """Whether every column is values of one size, or text: then a batch cut from a larger one is the same batch."""
+        types = [self.pipeline.source.schema.field(name).type for name in self.pipeline.head.values()]
+        return not self._decoded and all(map(is_plain, types)) and not any(self._inner_nulls())
+
+    def _inner_nulls(self) -> list[bool]:
+        fixed = [(n, self.pipeline.source.schema.field(s).type) for n, s in self.pipeline.head.items()]
+        return [bool(self._nullable[name]) for name, kind in fixed if pa.types.is_fixed_size_list(kind)]
+
     def locate(self, chosen: Int64Array) -> dict[str, Located] | None:
         """Where rows lie, if all columns are plain numbers without a null and as read; else None."""
         if self._decoded or any(self._nullable.values()):
@@ -83,11 +93,35 @@ class Engine:
         pipeline = self.pipeline
         places = np.arange(len(chosen)) if found.kept is None else np.flatnonzero(found.kept)
         if pipeline.on_error == "skip":
-            found, places = _only_readable(found, places)
+            found, places = self._only_readable(found, places)
         columns: dict[str, Any] = dict(zip(self._names, found.batch.columns, strict=True))
-        for name in self._decoded:
-            columns[name] = Encoded(pipeline.head[name], columns[name], pipeline.source.schema)
+        columns.update(self._encoded(found))
         return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
+
+    def _encoded(self, found: Rows) -> dict[str, Encoded]:
+        """The columns that ``datasets`` has to decode."""
+        schema, head = self.pipeline.source.schema, self.pipeline.head
+        return {n: Encoded(head[n], found.batch.column(self._names.index(n)), schema) for n in self._decoded}
+
+    def _only_readable(self, found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
+        """Without rows whose text is not UTF-8 or that do not decode: a block that opens can still hold such bytes.
+
+        Only asked for under on_error="skip", and row by row: it decodes everything once more.
+        """
+        encoded = self._encoded(found).values()
+        text = [c for c in found.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+        if not encoded and all(map(readable, text)):
+            return found, places
+        good = [
+            i
+            for i in range(found.batch.num_rows)
+            if all(readable(column.slice(i, 1)) for column in text) and all(column.decodes(i) for column in encoded)
+        ]
+        if len(good) == found.batch.num_rows:
+            return found, places
+        _log.warning("skipped %d rows that cannot be read or decoded", found.batch.num_rows - len(good))
+        kept = np.zeros(0, dtype=bool)  # not None: some are missing
+        return Rows(found.batch.take(pa.array(good, pa.int64())), True, kept), places[good]
 
     def transform(self, epoch: int, batch: Batch) -> Batch:
         """All steps in turn."""
@@ -111,14 +145,3 @@ class Engine:
         """The batch as columns, in the pipeline's format."""
         kind = self.pipeline.format or "python"
         return finish(present(batch, kind), kind)
-
-
-def _only_readable(found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
-    """Without rows whose text is not UTF-8: a block that opens can still hold such bytes."""
-    text = [c for c in found.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
-    if all(map(readable, text)):
-        return found, places
-    good = [i for i in range(found.batch.num_rows) if all(readable(column.slice(i, 1)) for column in text)]
-    _log.warning("skipped %d rows whose text is not UTF-8", found.batch.num_rows - len(good))
-    kept = np.zeros(0, dtype=bool)  # not None: some are missing
-    return Rows(found.batch.take(pa.array(good, pa.int64())), True, kept), places[good]

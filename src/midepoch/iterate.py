@@ -97,9 +97,9 @@ class RowIterator(chain[Any]):
     """
 
     def __new__(cls, start: Start, owner: Follower) -> RowIterator:  # noqa: ARG004
-        me: list[weakref.ref[RowIterator]] = []
-        self = cast(RowIterator, cls.from_iterable(_chunks(me)))  # an instance of cls, though its type says chain
-        me.append(weakref.ref(self))
+        chunks = _Chunks()
+        self = cast(RowIterator, cls.from_iterable(chunks))  # an instance of cls, though its type says chain
+        chunks.iterator = weakref.ref(self)
         return self
 
     def __init__(self, start: Start, owner: Follower) -> None:
@@ -186,11 +186,39 @@ class RowIterator(chain[Any]):
         self._begin(start)
 
 
-def _chunks(me: list[weakref.ref[RowIterator]]) -> Iterator[Iterator[Any]]:
+class _Chunks:
     """What a RowIterator chains together. It knows it only weakly, so that dropping it frees everything at once."""
-    while (iterator := me[0]()) is not None and (rows := iterator.refill()) is not None:
-        del iterator
-        yield rows
+
+    def __init__(self) -> None:
+        self.iterator: Callable[[], RowIterator | None] = lambda: None
+
+    def __iter__(self) -> _Chunks:
+        return self
+
+    def __next__(self) -> Iterator[Any]:
+        iterator = self.iterator()
+        try:
+            rows = iterator.refill() if iterator is not None else None
+        except Exception as problem:
+            return _Failed(problem)
+        if rows is None:
+            raise StopIteration
+        return rows
+
+
+class _Failed:
+    """A chunk that could not be made: raises again and again. Raised here above, it would end the chain, and the error
+    would look like the end of the epoch to whoever asks once more.
+    """
+
+    def __init__(self, problem: Exception) -> None:
+        self._problem = problem
+
+    def __iter__(self) -> _Failed:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._problem
 
 
 class BatchIterator:

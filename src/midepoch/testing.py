@@ -148,5 +148,7 @@ def same(a: Any, b: Any) -> bool:
         x, y = np.asarray(a), np.asarray(b)
         if x.dtype != y.dtype or x.shape != y.shape:
             return False
+        if x.dtype == object:
+            return all(map(same, x.ravel().tolist(), y.ravel().tolist()))
         return bool(np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"))
     return bool(a == b) or (a != a and b != b)

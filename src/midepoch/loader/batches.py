@@ -18,7 +18,6 @@ from midepoch.order import epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, present, present_rows
-from midepoch.transforms.arrow_values import stacked
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -84,7 +83,8 @@ class BatchMaker:
         self._collate = options.collate_fn
         self.format = pipeline.format or ("torch" if options.collate_fn is None else "python")
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
-        self._whole = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
+        as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
+        self._whole = as_read and self._engine.plain
 
     def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
         """Chunks of batches, of steps first, first + stride, …"""
@@ -127,7 +127,7 @@ class BatchMaker:
         found = []
         for step, asked, a, b in zip(steps, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
-                columns = {name: _part(column, a, b) for name, column in shown.items()}
+                columns = {name: column[a:b] for name, column in shown.items()}
                 found.append(Read(step, asked, columns=columns))
             else:
                 found.append(Read(step, asked, chunk.slice(a, b)))
@@ -140,7 +140,7 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             return Made(read.step, columns, 0, empty=not read.asked)
         if read.batch is None:
-            length = next((len(column) for column in _flat(read.columns)), read.asked)
+            length = next((len(column) for column in read.columns.values()), read.asked)
             return Made(read.step, read.columns, read.asked - length)
         batch = self._engine.transform(plan.epoch, read.batch)
         skipped = read.asked - len(batch)
@@ -157,16 +157,3 @@ class BatchMaker:
                 f"collate_fn failed on a batch of {len(rows)} rows (positions {first:,} to {stop - 1:,} of epoch "
                 f"{plan.epoch}): {type(problem).__name__}: {problem}"
             ) from problem
-
-
-def _part(column: Any, start: int, stop: int) -> Any:
-    """A batch's part of a presented column; lists of arrays that are of one shape within the part become one array."""
-    if isinstance(column, dict):
-        return {name: _part(inner, start, stop) for name, inner in column.items()}
-    part = column[start:stop]
-    return stacked(part) if isinstance(part, list) else part
-
-
-def _flat(columns: Any) -> Iterator[Any]:
-    for column in columns.values():
-        yield from _flat(column) if isinstance(column, dict) else (column,)

@@ -113,6 +113,8 @@ class Loader:
 
     def _epoch_over(self, plan: Plan, rolled: bool) -> None:
         """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
+        if self._cursor.epoch not in (plan.epoch, plan.epoch - rolled):
+            return  # another epoch was named while this one was gone through
         self._cursor = Cursor(plan.epoch, plan.end) if rolled else Cursor(plan.epoch + 1)
         self._delivered, self._asked = None, False
 
@@ -159,6 +161,7 @@ class _Batches:
         self._source: ThreadedBatches | WorkerPool | None = None
         self._step = 0
         self._closed = self._over = False
+        self._failure: BaseException | None = None
         pipeline, options = loader._pipeline, loader._options
         self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
         self._pin = _pinner() if options.pin_memory else None
@@ -195,6 +198,8 @@ class _Batches:
     def _next(self) -> Made | None:
         if self._over:
             return None
+        if self._failure is not None:
+            raise MidepochError("this iteration has failed; load the last state, or iterate again") from self._failure
         if self._closed:
             raise MidepochError(
                 "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
@@ -211,7 +216,7 @@ class _Batches:
         except BaseException as problem:
             if isinstance(problem, WorkerError):
                 self._loader._close_pool()
-            self._over = True
+            self._failure = problem
             self.close()
             raise
         self._step += 1

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
@@ -185,6 +186,8 @@ class _Worker:
         for chunk in maker.read(plan, self._number, self._options.num_workers):
             for read in chunk:
                 made = maker.make(plan, read)
+                if isinstance(made.value, pa.Table):
+                    made = made._replace(value=_compact(made.value))
                 while self._waiting() or not self._credit:
                     self._listen()
                     if self._run != run:
@@ -225,6 +228,14 @@ class _Worker:
         else:  # a sys.exit() in a map must not end the training as if all were well
             problem = WorkerError(f"worker {self._number} was ended by {type(problem).__name__}({problem})")
         self._send((run, None, (problem, text)))
+
+
+def _compact(table: pa.Table) -> pa.Table:
+    """Just the rows of the table: as a slice of a block it would be sent with all of the block."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue()).read_all()
 
 
 def _seed_globals(pipeline: Pipeline, plan: Plan, number: int) -> None:

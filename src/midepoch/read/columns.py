@@ -50,6 +50,15 @@ def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
     return None
 
 
+def is_plain(kind: pa.DataType) -> bool:
+    """Numbers, booleans, dates, text, and fixed-size lists of numbers: nothing whose shape may differ between rows."""
+    if pa.types.is_fixed_size_list(kind):
+        return number_dtype(kind.value_type) is not None
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(text or binary or pa.types.is_primitive(kind))
+
+
 def fixed_width(kind: pa.DataType) -> int | None:
     """Bytes of a value of a type that is laid out as one plain buffer, else None."""
     plain = pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)

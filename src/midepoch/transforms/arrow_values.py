@@ -154,7 +154,8 @@ def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
     kind = column.type
     inner = _below(nullable, kind.value_field.name)
     if () in nullable or column.null_count:
-        return [_row(to_numpy(each.values, inner, owned=False)) if each.is_valid else None for each in column]
+        rows = [_row(to_numpy(each.values, inner, owned=False)) if each.is_valid else None for each in column]
+        return stacked(rows)
     values = to_numpy(_items(column), inner, owned=owned)
     if pt.is_fixed_size_list(kind):
         if not isinstance(values, list):
@@ -165,8 +166,10 @@ def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
     lengths = ends[1:] - ends[:-1]
     if isinstance(values, list):
         return stacked([_row(values[a:b]) for a, b in pairwise(ends.tolist())])
+    if values.ndim > 1:  # lists of lists: an empty one has no inner length, whatever its neighbours have
+        return stacked([values[a:b] if b > a else [] for a, b in pairwise(ends.tolist())])
     if len(lengths) and (lengths == lengths[0]).all():
-        return values.reshape(len(column), int(lengths[0]), *values.shape[1:])
+        return values.reshape(len(column), int(lengths[0]))
     return np.split(values, ends[1:-1])
 
 

@@ -54,6 +54,8 @@ def cut(column: Any, start: int, stop: int) -> Any:
 
 
 def pick(column: Any, places: Int64Array) -> Any:
+    if isinstance(column, dict):
+        return {name: pick(inner, places) for name, inner in column.items()}
     if hasattr(column, "take") and not isinstance(column, np.ndarray) and hasattr(column, "null_count"):
         return column.take(places)
     return [column[int(i)] for i in places]

@@ -32,6 +32,14 @@ class Encoded:
     def null_count(self) -> int:
         return int(self.array.null_count)
 
+    def decodes(self, place: int) -> bool:
+        """Whether one row can be decoded."""
+        try:
+            self[place : place + 1].decode("python")
+        except Exception:
+            return False
+        return True
+
     def decode(self, kind: str) -> Any:
         """The column as ``datasets`` gives it in this format."""
         formatter, field = _formatter(kind, self.name, self.schema)

@@ -84,18 +84,34 @@ def finish(presented: Any, kind: str) -> Any:
 
 
 def _python(name: str, column: Any, batch: Batch) -> list[Any]:
-    if isinstance(column, pa.Array):
-        try:
-            return to_python(column)
-        except (UnicodeDecodeError, pa.ArrowException) as problem:
-            bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
-            raise CorruptBlockError(
-                f"column {name!r} of row {batch.rows[bad]} of the dataset cannot be read: {problem}. "
-                'Restore the file, or open it with on_error="skip" to go on without such rows.'
-            ) from None
+    if isinstance(column, dict):  # a struct that a map made of columns
+        return as_rows({key: _python(name, inner, batch) for key, inner in column.items()}, len(batch))
     if isinstance(column, Encoded):
-        return column.decode("python")  # type: ignore[no-any-return]
-    return list(column)
+        return _decoded(name, column, "python", batch)  # type: ignore[no-any-return]
+    if not isinstance(column, pa.Array):
+        return list(column)
+    try:
+        return to_python(column)
+    except (UnicodeDecodeError, pa.ArrowException) as problem:
+        bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
+        raise _unreadable(name, int(batch.rows[bad]), problem) from None
+
+
+def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
+    try:
+        return column.decode(kind)
+    except MidepochError:
+        raise
+    except Exception as problem:
+        bad = next((i for i in range(len(column)) if not column.decodes(i)), 0)
+        raise _unreadable(name, int(batch.rows[bad]), problem) from problem
+
+
+def _unreadable(name: str, row: int, problem: Exception) -> CorruptBlockError:
+    return CorruptBlockError(
+        f"column {name!r} of row {row} of the dataset cannot be read: {type(problem).__name__}: {problem}. "
+        'Restore the file, or open it with on_error="skip" to go on without such rows.'
+    )
 
 
 def readable(column: pa.Array) -> bool:
@@ -112,6 +128,8 @@ def _arrow(name: str, column: Any) -> pa.Array:
         return column
     if isinstance(column, Encoded):
         return column.array
+    if isinstance(column, dict):
+        return pa.StructArray.from_arrays([_arrow(name, inner) for inner in column.values()], names=list(column))
     try:
         if isinstance(column, np.ndarray) and column.ndim > 1:
             return pa.array(list(column))
@@ -122,9 +140,11 @@ def _arrow(name: str, column: Any) -> pa.Array:
 
 def _array(name: str, column: Any, kind: str, batch: Batch) -> Any:
     if isinstance(column, Encoded):
-        return column.decode(kind)
+        return _decoded(name, column, kind, batch)
     if not isinstance(column, pa.Array):
         values = _stack(column, kind)
+    elif kind != "numpy" and pa.types.is_temporal(column.type):
+        return to_python(column)  # there are no tensors of dates
     else:
         values = to_numpy(column, batch.nullable.get(name, frozenset()), owned=batch.owned)
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
@@ -144,14 +164,25 @@ def _stack(values: Any, kind: str) -> Any:
         return list(values)
     if torch is not None and isinstance(first, torch.Tensor):
         return _stack_tensors(values, kind, torch)
-    if isinstance(first, (bool, int, float, np.generic)):
-        return np.stack([np.asarray(np.nan if value is None else value) for value in values])
+    if isinstance(first, (bool, int, float, complex, np.generic)):
+        return _stack_numbers(values)
     if isinstance(first, (list, tuple)):
         values = [_numbers(value) for value in values]
     elif hasattr(first, "__array__"):
         values = [value if value is None else np.asarray(value) for value in values]
     arrays = [value for value in values if isinstance(value, np.ndarray)]
     return np.stack(arrays) if len(arrays) == len(values) and len({a.shape for a in arrays}) == 1 else list(values)
+
+
+def _stack_numbers(values: Any) -> Any:
+    """One array of numbers, NaN for None; the list as it is if that would change a value."""
+    if not all(
+        value is None or isinstance(value, (bool, int, float, complex, np.number, np.bool_)) for value in values
+    ):
+        return list(values)
+    array = np.array([np.nan if value is None else value for value in values])
+    whole = all(isinstance(value, (bool, int, np.integer, np.bool_)) for value in values)
+    return array if array.dtype.kind in ("biu" if whole else "biufc") else list(values)
 
 
 def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:

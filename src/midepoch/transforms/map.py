@@ -121,13 +121,7 @@ class Map:
             args += [[self._generator(run, number) for number in numbers]] if self.with_generator else []
             result = self._mapping(self.function(*args, **self.fn_kwargs))
             for name, column in result.items():
-                if not hasattr(column, "__len__") or isinstance(column, (str, bytes, Mapping)):
-                    raise MapError(f"column {name!r} must be a sequence of {len(group)} values, got {column!r:.60}")
-                if len(column) != len(group):
-                    raise MapError(
-                        f"column {name!r} has {len(column)} values for {len(group)} rows. A map must return one row "
-                        "for each row; maps that change the number of rows are not supported yet"
-                    )
+                _check_length(name, column, len(group))
             return [(0, len(group), result)]
         except Exception as problem:
             if self.on_error == "raise" or len(group) == 1:
@@ -152,10 +146,27 @@ class Map:
         raise MapError(text) from problem
 
 
+def _check_length(name: str, column: Any, rows: int) -> None:
+    """A column has one value for each row; a struct is a dict of such columns."""
+    if isinstance(column, Mapping):
+        for key, inner in column.items():
+            _check_length(f"{name}.{key}", inner, rows)
+        return
+    if not hasattr(column, "__len__") or isinstance(column, (str, bytes)):
+        raise MapError(f"column {name!r} must be a sequence of {rows} values, got {column!r:.60}")
+    if len(column) != rows:
+        raise MapError(
+            f"column {name!r} has {len(column)} values for {rows} rows. A map must return one row for each row; "
+            "maps that change the number of rows are not supported yet"
+        )
+
+
 def _join(parts: list[Any]) -> Any:
     """Columns of consecutive groups as one column."""
     if len(parts) == 1:
         return parts[0]
+    if isinstance(parts[0], Mapping):
+        return {key: _join([part[key] for part in parts]) for key in parts[0]}
     if all(isinstance(part, np.ndarray) and part.shape[1:] == parts[0].shape[1:] for part in parts):
         return np.concatenate(parts)
     return [value for part in parts for value in part]
