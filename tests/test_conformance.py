@@ -125,7 +125,7 @@ def run_world(ds: midepoch.Dataset, state: Any, world: int, batch: int, steps: i
     last=st.tuples(st.integers(1, 5), st.integers(1, 9)),
     scope=st.sampled_from([None, "rows", "window", "files"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_once_over_changing_worlds(
     small_files: list[str], shape: list[tuple[int, int, int]], last: tuple[int, int], scope: str | None
 ) -> None:
@@ -151,7 +151,7 @@ def test_every_row_once_over_changing_worlds(
     last=st.integers(1, 6),
     scope=st.sampled_from(["rows", "files"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_once_over_changing_shards(
     small_files: list[str], shape: list[tuple[int, int, str]], last: int, scope: str
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import numbered, write_arrow
@@ -68,7 +68,7 @@ def plain(table: pa.Table) -> pa.Table:
 
 
 @given(tables(), st.integers(1, 12), st.sampled_from([None, "zstd"]), st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 def test_reads_what_pyarrow_takes(
     tmp_path_factory: pytest.TempPathFactory, table: pa.Table, block: int, codec: str | None, data: st.DataObject
 ) -> None:

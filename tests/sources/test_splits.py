@@ -24,7 +24,7 @@ def notations(draw: st.DrawFn) -> str:
 
 
 @given(notations(), st.integers(0, 300), st.integers(0, 300))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_means_what_datasets_means(text: str, train: int, test: int) -> None:
     from datasets.arrow_reader import ReadInstruction
 
