@@ -300,7 +300,7 @@ class Dataset:
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         *,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         pin_memory: bool = False,
         persistent_workers: bool = False,
         rank: int | None = None,
@@ -311,21 +311,24 @@ class Dataset:
 
         ``batch_size`` rows for each rank. Rank and world size come from the shard, from an initialised
         ``torch.distributed``, or are given. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
-        otherwise; ``collate_fn`` gets a list of rows instead.
+        otherwise; ``collate_fn`` gets a list of rows instead. ``prefetch`` batches are made ahead by each worker: 2 to
+        8, by their size, unless given.
         """
-        from midepoch.loader import Loader, Options
+        from midepoch.loader import Loader, Options, ahead_for
         from midepoch.loader.world import find_world
 
         if not self.pipeline.rows:
             raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
+        batch_size = whole(batch_size, "loader(batch_size=…)", 1)
         world = find_world(self.pipeline.cut, rank, world_size)
         check_agreed(self.pipeline.seed_drawn, world.count)
+        ahead = ahead_for(batch_size * self.pipeline.source.bytes_per_row)
         options = Options(
-            batch_size=whole(batch_size, "loader(batch_size=…)", 1),
+            batch_size=batch_size,
             num_workers=whole(num_workers, "loader(num_workers=…)"),
             drop_last=drop_last,
             collate_fn=collate_fn,
-            prefetch=whole(prefetch, "loader(prefetch=…)", 1),
+            prefetch=whole(ahead if prefetch is None else prefetch, "loader(prefetch=…)", 1),
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,

@@ -5,6 +5,6 @@ The main process counts what it hands out. No worker ever reports a state: worke
 """
 
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import Options
+from midepoch.loader.options import Options, ahead_for
 
-__all__ = ["Loader", "Options"]
+__all__ = ["Loader", "Options", "ahead_for"]

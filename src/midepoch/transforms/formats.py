@@ -80,6 +80,8 @@ def finish(presented: Any, kind: str) -> Any:
     if kind not in ("torch", "jax"):
         return presented
     convert = _torch() if kind == "torch" else _jax()
+    if isinstance(presented, dict):  # a level of calls less for the common shape
+        return {name: _each_array(column, convert) for name, column in presented.items()}
     return _each_array(presented, convert)
 
 
