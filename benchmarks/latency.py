@@ -41,8 +41,12 @@ class Measured:
 
 def _seconds_inside(code: str, *, setup: str = "") -> float:
     """Best time of `code` in fresh processes, timed inside them after `setup`."""
+    return min(_seconds_once(code, setup) for _ in range(REPEATS))
+
+
+def _seconds_once(code: str, setup: str) -> float:
     program = f"import time\n{setup}\nstart = time.perf_counter()\n{code}\nprint(time.perf_counter() - start)"
-    return min(float(_python(program)) for _ in range(REPEATS))
+    return float(_python(program))
 
 
 def _seconds_outside(code: str) -> float:
@@ -96,8 +100,11 @@ def resume(dataset: data.Data) -> list[Measured]:
         loader = tokens.with_format("torch").loader(batch_size=BATCH, num_workers=workers)
         state = _state_at(loader, batches * 9 // 10)
         setup = IMPORTS + "import json, torch\n" + f"state = json.loads({json.dumps(json.dumps(state))})\n"
-        fresh = _seconds_inside(make + "first = next(iter(loader))", setup=setup)
-        resumed = _seconds_inside(make + "loader.load_state_dict(state)\nfirst = next(iter(loader))", setup=setup)
+        start = make + "first = next(iter(loader))"
+        again = make + "loader.load_state_dict(state)\nfirst = next(iter(loader))"
+        # In turn, so that a slow moment of the machine hits both.
+        pairs = [(_seconds_once(start, setup), _seconds_once(again, setup)) for _ in range(REPEATS)]
+        fresh, resumed = (min(seconds) for seconds in zip(*pairs, strict=True))
         bar = f"resume at 90 %, {workers} workers: first batch ÷ fresh start's ({fresh * 1_000:.1f} ms)"
         measured.append(Measured(bar, "×", 1.2, resumed / fresh))
     return measured
