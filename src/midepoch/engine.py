@@ -71,12 +71,10 @@ class Engine:
     @property
     def plain(self) -> bool:
         """Whether every column is values of one size, or text: then a batch cut from a larger one is the same batch."""
-        types = [self.pipeline.source.schema.field(name).type for name in self.pipeline.head.values()]
-        return not self._decoded and all(map(is_plain, types)) and not any(self._inner_nulls())
-
-    def _inner_nulls(self) -> list[bool]:
-        fixed = [(n, self.pipeline.source.schema.field(s).type) for n, s in self.pipeline.head.items()]
-        return [bool(self._nullable[name]) for name, kind in fixed if pa.types.is_fixed_size_list(kind)]
+        schema = self.pipeline.source.schema
+        types = {name: schema.field(source_name).type for name, source_name in self.pipeline.head.items()}
+        lists_with_nulls = (pa.types.is_fixed_size_list(kind) and self._nullable[name] for name, kind in types.items())
+        return not self._decoded and all(map(is_plain, types.values())) and not any(lists_with_nulls)
 
     def locate(self, chosen: Int64Array) -> dict[str, Located] | None:
         """Where rows lie, if all columns are plain numbers without a null and as read; else None."""

@@ -142,6 +142,8 @@ def test_failure_is_not_the_end(small_files: list[str]) -> None:
 
 def test_an_epoch_named_during_another(small_files: list[str]) -> None:
     loader = midepoch.from_files(small_files).shuffle(seed=1).loader(5)
-    for _ in loader:
-        loader.set_epoch(5)
+    for number, _ in enumerate(loader):
+        if number == 0:
+            loader.set_epoch(5)
     assert loader.epoch == 5
+    assert loader.state_dict()["position"] == 0

@@ -114,7 +114,8 @@ class Loader:
     def _epoch_over(self, plan: Plan, rolled: bool) -> None:
         """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
         if self._cursor.epoch not in (plan.epoch, plan.epoch - rolled):
-            return  # another epoch was named while this one was gone through
+            self._delivered = None  # another epoch was named while this one was gone through
+            return
         self._cursor = Cursor(plan.epoch, plan.end) if rolled else Cursor(plan.epoch + 1)
         self._delivered, self._asked = None, False
 
