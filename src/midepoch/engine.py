@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch.errors import CorruptBlockError
 from midepoch.order import EpochOrder
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
@@ -23,6 +24,8 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 
 _CHUNK_ROWS = 4096
+_RUN_BYTES = 1 << 20
+"""Of rows that lie side by side, in one piece: what becomes Python objects at once stays in the processor's cache."""
 
 
 class Engine:
@@ -33,6 +36,7 @@ class Engine:
         self._reader: Reader | None = None
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
+        self._run_rows = self.chunk_rows(_RUN_BYTES)
         nullable = pipeline.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in pipeline.head.items()}
         self._names = list(pipeline.head)
@@ -52,15 +56,35 @@ class Engine:
         """Positions of an epoch to row numbers of the dataset before it was shuffled."""
         return self.order(epoch).chosen(positions)
 
-    def read_next(self, chosen: Int64Array) -> tuple[Batch, int]:
-        """The first of these rows, and how many: a long run that lies side by side, or else all of them."""
+    def read_pieces(self, chosen: Int64Array) -> list[tuple[Batch, int]]:
+        """These rows, each piece with the number asked for: one piece, or views of blocks if they lie side by side.
+
+        Pieces stop before a block that cannot be read, unless it is the first: the good rows before it come first.
+        """
         rows = self.pipeline.order.selection.source_rows(chosen)
-        first = int(rows[0])
-        left = int(self._starts[self._starts.searchsorted(first, side="right")]) - first  # of the block
-        most = min(len(rows), left)
-        if int(rows[most - 1]) - first == most - 1 and most >= MIN_RUN and (rows[1:most] > rows[: most - 1]).all():
-            return self._batch(self._open_reader().read_run(first, most), chosen[:most]), most
-        return self.read(chosen), len(chosen)
+        first, count = int(rows[0]), len(rows)
+        if count < MIN_RUN or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
+            return [(self.read(chosen), count)]
+        low, high = self._starts.searchsorted((first, first + count), side="right").tolist()
+        ends = [start - first for start in self._starts[low:high].tolist()]
+        if not ends or ends[-1] != count:
+            ends.append(count)
+        if len(ends) * MIN_RUN > count:
+            return [(self.read(chosen), count)]
+        pieces: list[tuple[Batch, int]] = []
+        at, reader = 0, self._open_reader()
+        for end in ends:
+            while at < end:
+                size = min(end - at, self._run_rows)
+                try:
+                    found = reader.read_run(first + at, size)
+                except CorruptBlockError:
+                    if pieces:
+                        return pieces
+                    raise
+                pieces.append((self._batch(found, chosen[at : at + size]), size))
+                at += size
+        return pieces
 
     def _open_reader(self) -> Reader:
         if self._reader is None:

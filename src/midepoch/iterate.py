@@ -18,12 +18,13 @@ from midepoch.engine import Engine
 from midepoch.errors import StateError
 from midepoch.order import Cut
 from midepoch.state import Cursor
+from midepoch.transforms import Batch
 
 Int64Array = npt.NDArray[np.int64]
 
 _FIRST_CHUNK = 32
-_CHUNK_BYTES = 1 << 20
-"""Rows of a chunk become Python objects at once: what stays in the cache is a third faster than 4 MB."""
+_CHUNK_BYTES = 4 << 20
+"""Read at once. Fewer would make the cost of a call count."""
 _SLOW = 0.02
 """Seconds: while a chunk's maps take longer than this, fewer rows are mapped ahead of the one handed out."""
 
@@ -112,9 +113,10 @@ class RowIterator(chain[Any]):
         self._ahead = Lookahead(start.engine, self._progress)
         self._next = self._progress.first  # own number of the first row not yet in hand
         self._chunk_first = self._next  # own number of the first row in hand
-        self._chunk: list[Any] = []
+        self._count = 0  # rows of the chunk in hand, which only its iterator holds: memory that is free is used again
         self._places: list[int] | None = None  # own numbers of the rows in hand, where some were skipped
         self._rows: Iterator[Any] = iter(())
+        self._pieces: list[tuple[Batch, int]] = []  # read but not in hand, the first one last
         self._size = 1 if self._engine.pipeline.has_map else _FIRST_CHUNK
         self._ended = False
         self._saved = self._next  # own number of the row before which a state was last asked for
@@ -127,7 +129,7 @@ class RowIterator(chain[Any]):
                 self._begin(Start(self._engine, self._progress.cut, *other, self.batch))
         while self._next < self._progress.total:
             self._fill()
-            if self._chunk:
+            if self._count:
                 return self._rows
         self._ended = True
         self._owner.epoch_over(self, self.cursor)
@@ -137,26 +139,29 @@ class RowIterator(chain[Any]):
         """Take the next chunk in hand. Batched maps get their groups at fixed places of the epoch, also on resume."""
         group = self._engine.pipeline.group
         first = self._next if group is None else self._next - self._next % group
-        stop = min(first + (group or self._size), self._progress.total)
-        chosen = self._ahead.take(first, stop)
-        if group is None:
-            read, stop = self._engine.read_next(chosen)
-            stop += first
+        if group is not None:
+            stop = min(first + group, self._progress.total)
+            read = self._engine.read(self._ahead.take(first, stop))
         else:
-            read = self._engine.read(chosen)
+            if not self._pieces:
+                last = min(first + self._size, self._progress.total)
+                self._pieces = self._engine.read_pieces(self._ahead.take(first, last))[::-1]
+            read, count = self._pieces.pop()
+            stop = first + count
         started = time.perf_counter()
         batch = self._engine.transform(self._progress.epoch, read)
         if time.perf_counter() - started < _SLOW:
             self._size = min(2 * self._size, self._engine.chunk_rows(_CHUNK_BYTES))
         rows = self._engine.rows(batch)
-        self._chunk_first = self._next
         if len(batch) == stop - first:
-            rows, self._places = rows[self._next - first :], None
+            self._places = None
+            if self._next > first:
+                rows = rows[self._next - first :]
         else:
             numbers = (batch.places + first).tolist()
             kept = [i for i, number in enumerate(numbers) if number >= self._next]
             rows, self._places = [rows[i] for i in kept], [numbers[i] for i in kept]
-        self._chunk, self._rows, self._next = rows, iter(rows), stop
+        self._chunk_first, self._count, self._rows, self._next = self._next, len(rows), iter(rows), stop
 
     @property
     def cursor(self) -> Cursor:
@@ -166,7 +171,7 @@ class RowIterator(chain[Any]):
     @property
     def _delivered(self) -> int:
         """Own number of the row after the last one handed over."""
-        taken = len(self._chunk) - length_hint(self._rows)
+        taken = self._count - length_hint(self._rows)
         if self._places is None or not taken:
             return self._chunk_first + taken
         return self._places[taken - 1] + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError
@@ -21,7 +20,7 @@ class Blocks:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._maps: dict[int, pa.Buffer] = {}
-        self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._open: OrderedDict[int, tuple[pa.RecordBatch, bool]] = OrderedDict()  # and whether it is mapped
         self._heap_bytes = 0
         self._file_blocks = source.file_blocks
         self._has_dictionaries = any(pa.types.is_dictionary(field.type) for field in source.schema)
@@ -44,13 +43,15 @@ class Blocks:
             self._maps[number] = buffer
         return buffer
 
-    def get(self, block: int) -> pa.RecordBatch:
-        """The block as a record batch, zero-copy where the file allows it. Raises CorruptBlockError."""
-        batch = self._open.get(block)
-        if batch is not None:
+    def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
+        """The block as a record batch, zero-copy where the file allows it, and whether it did: then its addresses hold
+        for as long as the file is mapped. Raises CorruptBlockError.
+        """
+        found = self._open.get(block)
+        if found is not None:
             self._open.move_to_end(block)
-            return batch
-        number = int(np.searchsorted(self._file_blocks, block, side="right")) - 1
+            return found
+        number = int(self._file_blocks.searchsorted(block, side="right")) - 1
         file = self._file(number)
         offset = int(self._source.offsets[block])
         starts = self._source.layout.block_starts
@@ -65,8 +66,9 @@ class Blocks:
                 f"the record batch at byte {offset} of {path} (rows {starts[block]} to {starts[block + 1] - 1} of the "
                 f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to go on without it.'
             ) from None
-        self._keep(block, batch, file)
-        return batch
+        mapped = _is_mapped(batch, file.address, file.address + file.size)
+        self._keep(block, batch, mapped)
+        return batch, mapped
 
     def _decode(self, file: pa.Buffer, number: int, offset: int) -> pa.RecordBatch:
         message = pa.ipc.read_message(file.slice(offset))
@@ -81,30 +83,23 @@ class Blocks:
         columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
         return pa.RecordBatch.from_arrays(columns, schema=plain_schema(self._source.schema))
 
-    def _keep(self, block: int, batch: pa.RecordBatch, file: pa.Buffer) -> None:
-        self._open[block] = batch
-        if not is_mapped(batch, file.address, file.size):
-            self._heap_bytes += batch.nbytes
+    def _keep(self, block: int, batch: pa.RecordBatch, mapped: bool) -> None:
+        self._open[block] = (batch, mapped)
+        self._heap_bytes += 0 if mapped else batch.nbytes
         while len(self._open) > 1 and (self._heap_bytes > HEAP_BYTES or len(self._open) > _MAPPED_BLOCKS):
-            number, old = self._open.popitem(last=False)
-            owner = self._maps.get(int(np.searchsorted(self._file_blocks, number, side="right")) - 1)
-            if owner is None or not is_mapped(old, owner.address, owner.size):
-                self._heap_bytes -= old.nbytes
-
-    def extent(self, block: int) -> tuple[int, int]:
-        """Address and size of the mapping of the block's file."""
-        file = self._file(int(np.searchsorted(self._file_blocks, block, side="right")) - 1)
-        return file.address, file.size
+            _, (old, was_mapped) = self._open.popitem(last=False)
+            self._heap_bytes -= 0 if was_mapped else old.nbytes
 
 
-def is_mapped(batch: pa.RecordBatch, address: int, size: int) -> bool:
-    """Whether every buffer lies in the mapping, so that its address holds for as long as the file is mapped."""
-    return all(
-        address <= buffer.address and buffer.address + buffer.size <= address + size
-        for column in batch.columns
-        for buffer in column.buffers()
-        if buffer is not None and buffer.size
-    )
+def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:
+    """Whether every buffer lies in the mapping."""
+    for column in batch.columns:
+        for buffer in column.buffers():
+            if buffer is not None and buffer.size:
+                address = buffer.address
+                if address < start or address + buffer.size > stop:
+                    return False
+    return True
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
-from midepoch.read.memory import gather, join
+from midepoch.read.memory import gather, gather_bytes, join
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -205,15 +205,15 @@ class _Variable:
     def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
         size = self._offset.itemsize
         ends = gather(self._offsets[blocks] + rows * size, 2 * size).view(self._offset).astype(np.int64)
-        first, last = ends[:, 0], ends[:, 1]
-        start = self._values[blocks] + first * self._width
-        data = join(start, start + (last - first) * self._width)
-        total = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(last - first, out=total[1:])
-        if total[-1] > np.iinfo(self._offset).max:
+        start, length = self._values[blocks] + ends[:, 0] * self._width, ends[:, 1] - ends[:, 0]
+        if int(length.sum()) > np.iinfo(self._offset).max:
             raise OverflowError(f"{len(rows)} rows of {self._kind} exceed 2 GiB in one batch: use smaller batches")
-        offsets = pa.py_buffer(total.astype(self._offset))
         nulls = self._nulls.bitmap(blocks, rows)
+        if not self._list and (found := gather_bytes(start, length, nulls, self._kind)) is not None:
+            return found
+        total = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(length, out=total[1:])
+        offsets, data = pa.py_buffer(total.astype(self._offset)), join(start, start + length * self._width)
         if not self._list:
             return pa.Array.from_buffers(self._kind, len(rows), [nulls, offsets, pa.py_buffer(data)])
         values = pa.Array.from_buffers(self._kind.value_type, int(total[-1]), [None, pa.py_buffer(data)])

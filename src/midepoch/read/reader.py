@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
-from midepoch.read.blocks import Blocks, is_mapped, plain_schema
+from midepoch.read.blocks import Blocks, plain_schema
 from midepoch.read.columns import Fixed, Gatherer, Located, gatherer
 from midepoch.sources import Source
 
@@ -54,7 +54,7 @@ class Reader:
 
     def read(self, rows: Int64Array) -> Rows:
         """The rows, in the order asked for. Raises CorruptBlockError unless told to pass corrupt blocks over."""
-        blocks = np.searchsorted(self._starts, rows, side="right") - 1
+        blocks = self._starts.searchsorted(rows, side="right") - 1
         kept = self._open(blocks)
         if kept is not None:
             rows, blocks = rows[kept], blocks[kept]
@@ -91,7 +91,7 @@ class Reader:
         """
         if not all(isinstance(gather, Fixed) for gather in self._gatherers):
             return None
-        blocks = np.searchsorted(self._starts, rows, side="right") - 1
+        blocks = self._starts.searchsorted(rows, side="right") - 1
         if self._open(blocks) is not None or not (self._status[blocks] == _BY_ADDRESS).all():
             return None
         inner = rows - self._starts[blocks]
@@ -112,8 +112,7 @@ class Reader:
 
     def _open_one(self, block: int) -> int:
         try:
-            batch = self._blocks.get(block)
-            mapped = is_mapped(batch, *self._blocks.extent(block))
+            batch, mapped = self._blocks.get(block)
             able = []
             for number, gather in zip(self._numbers, self._gatherers, strict=True):
                 column = _stored(batch.column(number))
@@ -130,7 +129,7 @@ class Reader:
 
     def _batch(self, block: int) -> pa.RecordBatch:
         if self._last is None or self._last[0] != block:
-            batch = self._blocks.get(block)
+            batch, _ = self._blocks.get(block)
             columns = [batch.column(i) for i in self._numbers]
             self._last = (block, pa.RecordBatch.from_arrays(columns, schema=self.schema))
         return self._last[1]
@@ -150,7 +149,7 @@ class Reader:
         cuts = np.flatnonzero(np.diff(blocks[order])) + 1
         parts: list[list[pa.Array]] = [[] for _ in numbers]
         for group in np.split(order, cuts):
-            batch = self._blocks.get(int(blocks[group[0]]))
+            batch, _ = self._blocks.get(int(blocks[group[0]]))
             places = _int64(inner[group])
             for part, number in zip(parts, numbers, strict=True):
                 part.append(_taken(_stored(batch.column(self._numbers[number])), places))

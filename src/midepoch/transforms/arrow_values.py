@@ -38,11 +38,6 @@ def to_python(column: pa.Array) -> list[Any]:
     return column.to_pylist()  # type: ignore[no-any-return]
 
 
-def pylist_is_best(kind: pa.DataType) -> bool:
-    """Whether pyarrow's own way to rows is the fastest there is: for all but lists."""
-    return not (_is_list(kind) or isinstance(kind, pa.BaseExtensionType))
-
-
 def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool) -> Any:
     """A numpy array (with a dimension more for lists of one shape), a dict of them for a struct, else a list of values.
 

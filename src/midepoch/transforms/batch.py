@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,14 +72,19 @@ def as_rows(columns: dict[str, Any], length: int) -> list[Row]:
     """Columns as already presented (lists, arrays, tensors) to one dict a row."""
     if not columns:
         return [{} for _ in range(length)]
-    names = tuple(columns)
-    values = tuple(columns.values())
-    if len(names) == 1 and isinstance(values[0], list):
-        return [{names[0]: value} for value in values[0]]
-    if len(names) == 2 and all(isinstance(value, list) for value in values):
-        # The common shape (an id and a text) spelled out: 0.3 µs a row less than dict(zip(…)).
-        a, b = names
-        return [{a: x, b: y} for x, y in zip(*values, strict=True)]
-    if all(isinstance(value, list) for value in values):
-        return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    if all(isinstance(value, list) for value in columns.values()):
+        return _row_maker(len(columns))(*columns, zip(*columns.values(), strict=True))
     return [{name: at(column, i) for name, column in columns.items()} for i in range(length)]
+
+
+@lru_cache(maxsize=64)
+def _row_maker(count: int) -> Callable[..., list[Row]]:
+    """A function of ``count`` names and an iterable of tuples of values, spelled out as a namedtuple's are: dicts made
+    by it take half the time of ``dict(zip(names, values))``.
+    """
+    names, values = ([f"{letter}{i}" for i in range(count)] for letter in "nv")
+    items = ", ".join(map("{}: {}".format, names, values))
+    made: Callable[..., list[Row]] = eval(
+        f"lambda {', '.join(names)}, rows: [{{{items}}} for {', '.join(values)}, in rows]"
+    )
+    return made

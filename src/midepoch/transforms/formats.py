@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, MapError, MidepochError
-from midepoch.transforms.arrow_values import pylist_is_best, to_numpy, to_python
+from midepoch.transforms.arrow_values import to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded
 
@@ -51,11 +51,6 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
         read = present(batch.with_columns({n: c for n, c in columns.items() if n not in made}), kind)
         shown = {name: columns[name] if name in made else read[name] for name in columns}
         return as_rows(finish(shown, kind), len(batch))
-    if batch.columns and all(isinstance(c, pa.Array) and pylist_is_best(c.type) for c in batch.columns.values()):
-        try:
-            return pa.RecordBatch.from_arrays(list(batch.columns.values()), names=list(batch.columns)).to_pylist()  # type: ignore[no-any-return]
-        except (UnicodeDecodeError, pa.ArrowException):
-            pass  # the way below says which row
     return as_rows(present(batch, kind), len(batch))
 
 
