@@ -47,4 +47,5 @@ def test_nulls_and_many_windows_of_memory() -> None:
 
 def test_empty_texts_need_no_memory() -> None:
     found = gather_bytes(np.zeros(3, np.int64), np.zeros(3, np.int64), None, pa.string())
-    assert found is not None and found.to_pylist() == ["", "", ""]
+    assert found is not None
+    assert found.to_pylist() == ["", "", ""]

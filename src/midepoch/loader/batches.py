@@ -86,6 +86,13 @@ class BatchMaker:
         as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
         self._whole = as_read and self._engine.plain
 
+    @property
+    def direct(self) -> bool:
+        """Whether there is nothing to do but to copy rows from where they lie, so far as three of them can tell."""
+        rows = len(self._engine.pipeline.order.selection)
+        some = np.unique(np.array([0, rows // 2, rows - 1]))
+        return self._whole and rows > 0 and self._engine.locate(some) is not None
+
     def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
         """Chunks of batches, of steps first, first + stride, …"""
         cut = self._engine.pipeline.cut
@@ -93,30 +100,28 @@ class BatchMaker:
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps of a read
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed at once
         size, block, step = 1, 1, first  # growing from one, so that the first batch comes soon
+        locates = self._whole
         while step < len(plan):
             steps = list(range(step, min(len(plan), step + block * stride), stride))
-            parts = [cut.positions(*plan.bounds(each)) for each in steps]
-            chosen = self._engine.chosen(plan.epoch, np.concatenate(parts))
-            ends = np.cumsum([0, *map(len, parts)]).tolist()
-            i = 0
-            while i < len(steps):
-                # What is only located takes no memory, so such a chunk may be larger.
-                for j, find in ((i + 4 * size, self._locate), (i + size, self._read)):
-                    j = min(j, len(steps))
-                    part, bounds = chosen[ends[i] : ends[j]], [end - ends[i] for end in ends[i : j + 1]]
-                    if (found := find(steps[i:j], bounds, part)) is not None:
-                        yield found
-                        break
-                i = j
+            if stride == 1:
+                begin, end = plan.bounds(step)[0], plan.bounds(steps[-1])[1]
+                positions, before = cut.positions(begin, end), cut.before(begin)
+                ends = [0, *(cut.before(plan.bounds(each)[1]) - before for each in steps)]
+            else:
+                parts = [cut.positions(*plan.bounds(each)) for each in steps]
+                positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
+            chosen = self._engine.chosen(plan.epoch, positions)
+            if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: in one chunk
+                bounds = zip(steps, pairwise(ends), strict=True)
+                yield [Read(each, b - a, located=(located, a, b)) for each, (a, b) in bounds]
+            else:
+                locates = False
+                for i in range(0, len(steps), size):
+                    j = min(i + size, len(steps))
+                    own = [end - ends[i] for end in ends[i : j + 1]]
+                    yield self._read(steps[i:j], own, chosen[ends[i] : ends[j]])
             step = steps[-1] + stride
             size, block = min(2 * size, most), min(4 * block, ahead)
-
-    def _locate(self, steps: list[int], ends: list[int], chosen: Int64Array) -> list[Read] | None:
-        """Several batches of plain numbers that only need to be gathered; None where there is more to do."""
-        located = self._engine.locate(chosen) if self._whole and len(chosen) else None
-        if located is None:
-            return None
-        return [Read(step, b - a, located=(located, a, b)) for step, (a, b) in zip(steps, pairwise(ends), strict=True)]
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array) -> list[Read]:
         """Several batches in one read; ``ends`` are their bounds among the rows asked for."""

@@ -11,12 +11,15 @@ from midepoch import state as states
 from midepoch.checks import whole
 from midepoch.errors import CheckpointMismatchError, MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
+from midepoch.loader.direct import DirectBatches
 from midepoch.loader.options import Options
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
 from midepoch.pipeline import Pipeline
 from midepoch.state import Cursor
 from midepoch.transforms import finish
+
+_Source = DirectBatches | ThreadedBatches | WorkerPool
 
 
 class Loader:
@@ -119,11 +122,14 @@ class Loader:
         self._cursor = Cursor(plan.epoch, plan.end) if rolled else Cursor(plan.epoch + 1)
         self._delivered, self._asked = None, False
 
-    def _source(self, plan: Plan) -> ThreadedBatches | WorkerPool:
-        if not self._options.num_workers:
-            self._maker = self._maker or BatchMaker(self._pipeline, self._options)
-            return ThreadedBatches(self._maker, plan, self._options.prefetch)
-        self._pool = self._pool or WorkerPool(self._pipeline, self._options)
+    def _source(self, plan: Plan) -> _Source:
+        options = self._options
+        self._maker = self._maker or BatchMaker(self._pipeline, options)
+        if self._maker.direct:
+            return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
+        if not options.num_workers:
+            return ThreadedBatches(self._maker, plan, options.prefetch)
+        self._pool = self._pool or WorkerPool(self._pipeline, options)
         self._pool.begin(plan)
         return self._pool
 
@@ -159,7 +165,7 @@ class _Batches:
 
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
         self._loader, self._plan, self._rolled = loader, plan, rolled
-        self._source: ThreadedBatches | WorkerPool | None = None
+        self._source: _Source | None = None
         self._step = 0
         self._closed = self._over = False
         self._failure: BaseException | None = None
@@ -213,7 +219,7 @@ class _Batches:
         try:
             if self._source is None:
                 self._source = self._loader._source(self._plan)
-            made = self._source.next() if isinstance(self._source, ThreadedBatches) else self._source.next(self._step)
+            made = self._source.next(self._step)
         except BaseException as problem:
             if isinstance(problem, WorkerError):
                 self._loader._close_pool()
@@ -228,10 +234,11 @@ class _Batches:
         if self._closed:
             return
         self._closed = True
-        if isinstance(self._source, ThreadedBatches):
+        if isinstance(self._source, WorkerPool):
+            if not self._loader._options.persistent_workers:
+                self._loader._close_pool()
+        elif self._source is not None:
             self._source.close()
-        elif self._source is not None and not self._loader._options.persistent_workers:
-            self._loader._close_pool()
         self._source = None
 
     def __del__(self) -> None:

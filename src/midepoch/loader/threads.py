@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from midepoch.loader.batches import BatchMaker, Made, Plan, Read
-
-_IN_MEMORY = 5e-6
-"""Seconds: what touching a row takes at most if no page of it comes from a disk (the fastest take 20 times longer)."""
-_SPARED = 16
+from midepoch.loader.batches import BatchMaker, Made, Plan
 
 
 class ThreadedBatches:
@@ -33,7 +28,7 @@ class ThreadedBatches:
         self._thread: threading.Thread | None = None
         self._over = False
 
-    def next(self) -> Made | None:
+    def next(self, step: int) -> Made | None:  # noqa: ARG002
         """The next step, or None at the end. Raises what reading raised."""
         while not self._chunk:
             if self._over:
@@ -63,27 +58,16 @@ class ThreadedBatches:
             self._thread.join()
 
 
-def _touch(chunk: Iterable[Read]) -> int:
-    """Have a chunk's pages read from disk; how many chunks to spare that, if they turn out to be in memory already."""
-    started, rows = time.perf_counter(), 0
-    for read in chunk:
-        read.touch()
-        rows += read.asked
-    return _SPARED if time.perf_counter() - started < rows * _IN_MEMORY else 0
-
-
 def _read_ahead(
     chunks: Iterator[Any], ready: queue.SimpleQueue[Any], room: threading.Semaphore, stop: threading.Event
 ) -> None:
     """The reading thread. It knows only its queue, so a dropped iterator does not live on because of it."""
-    warm = 0  # chunks to go on without touching, because the last one that was touched was in memory
     try:
         while True:
             room.acquire()
             if stop.is_set():
                 return
             chunk = next(chunks, None)
-            warm = max(0, warm - 1) or _touch(chunk or ())
             ready.put(chunk)
             if chunk is None:
                 return

@@ -47,6 +47,9 @@ class Reader:
         self._blocks = Blocks(source)
         self._starts = source.layout.block_starts
         count = len(self._starts) - 1
+        sizes = np.diff(self._starts)
+        self._block_rows = int(sizes[0]) if count and (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0] else 0
+        """Rows of every block but the last, if they are equal: a division is 10 times faster than a search."""
         self._status = np.zeros(count, dtype=np.uint8)
         self._last: tuple[int, pa.RecordBatch] | None = None
         storage = [_storage(field.type) for field in self.schema]
@@ -54,7 +57,7 @@ class Reader:
 
     def read(self, rows: Int64Array) -> Rows:
         """The rows, in the order asked for. Raises CorruptBlockError unless told to pass corrupt blocks over."""
-        blocks = self._starts.searchsorted(rows, side="right") - 1
+        blocks = self._blocks_of(rows)
         kept = self._open(blocks)
         if kept is not None:
             rows, blocks = rows[kept], blocks[kept]
@@ -75,6 +78,11 @@ class Reader:
         arrays = [_restored(c, field.type) for c, field in zip(columns, self.schema, strict=True)]
         return Rows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
 
+    def _blocks_of(self, rows: Int64Array) -> Int64Array:
+        if self._block_rows:
+            return rows // self._block_rows
+        return self._starts.searchsorted(rows, side="right") - 1
+
     def read_run(self, row: int, count: int) -> Rows:
         """Rows that lie side by side in one block: a view of it. As ``read``, for the cost of a look-up."""
         block = int(self._starts.searchsorted(row, side="right")) - 1
@@ -91,7 +99,7 @@ class Reader:
         """
         if not all(isinstance(gather, Fixed) for gather in self._gatherers):
             return None
-        blocks = self._starts.searchsorted(rows, side="right") - 1
+        blocks = self._blocks_of(rows)
         if self._open(blocks) is not None or not (self._status[blocks] == _BY_ADDRESS).all():
             return None
         inner = rows - self._starts[blocks]

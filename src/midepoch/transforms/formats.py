@@ -219,7 +219,9 @@ def _torch() -> Any:
         ) from None
 
     def convert(array: Any) -> Any:
-        if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        flags = array.flags
+        backwards = not flags.c_contiguous and any(stride < 0 for stride in array.strides)
+        if not flags.writeable or not array.dtype.isnative or backwards:
             array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(array)
 

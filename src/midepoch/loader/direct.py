@@ -1,0 +1,113 @@
+"""Batches that are only copied from mapped files: made by the caller itself, whatever ``num_workers`` says.
+
+A worker could do nothing for them but copy them once more: the main process would spend as much time on receiving a
+batch as on gathering it. What takes long is a page that is not in memory yet. So threads touch the pages ahead, from
+the first page that had to be waited for until touching finds everything in memory.
+"""
+
+from __future__ import annotations
+
+import queue
+import resource
+import threading
+from collections import deque
+
+from midepoch.loader.batches import BatchMaker, Made, Plan, Read
+
+_TOUCHED = 256
+"""Batches whose pages are touched ahead after a page had to be read from disk."""
+_THREADS = 4
+
+
+class DirectBatches:
+    """The steps of a plan in order."""
+
+    def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int, workers: int) -> None:
+        self._maker, self._plan, self._prefetch = maker, plan, max(1, prefetch)
+        self._chunks = maker.read(plan, 0, 1)
+        self._located: deque[Read] = deque(next(self._chunks, ()))
+        self._toucher = _Toucher(maker, max(_THREADS, workers))
+        self._faults = _faults()
+        self._keep = 0  # reads to have located at least, before the next one is made
+
+    def next(self, step: int) -> Made | None:  # noqa: ARG002
+        """The next step, or None at the end."""
+        if len(self._located) <= self._keep:
+            self._look_ahead()
+        if not self._located:
+            return None
+        return self._maker.make(self._plan, self._located.popleft())
+
+    def _look_ahead(self) -> None:
+        """Locate ``prefetch`` chunks ahead while pages have to be touched, else just what comes next."""
+        if (faults := _faults()) != self._faults:
+            self._faults = faults
+            self._toucher.wake()
+        for _ in range(self._prefetch if self._toucher.needed else 1):
+            chunk = next(self._chunks, ())
+            if self._toucher.needed:
+                self._keep = len(chunk)
+                for read in chunk:
+                    self._toucher.touch(read)
+            else:
+                self._keep = 0
+            self._located.extend(chunk)
+
+    def close(self) -> None:
+        self._toucher.close()
+
+
+class _Toucher:
+    """Threads that have pages read from disk. There are none until they are needed."""
+
+    def __init__(self, maker: BatchMaker, threads: int) -> None:
+        self._maker = maker  # keeps the files mapped for as long as a thread may look at them
+        self._count = threads
+        self._todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._left = 0
+        self._closed = False
+
+    @property
+    def needed(self) -> bool:
+        return self._left > 0
+
+    def wake(self) -> None:
+        """A batch had to be waited for, or touching it had: the next ones are to be touched."""
+        self._left = _TOUCHED
+
+    def touch(self, read: Read) -> None:
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._run, name=f"midepoch-read-{i}", daemon=True) for i in range(self._count)
+            ]
+            for thread in self._threads:
+                thread.start()
+        self._left -= 1
+        self._todo.put(read)
+
+    def _run(self) -> None:
+        before = _faults()
+        while (read := self._todo.get()) is not None:
+            if self._closed:
+                continue
+            read.touch()
+            if (faults := _faults()) != before:
+                before = faults
+                self.wake()
+
+    def close(self) -> None:
+        threads, self._threads = self._threads, []
+        self._closed = bool(threads)
+        for _ in threads:
+            self._todo.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _faults() -> int:
+    """How many pages this thread has had to wait for. (Time would not tell them from a busy machine.)"""
+    return resource.getrusage(_WHOSE).ru_majflt
+
+
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS only knows the whole process
