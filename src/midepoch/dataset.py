@@ -36,6 +36,15 @@ _LOOK = 64
 """Rows to look at for the columns that a map makes: the first ones may be skipped."""
 
 
+_WINDOW_BYTES = 64 << 20
+
+
+def _window_for(source: Source) -> int:
+    """How many blocks to shuffle together: as many as have 64 MB in their files, within reason."""
+    block = sum(file.size for file in source.files) / max(1, len(source.layout.block_starts) - 1)
+    return int(min(DEFAULT_WINDOW, max(4, _WINDOW_BYTES // max(1.0, block))))
+
+
 class Dataset:
     """Rows of a source, in an order, through some steps; iterable, indexable, resumable.
 
@@ -135,20 +144,34 @@ class Dataset:
 
     # In which order, and whose
 
-    def shuffle(self: Self, seed: int | None = None, scope: str | None = None, window: int = DEFAULT_WINDOW) -> Self:
+    def shuffle(self: Self, seed: int | None = None, scope: str | None = None, window: int | None = None) -> Self:
         """Shuffled anew in every epoch, by a permutation that is computed and never stored.
 
-        ``scope``: "rows" (the default) permutes all rows; "window" permutes blocks, then rows within windows of
-        ``window`` blocks; "files" permutes whole files. Without a seed one is drawn, kept in the state, and taken over
-        on resume.
+        ``scope``: "rows" permutes all rows; "window" permutes blocks, then rows within windows of ``window`` blocks;
+        "files" permutes whole files. The default is "rows" where files are mapped, and "window" where blocks have to be
+        fetched or decoded, each of which then is read once an epoch. Without a seed one is drawn, kept in the state,
+        and taken over on resume.
         """
         drawn = seed is None
         check_agreed(drawn, self.pipeline.cut.count)
-        shuffle = Shuffle(draw_seed() if seed is None else seed, scope or self._default_scope, window)
+        fetched = self.pipeline.source.access is not None
+        scope = scope or self._default_scope or ("window" if fetched else "rows")
+        if window is None:
+            window = _window_for(self.pipeline.source) if fetched else DEFAULT_WINDOW
+        shuffle = Shuffle(draw_seed() if seed is None else seed, scope, window, aligned=fetched and scope == "window")
         order = replace(self.pipeline.order, shuffle=shuffle)
         return self._derive(replace(self.pipeline, order=order, seed_drawn=drawn), same_positions=False)
 
-    _default_scope = "rows"
+    _default_scope: str | None = None
+
+    def with_lanes(self: Self, lanes: int) -> Self:
+        """Cut every epoch into this many lanes, which are gone through side by side: position p is of lane p mod lanes.
+
+        A cluster whose world size divides it reads every block on one machine only, and its order is the same for all
+        such sizes. A loader over files that have to be fetched takes its world size if nothing else is said.
+        """
+        order = replace(self.pipeline.order, lanes=whole(lanes, "with_lanes", 1))
+        return self._derive(replace(self.pipeline, order=order, lanes_given=True), same_positions=False)
 
     def shard(self: Self, num_shards: int, index: int, mode: str = "auto") -> Self:
         """One of ``num_shards`` equal parts (by one row at most) of every epoch, without overlap or gap.
@@ -334,7 +357,10 @@ class Dataset:
             multiprocessing_context=multiprocessing_context,
         )
         cursor = Cursor(self.epoch, self._standing.start)
-        return Loader(replace(self.pipeline, cut=world), options, cursor, asked=self._standing.shared.asked)
+        pipeline = replace(self.pipeline, cut=world)
+        if pipeline.source.access is not None and not pipeline.lanes_given and not cursor.position:
+            pipeline = replace(pipeline, order=replace(pipeline.order, lanes=world.count))
+        return Loader(pipeline, options, cursor, asked=self._standing.shared.asked)
 
     # The cursor
 

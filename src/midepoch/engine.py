@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
-from midepoch.order import EpochOrder
+from midepoch.order import EpochOrder, Uses
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
 from midepoch.read.columns import Located, is_plain
@@ -37,6 +37,7 @@ class Engine:
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
+        self._expects = pipeline.source.access is not None
         nullable = pipeline.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in pipeline.head.items()}
         self._names = list(pipeline.head)
@@ -54,7 +55,18 @@ class Engine:
 
     def chosen(self, epoch: int, positions: Int64Array) -> Int64Array:
         """Positions of an epoch to row numbers of the dataset before it was shuffled."""
-        return self.order(epoch).chosen(positions)
+        order = self.order(epoch)
+        if self._expects and len(positions):
+            self._open_reader().expect(epoch, int(positions[0]), lambda: self._own_uses(order))
+        return order.chosen(positions)
+
+    def _own_uses(self, order: EpochOrder) -> Uses:
+        """When this share of the epoch reads which block: its own lanes, if it has any to itself."""
+        uses, cut = order.uses(), self.pipeline.cut
+        if self.pipeline.order.lanes % cut.count:
+            return uses
+        mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)
+        return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine])
 
     def read_pieces(self, chosen: Int64Array) -> list[tuple[Batch, int]]:
         """These rows, each piece with the number asked for: one piece, or views of blocks if they lie side by side.

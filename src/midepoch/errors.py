@@ -4,8 +4,11 @@
     ├── DataError                     the data cannot be used as it is
     │   ├── DataNotFoundError         a path, glob, folder, split or column is not there (also a FileNotFoundError)
     │   ├── FormatError               a file is not what it should be: foreign, truncated, of another schema
+    │   │   └── DifferentSchemasError files of one dataset have different columns
     │   ├── ColumnError               a column is missing or named twice (also a KeyError)
-    │   └── CorruptBlockError         a record batch of an indexed file cannot be read
+    │   ├── CorruptBlockError         a block of an indexed file cannot be read
+    │   ├── DataChangedError          a file is not what it was when it was indexed
+    │   └── FetchError                a store did not hand over an object, after all retries
     ├── MapError                      a user's function raised or returned something unusable; names the row
     ├── StateError                    a state cannot be read: garbage, or written by a newer version
     │   └── CheckpointMismatchError   a state of other data, another order or another pipeline
@@ -35,6 +38,10 @@ class FormatError(DataError):
     """A file is foreign, truncated, or of another schema than its neighbours."""
 
 
+class DifferentSchemasError(FormatError):
+    """Files of one dataset have different columns."""
+
+
 class ColumnError(DataError, KeyError):
     """A column is missing, or named twice."""
 
@@ -43,7 +50,15 @@ class ColumnError(DataError, KeyError):
 
 
 class CorruptBlockError(DataError):
-    """A record batch of an indexed file cannot be read."""
+    """A block (record batch, row group, stripe, range of lines) of an indexed file cannot be read."""
+
+
+class DataChangedError(DataError):
+    """A file is not what it was when it was indexed."""
+
+
+class FetchError(DataError):
+    """A store did not hand over an object, after all retries."""
 
 
 class MapError(MidepochError):

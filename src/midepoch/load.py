@@ -1,38 +1,96 @@
-"""Opening data: Hugging Face datasets, folders of ``save_to_disk``, and Arrow files."""
+"""Opening data: Hugging Face datasets, folders of ``save_to_disk``, and files of any format, anywhere."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from midepoch.dataset import Dataset, make_dataset
-from midepoch.errors import DataNotFoundError
+from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Selection
 from midepoch.progress import shown
-from midepoch.sources import Source
+from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.disk import saved_files, saved_splits
-from midepoch.sources.files import PathLike, list_files
-from midepoch.sources.hub import Request, arrow_files
-from midepoch.sources.index import Index, open_index
+from midepoch.sources.files import Found, PathLike, check_format, find_files, paths_of
+from midepoch.sources.filters import parse_filter
+from midepoch.sources.hub import HubRequest, arrow_files
+from midepoch.sources.index import Index, default_index_dir, open_index
+from midepoch.sources.lake import Request, open_lake
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
+from midepoch.sources.stores import Retry, resolve
+
+DEFAULT_CACHE_BYTES = 4 << 30
 
 
 def from_files(
     paths: PathLike | Iterable[PathLike],
     *,
+    format: str | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    partitioning: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
     index_dir: PathLike | None = None,
     force_reindex: bool = False,
+    validate: bool = True,
     on_error: str = "raise",
 ) -> Dataset:
-    """A dataset of Arrow IPC files (stream or file format): a file, a list, a glob, or a folder.
+    """A dataset of files where they lie: a file, a list, a glob (``**`` crosses folders), or a folder.
 
-    A folder or glob is sorted by path; a list keeps its order. ``on_error="skip"`` goes on without record batches that
+    Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
+    ``gs://``, ``az://``) or anywhere fsspec reaches. A folder or glob is sorted by path; a list keeps its order. Arrow
+    files on a local disk are mapped; blocks of all others are decoded once per machine into ``cache_dir``, of which
+    ``cache_bytes`` are kept.
+
+    ``format`` is found from the files when not given. ``columns`` that are not named are never read. ``filters`` is a
+    pyarrow expression, or a list as Parquet readers take it: ``[("label", "in", [1, 2])]``; blocks whose statistics
+    exclude it are never fetched. ``partitioning="hive"`` makes columns of folders called ``key=value``.
+    ``storage_options`` (or a ``filesystem`` of pyarrow or fsspec) hold credentials, which are written nowhere.
+    ``validate=False`` trusts the index without listing the files. ``on_error="skip"`` goes on without blocks that
     cannot be read.
     """
-    index = _index(list_files(paths), index_dir, force_reindex, on_error)
-    return make_dataset(Source((index,)), on_error=on_error)
+    if partitioning not in (None, "hive"):
+        raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
+    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
+        raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
+    _check_on_error(on_error)
+    where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    texts = paths_of(paths)
+    store, _ = resolve(texts[0], **where)
+    chosen = parse_filter(filters)
+    found: list[Found] = []
+
+    def find() -> Found:
+        if not found:
+            found.append(find_files(texts, format=format, **where))
+        return found[0]
+
+    folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
+    given = tuple(resolve(text, **where)[1] for text in texts)
+    request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
+    source: Source | None = None
+    if store.local and not request.plan(folder).exists() and request.plain and find().format == "arrow":
+        with suppress(DifferentSchemasError):  # then they cannot be mapped as one, and are read like the others
+            index = _index([Path(entry.path) for entry in find().entries], index_dir, force_reindex, on_error)
+            source = Source((index,))
+    if source is None:
+        with shown("indexing", "files") as report:
+            index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
+        spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes)
+        source = Source((index,), Access(store, chosen, spec))
+    ds = make_dataset(source, on_error=on_error)
+    return ds if columns is None else ds.select_columns(list(columns))
+
+
+def _cache_dir(given: PathLike | None) -> Path:
+    return default_index_dir() / "blocks" if given is None else Path(os.path.abspath(os.path.expanduser(given)))
 
 
 def load_from_disk(
@@ -83,7 +141,7 @@ def load_dataset(
     ``force_reindex=True``. ``split`` takes the whole notation: ``"train[:90%]"``, ``"train[10:20]+test"``.
     """
     parts = parse_split(split)
-    request = Request(str(path), name, data_files, data_dir, revision, load_dataset_kwargs)
+    request = HubRequest(str(path), name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
     folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
@@ -117,8 +175,12 @@ def _of_splits(
 
 
 def _index(files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str) -> Index:
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    _check_on_error(on_error)
     folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
     with shown("indexing", "files") as report:
         return open_index(files, index_dir=folder, force=force, skip_damage=on_error == "skip", progress=report)
+
+
+def _check_on_error(on_error: str) -> None:
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")

@@ -16,7 +16,8 @@ ON_ERROR = ("raise", "skip")
 class Pipeline:
     """All that decides what stands at a position. Immutable, and it pickles small.
 
-    ``seed_drawn``: the seed was not given by the user, so a resume takes over the one in the state.
+    ``seed_drawn``: the seed was not given by the user, so a resume takes over the one in the state. ``lanes_given``:
+    the number of lanes was, so a loader does not choose it.
     """
 
     source: Source
@@ -26,6 +27,7 @@ class Pipeline:
     format: str | None = None
     on_error: str = "raise"
     seed_drawn: bool = False
+    lanes_given: bool = False
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:

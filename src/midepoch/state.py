@@ -22,6 +22,7 @@ _CAUSES = {
     "rows": "another split, slice, take, skip or select than when it was saved",
     "selection": "another split, slice, take, skip or select than when it was saved",
     "scope": "shuffle() was added, left out or given another scope",
+    "aligned": "the files are mapped now and were fetched when it was saved, or the other way round",
     "seed": "shuffle() was given another seed",
     "window": "shuffle() was given another window",
     "pipeline": "a map was added, left out, or changed between batched and not",
@@ -67,6 +68,7 @@ def identity(pipeline: Pipeline) -> dict[str, Any]:
         "seed": shuffle.seed if shuffle else None,
         "window": shuffle.window if shuffle and shuffle.scope == "window" else None,
         "lanes": pipeline.order.lanes,
+        "aligned": bool(shuffle and shuffle.aligned),
         "pipeline": pipeline.text,
     }
 
@@ -80,7 +82,7 @@ def load(state: Any, pipeline: Pipeline) -> Resumed:
     """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing."""
     found = _parse(state)
     current = identity(pipeline)
-    for name in ("data", "rows", "selection", "scope", "seed", "window", "pipeline"):
+    for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline"):
         if name == "seed" and pipeline.seed_drawn and found["scope"] == current["scope"]:
             continue
         if found[name] != current[name]:
@@ -119,8 +121,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "round": (int,),
     "batch": (int,),
     "shard": (int, type(None)),
+    "aligned": (bool,),
 }
-_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1, "round": 0, "batch": 0, "shard": None}
+_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1, "round": 0, "batch": 0, "shard": None, "aligned": False}
 _MOST_LANES = 2**31
 
 
@@ -142,7 +145,7 @@ def _parse(state: Any) -> dict[str, Any]:
     found = {**_DEFAULTS, **state}
     for name, types in _TYPES.items():
         value = found.get(name, ...)
-        if isinstance(value, bool) or not isinstance(value, types):
+        if (isinstance(value, bool) and types != (bool,)) or not isinstance(value, types):
             what = "is missing" if value is ... else f"is {value!r:.40}"
             raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
         if isinstance(value, int) and not 0 <= value < (2**64 if name == "seed" else LARGEST):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def test_pages_are_touched_ahead_while_they_have_to_be_waited_for(
     batches = iter(loader)
     found = [next(batches)["id"].tolist(), next(batches)["id"].tolist()]
     assert reading_threads()
+    deadline = time.monotonic() + 60
+    while not touched and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert found + ids(batches) == expected
     assert not reading_threads()
     assert touched

@@ -11,8 +11,8 @@ arrays that make it fast.
 
 from midepoch.order.bijection import Bijection
 from midepoch.order.cut import Cut, epoch_end
-from midepoch.order.epoch import EpochOrder, Layout, Order
+from midepoch.order.epoch import EpochOrder, Layout, Order, Uses
 from midepoch.order.selection import Selection
 from midepoch.order.shuffle import SCOPES, Shuffle
 
-__all__ = ["SCOPES", "Bijection", "Cut", "EpochOrder", "Layout", "Order", "Selection", "Shuffle", "epoch_end"]
+__all__ = ["SCOPES", "Bijection", "Cut", "EpochOrder", "Layout", "Order", "Selection", "Shuffle", "Uses", "epoch_end"]

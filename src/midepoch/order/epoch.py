@@ -26,6 +26,19 @@ class Layout:
         return int(self.file_starts[-1])
 
 
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """When blocks are read, in the order of their first use: from the first to the last position, for one lane.
+
+    A lane of -1: rows of all lanes. A block in two lanes is listed twice.
+    """
+
+    blocks: Int64Array
+    first: Int64Array
+    last: Int64Array
+    lane: Int64Array
+
+
 class _Permute(Protocol):
     """Sequence indices in, chosen rows out; a bijection on range(rows)."""
 
@@ -55,7 +68,7 @@ class EpochOrder:
     """``rows(positions)`` of one epoch. Opening it costs nothing by rows, one pass over the blocks by window."""
 
     def __init__(self, order: Order, epoch: int, layout: Layout) -> None:
-        self._order, self._n = order, len(order)
+        self._order, self._n, self._layout = order, len(order), layout
         shuffle = order.shuffle
         self._permute: _Permute | None = None
         if shuffle is None or not self._n:
@@ -63,9 +76,54 @@ class EpochOrder:
         if shuffle.scope == "rows":
             self._permute = RowShuffle(shuffle, epoch, self._n)
         elif shuffle.scope == "window":
-            self._permute = WindowShuffle(shuffle, epoch, order.selection.boundaries(layout.block_starts))
+            lanes = self.lane_starts[self.lane_starts < self._n] if shuffle.aligned else None
+            self._permute = WindowShuffle(shuffle, epoch, order.selection.boundaries(layout.block_starts), lanes)
         else:
             self._permute = UnitShuffle(shuffle, epoch, order.selection.boundaries(layout.file_starts), "files")
+
+    @property
+    def lane_starts(self) -> Int64Array:
+        """The sequence index at which each lane begins."""
+        lane = np.arange(self._order.lanes, dtype=np.int64)
+        size, longer = divmod(self._n, self._order.lanes)
+        return lane * size + np.minimum(lane, longer)
+
+    def uses(self) -> Uses:
+        """When each block is read."""
+        runs = self._order.selection.boundaries(self._layout.block_starts)
+        first_rows = self._order.selection.source_rows(runs[:-1])
+        blocks = np.searchsorted(self._layout.block_starts, first_rows, side="right") - 1
+        starts = runs[:-1].copy()
+        if isinstance(self._permute, RowShuffle):
+            whole = np.zeros(len(blocks), dtype=np.int64)
+            return Uses(blocks, whole, whole + self._n - 1, whole - 1)
+        if isinstance(self._permute, UnitShuffle):
+            files = self._order.selection.boundaries(self._layout.file_starts)
+            owner = np.searchsorted(files, starts, side="right") - 1
+            starts += (self._permute.sequence_starts - files[:-1])[owner]
+        elif isinstance(self._permute, WindowShuffle):
+            starts = self._permute.block_starts
+        stops = starts + (runs[1:] - runs[:-1])
+        if isinstance(self._permute, WindowShuffle):
+            windows = self._permute.window_starts
+            starts = windows[np.searchsorted(windows, starts, side="right") - 1]
+            stops = windows[np.searchsorted(windows, stops - 1, side="right")]
+        return self._in_lanes(blocks, starts, stops)
+
+    def _in_lanes(self, blocks: Int64Array, starts: Int64Array, stops: Int64Array) -> Uses:
+        """Ranges of the sequence as ranges of positions, one for each lane that they reach into."""
+        edges = np.append(self.lane_starts, self._n)
+        low = np.searchsorted(edges[:-1], starts, side="right") - 1
+        high = np.searchsorted(edges[:-1], stops - 1, side="right") - 1
+        which = np.repeat(np.arange(len(blocks)), high - low + 1)
+        lane = (
+            low[which] + np.arange(len(which)) - np.repeat(np.cumsum(high - low + 1) - (high - low + 1), high - low + 1)
+        )
+        first = np.maximum(starts[which], edges[lane]) - edges[lane]
+        last = np.minimum(stops[which], edges[lane + 1]) - 1 - edges[lane]
+        lanes = self._order.lanes
+        order = np.argsort(first * lanes + lane, kind="stable")
+        return Uses(blocks[which][order], (first * lanes + lane)[order], (last * lanes + lane)[order], lane[order])
 
     def sequence(self, positions: Int64Array) -> Int64Array:
         """Positions to sequence indices: lane ``p mod L``, offset ``p div L``, lanes being L equal pieces."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,14 @@ DEFAULT_WINDOW = 64
 class Shuffle:
     """What to shuffle: all ``rows``, rows in a ``window`` of blocks, or whole ``files``.
 
-    ``window`` counts blocks (record batches); it only matters for the scope of that name.
+    ``window`` counts blocks (record batches); it only matters for the scope of that name. ``aligned``: windows begin
+    anew with every lane, so that a lane shares no block with another but the one in which it begins.
     """
 
     seed: int
     scope: str = "rows"
     window: int = DEFAULT_WINDOW
+    aligned: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", check_seed(self.seed))
@@ -62,15 +65,41 @@ class UnitShuffle:
     def __call__(self, sequence: Int64Array) -> Int64Array:
         return sequence + self._shift[np.searchsorted(self.starts, sequence, side="right") - 1]
 
+    @property
+    def sequence_starts(self) -> Int64Array:
+        """The sequence index at which each unit begins: of unit u, not of the unit at place u."""
+        found = np.empty(len(self.permuted), dtype=np.int64)
+        found[self.permuted] = self.starts[:-1]
+        return found
+
 
 class WindowShuffle:
     """Blocks permuted, then the rows inside windows of consecutive permuted blocks: an exact shuffle buffer."""
 
-    def __init__(self, shuffle: Shuffle, epoch: int, boundaries: Int64Array) -> None:
+    def __init__(
+        self, shuffle: Shuffle, epoch: int, boundaries: Int64Array, lane_starts: Int64Array | None = None
+    ) -> None:
         self._blocks = UnitShuffle(shuffle, epoch, boundaries, "blocks")
-        self._starts = np.append(self._blocks.starts[: -1 : shuffle.window], self._blocks.starts[-1])
+        starts = self._blocks.starts
+        if lane_starts is None:
+            self._starts = np.append(starts[: -1 : shuffle.window], starts[-1])
+        else:
+            cuts = np.unique(np.concatenate([starts, lane_starts]))
+            bounds = np.searchsorted(cuts, lane_starts).tolist()
+            windows = [cuts[a : b : shuffle.window] for a, b in pairwise([*bounds, len(cuts) - 1])]
+            self._starts = np.append(np.concatenate(windows), cuts[-1])
         self._seed, self._epoch = shuffle.seed, epoch
         self._last: tuple[int, Bijection] = (-1, Bijection(0, np.zeros(8, np.uint64)))
+
+    @property
+    def block_starts(self) -> Int64Array:
+        """The sequence index at which each run of a block begins, before rows are moved within windows."""
+        return self._blocks.sequence_starts
+
+    @property
+    def window_starts(self) -> Int64Array:
+        """The sequence index at which each window begins, and the total."""
+        return self._starts
 
     def _within(self, window: int) -> Bijection:
         if self._last[0] != window:  # reading goes window by window: remember the one in use

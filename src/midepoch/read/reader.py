@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
+from midepoch.order.epoch import Uses
 from midepoch.read.blocks import Blocks, plain_schema
 from midepoch.read.columns import Fixed, Gatherer, Located, gatherer
+from midepoch.read.fetched import FetchedBlocks
 from midepoch.sources import Source
 
 Int64Array = npt.NDArray[np.int64]
@@ -44,7 +46,10 @@ class Reader:
         self._numbers = [schema.get_field_index(name) for name in names]
         self.schema = pa.schema([schema.field(i) for i in self._numbers], metadata=schema.metadata)
         self._source, self._skip_corrupt = source, skip_corrupt
-        self._blocks = Blocks(source)
+        self._blocks: Blocks | FetchedBlocks = Blocks(source)
+        self._fetched = FetchedBlocks(source, names) if source.access is not None else None
+        if self._fetched is not None:  # such blocks hold just the columns asked for
+            self._blocks, self._numbers = self._fetched, list(range(len(names)))
         self._starts = source.layout.block_starts
         count = len(self._starts) - 1
         sizes = np.diff(self._starts)
@@ -57,6 +62,7 @@ class Reader:
 
     def read(self, rows: Int64Array) -> Rows:
         """The rows, in the order asked for. Raises CorruptBlockError unless told to pass corrupt blocks over."""
+        self._let_go()
         blocks = self._blocks_of(rows)
         kept = self._open(blocks)
         if kept is not None:
@@ -78,6 +84,19 @@ class Reader:
         arrays = [_restored(c, field.type) for c, field in zip(columns, self.schema, strict=True)]
         return Rows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
 
+    def expect(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
+        """Rows from this position on will be read next: where blocks have to be fetched, that can begin."""
+        if self._fetched is not None:
+            self._fetched.expect(epoch, position, uses)
+
+    def _let_go(self) -> None:
+        """Forget the addresses of blocks that are no longer held."""
+        if self._fetched is not None and (dropped := self._fetched.trim()):
+            status = self._status[dropped]
+            self._status[dropped] = np.where(status == _BAD, _BAD, _UNKNOWN)
+            if self._last is not None and self._last[0] in dropped:
+                self._last = None
+
     def _blocks_of(self, rows: Int64Array) -> Int64Array:
         if self._block_rows:
             return rows // self._block_rows
@@ -85,6 +104,7 @@ class Reader:
 
     def read_run(self, row: int, count: int) -> Rows:
         """Rows that lie side by side in one block: a view of it. As ``read``, for the cost of a look-up."""
+        self._let_go()
         block = int(self._starts.searchsorted(row, side="right")) - 1
         if not self._status[block]:
             self._status[block] = self._open_one(block)
@@ -97,7 +117,7 @@ class Reader:
 
         Batches cut from this cost one copy each and nothing else. The caller sees to it that no column has nulls.
         """
-        if not all(isinstance(gather, Fixed) for gather in self._gatherers):
+        if self._fetched is not None or not all(isinstance(gather, Fixed) for gather in self._gatherers):
             return None
         blocks = self._blocks_of(rows)
         if self._open(blocks) is not None or not (self._status[blocks] == _BY_ADDRESS).all():

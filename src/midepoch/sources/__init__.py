@@ -4,6 +4,6 @@ A ``Source`` is an ordered, fingerprinted set of blocks in files. Finding it cos
 kept in an index; a later open reads the index and nothing else. No file of the user's is ever written to.
 """
 
-from midepoch.sources.source import Source
+from midepoch.sources.source import Access, CacheSpec, Source
 
-__all__ = ["Source"]
+__all__ = ["Access", "CacheSpec", "Source"]

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,68 +108,78 @@ def _parse(metadata: bytes, body: int, nodes: bool) -> _Message:
 def _node_paths(schema: pa.Schema) -> list[tuple[str, ...]]:
     """The path of each field node of a record batch: the column's name, then those of its children, depth first."""
 
-    def paths(name: str, kind: pa.DataType, above: tuple[str, ...]) -> list[tuple[str, ...]]:
-        if isinstance(kind, pa.BaseExtensionType):
-            return paths(name, kind.storage_type, above)
-        here = (*above, name)
-        if pa.types.is_dictionary(kind):
-            return [here]
-        children = [kind.field(i) for i in range(kind.num_fields)]
-        return [here, *(path for child in children for path in paths(child.name, child.type, here))]
+    return [path for column in schema for path in node_paths(column.name, column.type)]
 
-    return [path for column in schema for path in paths(column.name, column.type, ())]
+
+def node_paths(name: str, kind: pa.DataType, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The path of a column and of everything inside it."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return node_paths(name, kind.storage_type, above)
+    here = (*above, name)
+    if pa.types.is_dictionary(kind):
+        return [here]
+    children = [kind.field(i) for i in range(kind.num_fields)]
+    return [here, *(path for child in children for path in node_paths(child.name, child.type, here))]
+
+
+Read = Callable[[int, int], bytes]
+"""So many bytes from an offset on, fewer at the end of the file."""
 
 
 def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
+    """``walk`` over a local file."""
+    with path.open("rb", buffering=0) as file:
+        fd = file.fileno()
+        return walk(str(path), lambda size, at: os.pread(fd, size, at), os.fstat(fd).st_size, skip_damage=skip_damage)
+
+
+def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> FileScan:
     """Walk the messages of one Arrow IPC file.
 
     Raises FormatError for a file that is not Arrow, or cut short (with ``skip_damage`` the whole batches before the
     damage are kept instead).
     """
-    with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
-        size = os.fstat(fd).st_size
-        start = _first_message(path, os.pread(fd, 16, 0), size)
-        digest = hashlib.blake2b(digest_size=16)
-        found: FileScan | None = None
-        paths: list[tuple[str, ...]] = []
-        messages: list[_Message] = []
-        at = start
-        while True:
-            try:
-                head = os.pread(fd, _READ, at)
-                message = _message_at(fd, head, at, size, bool(paths))
-            except (struct.error, IndexError, OverflowError) as problem:
-                if found is None or not skip_damage:
-                    raise FormatError(_damage(path, at, size, problem)) from None
-                found.complete = False
-                break
-            if message is None:
-                _check_end(path, fd, at, size, start, skip_damage)
-                break
-            digest.update(head)
-            if message.kind == _SCHEMA:
-                schema, paths = _schema_of(path, fd, at, message.end)
-                found = FileScan(schema)
-            elif found is None:
-                raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
-            elif message.kind == _DICTIONARY:
-                found.dictionaries.append(at)
-            elif message.rows:
-                found.offsets.append(at)
-                found.rows.append(message.rows)
-                found.nullable.update(p for p, count in zip(paths, message.null_counts, strict=False) if count)
-                messages.append(message)
-            at = message.end
-        if found is None:
-            raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
-        digest.update(f"{at - start}".encode())
-        _sample(fd, messages, digest)
-        found.fingerprint = digest.hexdigest()
-        return found
+    start = _first_message(path, read(16, 0), size)
+    digest = hashlib.blake2b(digest_size=16)
+    found: FileScan | None = None
+    paths: list[tuple[str, ...]] = []
+    messages: list[_Message] = []
+    at = start
+    while True:
+        try:
+            head = read(_READ, at)
+            message = _message_at(read, head, at, size, bool(paths))
+        except (struct.error, IndexError, OverflowError) as problem:
+            if found is None or not skip_damage:
+                raise FormatError(_damage(path, at, size, problem)) from None
+            found.complete = False
+            break
+        if message is None:
+            _check_end(path, read, at, size, start, skip_damage)
+            break
+        digest.update(head)
+        if message.kind == _SCHEMA:
+            schema, paths = _schema_of(path, read, at, message.end)
+            found = FileScan(schema)
+        elif found is None:
+            raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
+        elif message.kind == _DICTIONARY:
+            found.dictionaries.append(at)
+        elif message.rows:
+            found.offsets.append(at)
+            found.rows.append(message.rows)
+            found.nullable.update(p for p, count in zip(paths, message.null_counts, strict=False) if count)
+            messages.append(message)
+        at = message.end
+    if found is None:
+        raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
+    digest.update(f"{at - start}".encode())
+    _sample(read, messages, digest)
+    found.fingerprint = digest.hexdigest()
+    return found
 
 
-def _sample(fd: int, messages: list[_Message], digest: hashlib.blake2b) -> None:
+def _sample(read: Read, messages: list[_Message], digest: hashlib.blake2b) -> None:
     """Bytes from the start, middle and end of every buffer of up to 64 blocks spread over the file.
 
     All headers are in the digest already, and with them the length of every buffer; this is for values that change
@@ -179,17 +190,17 @@ def _sample(fd: int, messages: list[_Message], digest: hashlib.blake2b) -> None:
         for offset, length in message.buffers:
             first, last = message.body + offset, message.body + offset + length
             if length <= 3 * _SAMPLE:
-                digest.update(os.pread(fd, length, first))
+                digest.update(read(length, first))
                 continue
             for at in (first, first + length // 2, last - _SAMPLE):
-                digest.update(os.pread(fd, _SAMPLE, at))
+                digest.update(read(_SAMPLE, at))
 
 
-def _check_end(path: Path, fd: int, at: int, size: int, start: int, skip_damage: bool) -> None:
+def _check_end(path: str, read: Read, at: int, size: int, start: int, skip_damage: bool) -> None:
     """Whether the file ends where its messages do: nothing cut off, nothing behind."""
-    if start and os.pread(fd, len(MAGIC), size - len(MAGIC)) != MAGIC:
+    if start and read(len(MAGIC), size - len(MAGIC)) != MAGIC:
         problem = "its footer is missing"
-    elif not start and at + 4 < size and any(os.pread(fd, min(size - at, 1 << 16), at)[8:]):
+    elif not start and at + 4 < size and any(read(min(size - at, 1 << 16), at)[8:]):
         problem = "there is data behind the end of the stream, as if files had been joined"
     elif at == size and not start:
         _log.warning("%s has no end-of-stream marker: it may have been cut off between two record batches", path)
@@ -201,7 +212,7 @@ def _check_end(path: Path, fd: int, at: int, size: int, start: int, skip_damage:
     _log.warning("%s: %s", path, problem)
 
 
-def _first_message(path: Path, head: bytes, size: int) -> int:
+def _first_message(path: str, head: bytes, size: int) -> int:
     if size == 0:
         raise FormatError(f"{path}: the file is empty (0 bytes). Remove it, or write it again.")
     if head.startswith(MAGIC):
@@ -210,7 +221,7 @@ def _first_message(path: Path, head: bytes, size: int) -> int:
         raise FormatError(f"{path}: Feather V1 files hold no record batches; write it again with pyarrow (Feather V2).")
     if head[:4] == b"PAR1":
         raise FormatError(
-            f"{path}: this is a Parquet file. Load it with midepoch.load_dataset('parquet', data_files=…)."
+            f"{path}: this is a Parquet file: pass format='parquet', or give it a name that ends with .parquet."
         )
     if len(head) >= 8 and struct.unpack_from("<I", head)[0] != _CONTINUATION:
         # Before Arrow 0.15 there was no marker: the length came first. Anything larger is another format.
@@ -220,7 +231,7 @@ def _first_message(path: Path, head: bytes, size: int) -> int:
     return 0
 
 
-def _message_at(fd: int, head: bytes, at: int, size: int, nodes: bool) -> _Message | None:
+def _message_at(read: Read, head: bytes, at: int, size: int, nodes: bool) -> _Message | None:
     """The message at an offset, or None at the end of the stream."""
     if at == size:
         return None  # a stream may end without its end-of-stream marker
@@ -233,25 +244,46 @@ def _message_at(fd: int, head: bytes, at: int, size: int, nodes: bool) -> _Messa
         raise struct.error("its header reaches past the end of the file")
     metadata = head[prefix : prefix + length]
     if len(metadata) < length:
-        metadata = os.pread(fd, length, at + prefix)
+        metadata = read(length, at + prefix)
     message = _parse(metadata, at + prefix + length, nodes)
     if message.end > size:
         raise struct.error("its body reaches past the end of the file")
     return message
 
 
-def _schema_of(path: Path, fd: int, at: int, end: int) -> tuple[pa.Schema, list[tuple[str, ...]]]:
+def _schema_of(path: str, read: Read, at: int, end: int) -> tuple[pa.Schema, list[tuple[str, ...]]]:
     try:
-        schema = pa.ipc.read_schema(pa.py_buffer(os.pread(fd, end - at, at)))
+        schema = pa.ipc.read_schema(pa.py_buffer(read(end - at, at)))
         _ = schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
         return schema, _node_paths(schema)
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
 
 
-def _damage(path: Path, at: int, size: int, problem: Exception | str) -> str:
+def _damage(path: str, at: int, size: int, problem: Exception | str) -> str:
     return (
         f"{path}: not a whole Arrow IPC file: the message at byte {at} of {size} cannot be read ({problem}). "
         "The file is probably truncated: copy or download it again, "
         'or pass on_error="skip" to use the record batches before the damage.'
     )
+
+
+def message_block(read: Read, size: int, offset: int, end: int | None, dictionaries: Sequence[int]) -> pa.RecordBatch:
+    """The record batch at an offset, with the schema and dictionaries that stand before it."""
+    start = 8 if read(6, 0) == MAGIC else 0
+    parts = [start, *(at for at in dictionaries if at < offset)]
+    stream = b"".join(_whole_message(read, at, size, None) for at in parts)
+    with pa.ipc.open_stream(stream + _whole_message(read, offset, size, end)) as reader:
+        return reader.read_next_batch()
+
+
+def _whole_message(read: Read, at: int, size: int, end: int | None) -> bytes:
+    if end is None:
+        try:
+            message = _message_at(read, read(_READ, at), at, size, nodes=False)
+        except struct.error as problem:
+            raise pa.ArrowInvalid(str(problem)) from None
+        if message is None:
+            raise pa.ArrowInvalid(f"there is no message at byte {at}")
+        end = message.end
+    return read(end - at, at)

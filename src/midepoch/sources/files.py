@@ -1,73 +1,205 @@
-"""Which files a user means: a file, a list, a glob, or a folder, listed in one order on every host."""
+"""Which files a user means: a file, a list, a glob, or a folder, anywhere, listed in one order on every host."""
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
-
-ARROW_SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
-_LATER = {".parquet", ".pq", ".orc", ".csv", ".tsv", ".json", ".jsonl", ".gz", ".zst"}
+from midepoch.sources.stores import Entry, Retry, Store, resolve
 
 PathLike = str | os.PathLike[str]
 
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl")
+_ALIASES = {"feather": "arrow", "ipc": "arrow", "json": "jsonl", "ndjson": "jsonl", "tsv": "csv"}
+_SUFFIXES = {
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".parquet": "parquet",
+    ".parq": "parquet",
+    ".pq": "parquet",
+    ".orc": "orc",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "jsonl",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+_MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
+_GLOB = re.compile(r"[*?\[]")
 
-def list_files(paths: PathLike | Iterable[PathLike]) -> list[Path]:
-    """The Arrow files meant by ``paths``: each glob and folder sorted, a list kept in the order given."""
+
+@dataclass(frozen=True)
+class Found:
+    """The files meant, in order, where they lie, and what they are."""
+
+    store: Store
+    format: str
+    entries: tuple[Entry, ...]
+
+
+def check_format(given: str | None) -> str | None:
+    """A format by its name, in any of its spellings."""
+    if given is None:
+        return None
+    name = _ALIASES.get(str(given).lower(), str(given).lower())
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}")
+    return name
+
+
+def format_of(path: str) -> str | None:
+    """The format that a file's name says it has."""
+    stem, suffix = os.path.splitext(path.lower())
+    if suffix in COMPRESSIONS:
+        named = _SUFFIXES.get(os.path.splitext(stem)[1])
+        return named if named in ("csv", "jsonl") else None
+    return _SUFFIXES.get(suffix)
+
+
+def find_files(
+    paths: PathLike | Iterable[PathLike],
+    *,
+    format: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    retry: Retry | None = None,
+) -> Found:
+    """The files meant by ``paths``: each glob and folder sorted, a list kept in the order given."""
+    given = paths_of(paths)
+    wanted = check_format(format)
+    store, entries = None, []
+    for text in given:
+        of, path = resolve(text, storage_options, filesystem, retry)
+        if store is not None and of.identity != store.identity:
+            raise ValueError(f"all files of a dataset must lie in one store, got {given[0]!r} and {text!r}")
+        store = store or of
+        entries += _expand(store, path, text, wanted)
+    assert store is not None
+    return Found(store, wanted or _common_format(store, entries), tuple(entries))
+
+
+def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
+    """One or several paths as a list of texts."""
     if isinstance(paths, (str, os.PathLike)):
-        return _expand(os.fspath(paths))
-    listed = [path for each in paths for path in _expand(os.fspath(each))]
+        return [os.fspath(paths)]
+    listed = [os.fspath(path) for path in paths]
     if not listed:
         raise DataNotFoundError("no files given: the list of paths is empty.")
     return listed
 
 
-def _expand(path: str) -> list[Path]:
-    path = os.path.expanduser(path)
-    if "://" in path:
-        raise FormatError(f"{path}: object stores are not read yet; give a local path.")
-    if os.path.isdir(path):
-        found = _visible(_walk(path))
-        arrow = sorted(name for name in found if name.endswith(ARROW_SUFFIXES))
-        if not arrow:
-            others = ", ".join(sorted({os.path.splitext(name)[1] or name for name in found})[:5])
-            what = f"it holds only {others}" if others else "it is empty"
-            raise DataNotFoundError(f"no Arrow files ({', '.join(ARROW_SUFFIXES)}) in the folder {path}: {what}.")
-        return [Path(name) for name in arrow]
-    if os.path.isfile(path):
-        return [_readable(path)]
-    if glob.has_magic(path):
-        matched = sorted(_visible(name for name in glob.glob(path, recursive=True) if os.path.isfile(name)))
-        if not matched:
-            raise DataNotFoundError(f"no file matches {path!r} (in {os.getcwd()}).")
-        return [_readable(name) for name in matched]
-    raise DataNotFoundError(f"{path!r} does not exist (looked in {os.getcwd()}).")
+def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+    name = store.name(path)
+    where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
+    entry = _stat(store, path)
+    if entry is not None:
+        return [entry]
+    if _GLOB.search(path):
+        base = path[: _GLOB.search(path).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        matches = re.compile(_translated(path)).fullmatch
+        found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
+        if not found:
+            raise DataNotFoundError(f"no file matches {name!r}{where}.")
+        return sorted(found, key=lambda each: each.path)
+    found = _below(store, path)
+    if not found and not store.is_folder(path):
+        raise DataNotFoundError(f"{name!r} does not exist{where}.")
+    visible = sorted((each for each in found if _visible(each.path, path)), key=lambda each: each.path)
+    known = [each for each in visible if (format_of(each.path) or wanted) == wanted or not wanted]
+    typed = [each for each in known if format_of(each.path)] or (known if wanted else [])
+    if not typed:
+        others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
+        what = f"it holds only {others}" if others else "it is empty"
+        raise DataNotFoundError(f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {what}.")
+    return typed
 
 
-def _walk(folder: str) -> Iterator[str]:
-    """All files below a folder, through links to folders too, each folder once."""
-    seen = set()
-    for root, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(root)
-        if real in seen:
-            folders.clear()  # a link that leads back up
+def _stat(store: Store, path: str) -> Entry | None:
+    if not store.local:
+        return None if path.endswith("/") or _GLOB.search(path) else store.stat(path)
+    if not os.path.isfile(path):
+        return None
+    stat = os.stat(path)
+    return Entry(path, stat.st_size, stat.st_mtime_ns)
+
+
+def _below(store: Store, folder: str) -> list[Entry]:
+    return _walk(folder) if store.local else store.list(folder.rstrip("/"))
+
+
+def _walk(folder: str) -> list[Entry]:
+    """All files below a local folder, through links to folders too, each folder once."""
+    seen, found, todo = set(), [], [folder]
+    while todo:
+        here = todo.pop()
+        try:
+            stat = os.stat(here)
+            entries = list(os.scandir(here))
+        except (FileNotFoundError, NotADirectoryError):
             continue
-        seen.add(real)
-        yield from (os.path.join(root, name) for name in names)
+        if (stat.st_dev, stat.st_ino) in seen:
+            continue  # a link that leads back up
+        seen.add((stat.st_dev, stat.st_ino))
+        for entry in entries:
+            if entry.is_dir():
+                todo.append(entry.path)
+            elif entry.is_file():
+                about = entry.stat()
+                found.append(Entry(entry.path, about.st_size, about.st_mtime_ns))
+    return found
 
 
-def _visible(names: Iterable[str]) -> list[str]:
-    """Without hidden and marker files (.crc, _SUCCESS)."""
-    return [name for name in names if not os.path.basename(name).startswith((".", "_"))]
+def _visible(path: str, root: str) -> bool:
+    """Not hidden, and no marker (``_SUCCESS``, ``.crc``), nor in a folder that is; ``_year=2024`` is a partition."""
+    parts = path[len(root) :].strip("/").split("/")
+    return not path.endswith(".crc") and not any(
+        part.startswith((".", "_")) and not ("=" in part and part is not parts[-1]) for part in parts
+    )
 
 
-def _readable(path: str) -> Path:
-    if os.path.splitext(path)[1].lower() in _LATER:
-        raise FormatError(
-            f"{path}: from_files reads Arrow IPC files. "
-            "Load other formats with midepoch.load_dataset('parquet' | 'csv' | 'json', data_files=…)."
-        )
-    return Path(path)
+def _translated(pattern: str) -> str:
+    """A glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        known.get(part)
+        or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
+        for part in parts
+    )
+
+
+def _common_format(store: Store, entries: list[Entry]) -> str:
+    named: dict[str, str] = {}
+    for entry in entries:
+        found = format_of(entry.path)
+        if found is not None:
+            named.setdefault(found, entry.path)
+    if len(named) > 1:
+        listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
+        raise FormatError(f"the files are of different formats: {listed}. Say which to read with format=….")
+    if named:
+        return next(iter(named))
+    return _sniffed(store, entries[0])
+
+
+def _sniffed(store: Store, entry: Entry) -> str:
+    """What the first bytes say, for a file whose name does not."""
+
+    def head() -> bytes:
+        with store.open(entry.path) as file:
+            return bytes(file.read(8))
+
+    found = store.persist(entry.path, "read", head) if entry.size else b""
+    for magic, kind in _MAGIC.items():
+        if found.startswith(magic):
+            return kind
+    if not entry.size or store.local:
+        return "arrow"  # whose reader says what is wrong with it
+    raise FormatError(f"{store.name(entry.path)}: its format cannot be told from its name; pass format=….")

@@ -32,7 +32,7 @@ _NOT_DATA = {
 
 
 @dataclass(frozen=True)
-class Request:
+class HubRequest:
     """The arguments of ``load_dataset`` that decide which data is meant."""
 
     path: str
@@ -76,7 +76,7 @@ class Request:
 
 
 def arrow_files(
-    request: Request, *, index_dir: Path | None = None, force: bool = False, num_proc: int | None = None
+    request: HubRequest, *, index_dir: Path | None = None, force: bool = False, num_proc: int | None = None
 ) -> dict[str, list[Path]]:
     """Split name -> Arrow files in the Hugging Face cache. Runs ``datasets`` only if this is not known yet."""
     path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
@@ -101,7 +101,7 @@ def arrow_files(
     return splits
 
 
-def _recall(path: Path, request: Request) -> dict[str, list[Path]] | None:
+def _recall(path: Path, request: HubRequest) -> dict[str, list[Path]] | None:
     """What was found last time, unless files have gone or changed since."""
     try:
         entry = json.loads(path.read_text())
@@ -113,7 +113,7 @@ def _recall(path: Path, request: Request) -> dict[str, list[Path]] | None:
     return splits if all(file.is_file() for files in splits.values() for file in files) else None
 
 
-def _ask_datasets(request: Request, num_proc: int | None) -> dict[str, list[Path]]:
+def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[Path]]:
     try:
         import datasets
     except ImportError:

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.arrow_ipc import FileScan, scan
+from midepoch.sources.footers import Footers
+from midepoch.sources.partitions import Values
 from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
-VERSION = 1
+VERSION = 2
+MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
 
@@ -41,6 +44,8 @@ class IndexedFile:
     blocks: int
     fingerprint: str
     dictionaries: tuple[int, ...] = ()
+    etag: str = ""
+    partition: Values = ()
 
     def unchanged(self) -> bool:
         try:
@@ -54,7 +59,8 @@ class IndexedFile:
 class Index:
     """Blocks of some files, in order: ``offsets[b]`` is the byte at which block b lies in its file.
 
-    ``starts[b]`` is its first row; both arrays have one entry more than there are blocks.
+    ``starts[b]`` is its first row; both arrays have one entry more than there are blocks. ``format`` says how a block
+    is decoded: files of Arrow batches on a local disk are mapped instead. Then ``ends`` and ``footers`` stay empty.
     """
 
     files: tuple[IndexedFile, ...]
@@ -63,13 +69,18 @@ class Index:
     schema_bytes: bytes
     nullable: frozenset[tuple[str, ...]]
     path: str | None = None
+    format: str = MAPPED
+    filter: str = ""
+    ends: Int64Array | None = None
+    footers: Footers = field(default_factory=Footers)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the contents of all files, in order; the same wherever they lie and whatever they are called."""
-        digest = hashlib.blake2b(digest_size=12)
+        digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
         for file in self.files:
-            digest.update(f"{file.fingerprint} {file.rows}\n".encode())
+            partition = f" {file.partition}" if file.partition else ""
+            digest.update(f"{file.fingerprint} {file.rows}{partition}\n".encode())
         return digest.hexdigest()
 
     @cached_property
@@ -80,11 +91,14 @@ class Index:
         # A dataset sent to a worker carries the path of the index, not its arrays.
         if self.path is not None:
             return _reopen, (self.path, self.fingerprint)
-        return Index, (self.files, self.offsets, self.starts, self.schema_bytes, self.nullable)
+        return Index, (
+            self.files, self.offsets, self.starts, self.schema_bytes, self.nullable, None,
+            self.format, self.filter, self.ends, self.footers,
+        )  # fmt: skip
 
 
 def _reopen(path: str, fingerprint: str) -> Index:
-    index = _read(Path(path))
+    index = read_index(Path(path))
     if index is None or index.fingerprint != fingerprint:
         raise FormatError(f"the index {path} has changed or gone since the dataset was made; make the dataset again.")
     return index
@@ -118,15 +132,15 @@ def open_index(
         if not writable:
             return index
         try:
-            atomic_write(path, _serialise(index))
+            atomic_write(path, serialise(index))
         except OSError as problem:
             _log.warning("the index cannot be kept in %s (%s): it will be made again next time", path.parent, problem)
             return index
-    return _read(path) or index
+    return read_index(path) or index
 
 
 def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
-    index = _read(path)
+    index = read_index(path)
     if index is None or [file.path for file in index.files] != [str(file) for file in files]:
         return None
     return index if all(file.unchanged() for file in index.files) else None
@@ -147,7 +161,7 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
             if progress is not None:
                 progress(done, len(files))
     schema = scans[0][0].schema
-    _usable(files[0], schema)
+    usable(files[0], schema)
     entries = []
     for path, (found, stat) in zip(files, scans, strict=True):
         _same_schema(files[0], schema, path, found.schema)
@@ -171,16 +185,16 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
     return Index(tuple(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
 
 
-def _usable(path: Path, schema: pa.Schema) -> None:
+def usable(path: object, schema: pa.Schema) -> None:
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
         raise FormatError(f"{path}: several columns are called {', '.join(map(repr, twice))}; rename them in the file.")
-    for field in schema:
-        children = [field.type.field(i).type for i in range(field.type.num_fields)]
+    for column in schema:
+        children = [column.type.field(i).type for i in range(column.type.num_fields)]
         if any(_holds_dictionary(child) for child in children):
             raise FormatError(
-                f"{path}: column {field.name!r} holds dictionary-encoded values inside a {field.type}, which cannot be "
-                "read in place; write them as plain values."
+                f"{path}: column {column.name!r} holds dictionary-encoded values inside a {column.type}, which cannot "
+                "be read in place; write them as plain values."
             )
 
 
@@ -195,34 +209,38 @@ def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema)
         a = expected.field(name).type if name in expected.names else "missing"
         b = found.field(name).type if name in found.names else "missing"
         if a != b:
-            raise FormatError(
+            raise DifferentSchemasError(
                 f"the files do not have one schema: column {name!r} is {a} in {first} but {b} in {path}. "
                 "Load them as separate datasets, or write one of them again."
             )
     if expected.names != found.names:
-        raise FormatError(f"the files list their columns in different orders: {first} and {path}.")
+        raise DifferentSchemasError(f"the files list their columns in different orders: {first} and {path}.")
 
 
-def _serialise(index: Index) -> bytes:
-    offsets, starts = index.offsets.tobytes(), index.starts.tobytes()
+def serialise(index: Index) -> bytes:
+    arrays = [index.offsets, index.starts] + ([index.ends] if index.ends is not None else [])
     header = {
         "version": VERSION,
-        "files": [asdict(file) for file in index.files],
+        "format": index.format,
+        "filter": index.filter,
+        "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
+        "files": [list(astuple(file)) for file in index.files],
         "schema": base64.b64encode(index.schema_bytes).decode(),
         "nullable": sorted(map(list, index.nullable)),
-        "crc": zlib.crc32(starts, zlib.crc32(offsets)),
+        "crc": _checksum(arrays),
     }
     text = json.dumps(header)
     metadata = {"midepoch": text, "midepoch_crc": str(zlib.crc32(text.encode()))}
-    columns = [pa.Array.from_buffers(pa.int64(), len(index.starts), [None, pa.py_buffer(a)]) for a in (offsets, starts)]
-    table = pa.Table.from_arrays(columns, names=["offset", "start"]).replace_schema_metadata(metadata)
+    columns = [pa.Array.from_buffers(pa.int64(), len(a), [None, pa.py_buffer(a.tobytes())]) for a in arrays]
+    names = ["offset", "start", "end"][: len(arrays)]
+    table = pa.Table.from_arrays(columns, names=names).replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=max(1, table.num_rows))
     return bytes(sink.getvalue())
 
 
-def _read(path: Path) -> Index | None:
+def read_index(path: Path) -> Index | None:
     """The index in a file, or None where there is none that can be used (absent, damaged, of another version)."""
     try:
         with pa.memory_map(str(path)) as mapped:
@@ -234,16 +252,35 @@ def _read(path: Path) -> Index | None:
         if header["version"] != VERSION:
             return None
         # Not Array.to_numpy: it would import pandas, which takes longer than all the rest of opening a dataset.
-        offsets, starts = (np.frombuffer(table.column(i).chunk(0).buffers()[1], np.int64) for i in (0, 1))
-        if not len(offsets) == len(starts) == table.num_rows:
+        arrays = [np.frombuffer(column.chunk(0).buffers()[1], np.int64) for column in table.columns]
+        if any(len(array) != table.num_rows for array in arrays):
             raise ValueError("its arrays are cut short")
-        if zlib.crc32(starts.data, zlib.crc32(offsets.data)) != header["crc"]:
+        if _checksum(arrays) != header["crc"]:
             raise ValueError("its arrays are damaged")
-        files = tuple(IndexedFile(**{**file, "dictionaries": tuple(file["dictionaries"])}) for file in header["files"])
+        files = tuple(_file(file) for file in header["files"])
         schema = base64.b64decode(header["schema"])
+        footers, name = header["footers"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
         _log.info("the index %s cannot be used and is made again: %s", path, problem)
         return None
-    return Index(files, offsets, starts, schema, frozenset(map(tuple, header["nullable"])), str(path))
+    nullable = frozenset(map(tuple, header["nullable"]))
+    kept = Footers((), str(path.with_name(footers)) if footers else None, name)
+    ends = arrays[2] if len(arrays) > 2 else None
+    return Index(
+        files, arrays[0], arrays[1], schema, nullable, str(path), header["format"], header["filter"], ends, kept
+    )
+
+
+def _file(stored: list[Any]) -> IndexedFile:
+    path, size, mtime, rows, blocks, fingerprint, dictionaries, etag, partition = stored
+    values = tuple((key, value) for key, value in partition)
+    return IndexedFile(path, size, mtime, rows, blocks, fingerprint, tuple(dictionaries), etag, values)
+
+
+def _checksum(arrays: Sequence[Int64Array]) -> int:
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(np.ascontiguousarray(array).data, found)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,9 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import FormatError
+from midepoch.errors import CorruptBlockError, FetchError, FormatError
 from midepoch.order import Layout
+from midepoch.sources.filters import Filter
+from midepoch.sources.formats import FORMATS, Block
 from midepoch.sources.index import Index, IndexedFile
+from midepoch.sources.lake import decoder
+from midepoch.sources.stores import Entry, Store
 
 _PLAIN_FEATURES = {
     "Value",
@@ -27,11 +32,32 @@ _PLAIN_FEATURES = {
 }
 
 
+@dataclass(frozen=True)
+class CacheSpec:
+    """Where decoded blocks are kept, and how many bytes of them."""
+
+    folder: str
+    limit: int
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """How to get at blocks that are fetched or decoded. Not part of what the data is."""
+
+    store: Store
+    filter: Filter | None
+    cache: CacheSpec
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
-    """An ordered, fingerprinted set of blocks in files, in place. Pickles to the paths of its indexes."""
+    """An ordered, fingerprinted set of blocks in files, in place. Pickles to the paths of its indexes.
+
+    ``access`` is there where blocks are fetched or decoded, and None where files are mapped.
+    """
 
     indexes: tuple[Index, ...]
+    access: Access | None = None
 
     def __post_init__(self) -> None:
         first = self.indexes[0].schema
@@ -40,7 +66,7 @@ class Source:
                 raise FormatError(f"splits of different schemas cannot be joined:\n{first}\nand\n{other.schema}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.indexes,)  # not what was computed from them
+        return Source, (self.indexes, self.access)  # not what was computed from them
 
     @cached_property
     def files(self) -> tuple[IndexedFile, ...]:
@@ -107,7 +133,56 @@ class Source:
     def place(self, row: int) -> str:
         """Where a source row lies, in words for people."""
         number = int(np.searchsorted(self.layout.file_starts, row, side="right")) - 1
-        return f"row {row - int(self.layout.file_starts[number])} of {self.files[number].path}"
+        return f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
+
+    def name(self, file: IndexedFile) -> str:
+        return file.path if self.access is None else self.access.store.name(file.path)
+
+    def fetch(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """A block, fetched and decoded: these columns of the rows that pass the filter. Raises DataError."""
+        assert self.access is not None
+        store, chosen, (index,) = self.access.store, self.access.filter, self.indexes
+        of_file = int(self.file_blocks.searchsorted(number, side="right")) - 1
+        file = index.files[of_file]
+        entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
+        assert index.ends is not None
+        end = int(index.ends[number])
+        block = Block(
+            entry, int(index.offsets[number]), None if end < 0 else end, index.footers[of_file], file.dictionaries
+        )
+        rows = int(index.starts[number + 1] - index.starts[number])
+        read = (
+            list(columns) + [name for name in chosen.columns(self.schema) if name not in columns] if chosen else columns
+        )
+        decode = decoder(
+            store, FORMATS[index.format], block, file.partition, self.schema, read, rows if chosen is None else None
+        )
+
+        def checked() -> pa.Table:
+            store.check(entry)
+            table = decode()
+            store.check(entry)  # or what was read may be half old and half new
+            return table
+
+        try:
+            table = store.persist(file.path, "read", checked)
+            table = table if chosen is None else table.filter(chosen.expression).select(list(columns))
+            if table.num_rows != rows:
+                raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
+        except FetchError as problem:
+            if store.local:  # nothing was fetched: the bytes are bad
+                raise CorruptBlockError(f"{problem} {self._remedy(number)}") from None
+            raise
+        except pa.ArrowException as problem:
+            raise CorruptBlockError(f"{store.name(file.path)}: {problem}. {self._remedy(number)}") from None
+        return table
+
+    def _remedy(self, number: int) -> str:
+        first, stop = self.layout.block_starts[number : number + 2].tolist()
+        return (
+            f'These are rows {first} to {stop - 1} of the data. Restore the file, or pass on_error="skip" to go on '
+            "without them."
+        )
 
 
 def _needs_decoding(feature: Any) -> bool:

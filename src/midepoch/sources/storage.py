@@ -55,11 +55,12 @@ def _sweep(path: Path) -> None:
     """Remove what killed writers of ``path`` left behind. The caller holds the lock, so none is in use here."""
     for left in path.parent.glob(f".{path.name}.*.tmp"):
         pid = left.name.rsplit(".", 2)[1]
-        if pid.isdigit() and not _alive(int(pid)):
+        if pid.isdigit() and not alive(int(pid)):
             left.unlink(missing_ok=True)
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether there is a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

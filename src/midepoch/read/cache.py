@@ -1,0 +1,228 @@
+"""Decoded blocks on disk, shared by all processes of a machine: each block is an Arrow file, there whole or not at all.
+
+A killed process leaves at most a temporary file, which the next one removes. Blocks of an earlier boot are removed too:
+they were never synced. Nothing here is needed to be right: a block that is gone is decoded once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from midepoch.errors import FormatError
+from midepoch.sources.source import CacheSpec
+from midepoch.sources.storage import alive
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: two processes may decode the same block, which is harmless
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger("midepoch")
+_EVICTING = 1 << 40  # the byte of the lock file that stands for making room; blocks have the bytes before it
+
+NextUse = Callable[[int], float]
+
+
+class BlockCache:
+    """The blocks of one source and choice of columns. ``next_use`` says how soon a block will be read again."""
+
+    def __init__(self, spec: CacheSpec, key: str, next_use: NextUse) -> None:
+        self._root = Path(spec.folder) / _machine()
+        self._folder = self._root / key
+        self._limit, self._next_use = spec.limit, next_use
+        self._busy: set[int] = set()
+        self._done = threading.Condition()
+        self._written = 0
+        self._fd: int | None = None
+        self._usable = self._prepare(Path(spec.folder))
+
+    def _prepare(self, folder: Path) -> bool:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as problem:
+            _log.warning("decoded blocks cannot be kept in %s (%s): every process keeps its own", folder, problem)
+            return False
+        host = self._root.name.rsplit("-", 1)[0]
+        for other in folder.glob(f"{host}-*"):
+            if other.name != self._root.name and other.name.rsplit("-", 1)[0] == host:
+                shutil.rmtree(other, ignore_errors=True)
+        for left in self._root.glob("*/.*.tmp"):
+            pid = left.name.split(".")[2]
+            if pid.isdigit() and not alive(int(pid)):
+                left.unlink(missing_ok=True)
+        return True
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", None) is not None:
+            os.close(self._fd)  # type: ignore[arg-type]
+
+    def _path(self, block: int) -> Path:
+        return self._folder / f"{block}.arrow"
+
+    def has(self, block: int) -> bool:
+        return self._usable and self._path(block).exists()
+
+    def open(self, block: int) -> pa.RecordBatch | None:
+        """The block, mapped, if it is there."""
+        if not self._usable:
+            return None
+        path = self._path(block)
+        try:
+            mapped = pa.memory_map(str(path)).read_buffer()
+            batch = pa.ipc.open_stream(mapped).read_next_batch()
+        except FileNotFoundError:
+            return None
+        except (pa.ArrowException, OSError, StopIteration) as problem:
+            _log.warning("the cached block %s cannot be used and is made again: %s", path, problem)
+            path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # of other runs' blocks the one that was not used for longest goes first
+        return batch
+
+    def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
+        """The block: mapped if it is there, else made, by one process at a time."""
+        found = self.open(block)
+        if found is not None:
+            return found
+        with self._held(block, wait=True):
+            found = self.open(block)
+            return found if found is not None else self._make(block, make)
+
+    def prefetch(self, block: int, make: Callable[[], pa.Table]) -> bool:
+        """See to it that the block is there, unless somebody is at it already. Whether it was made."""
+        if not self._usable or self.has(block):
+            return False
+        with self._held(block, wait=False) as mine:
+            if not mine or self.has(block):
+                return False
+            self._make(block, make)
+            return True
+
+    def _make(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
+        batch = one_batch(make())
+        if self._usable:
+            try:
+                self._write(block, batch)
+            except OSError as problem:
+                if problem.errno == errno.ENOSPC:
+                    self._make_room(0)
+                _log.warning("the decoded block %s cannot be kept: %s", self._path(block), problem)
+                return batch
+            return self.open(block) or batch
+        return batch
+
+    def _write(self, block: int, batch: pa.RecordBatch) -> None:
+        path = self._path(block)
+        temporary = path.with_name(f".{block}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            size = temporary.stat().st_size
+            self._written += size
+            if self._written > self._limit // 16:
+                self._make_room(self._limit - size)
+                self._written = 0
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _make_room(self, limit: int) -> None:
+        """Remove blocks until those of all sources together take no more than ``limit`` bytes."""
+        if not self._lock(_EVICTING, wait=False):
+            return
+        try:
+            found = [(file, file.stat()) for file in self._root.glob("*/*.arrow")]
+            total = sum(stat.st_size for _, stat in found)
+            if total <= limit:
+                return
+            for file, stat in sorted(found, key=lambda each: self._distance(*each), reverse=True):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                    total -= stat.st_size
+                if total <= limit:
+                    return
+        except OSError:
+            return  # another process is at it as well
+        finally:
+            self._unlock(_EVICTING)
+
+    def _distance(self, file: Path, stat: os.stat_result) -> tuple[float, float]:
+        """How far away the next use of a block is; of those that nobody here knows, how long ago the last one was."""
+        age = time.time() - stat.st_mtime
+        if file.parent != self._folder:
+            return float("inf") if age > 60 else 0.0, age
+        return self._next_use(int(file.stem)), age
+
+    @contextlib.contextmanager
+    def _held(self, block: int, *, wait: bool) -> Iterator[bool]:
+        """A block for this thread alone: in this process by a set, on the machine by a lock that dies with it."""
+        with self._done:
+            while block in self._busy:
+                if not wait:
+                    yield False
+                    return
+                self._done.wait()
+            self._busy.add(block)
+        try:
+            locked = self._lock(block, wait=wait)
+            try:
+                yield locked
+            finally:
+                if locked:
+                    self._unlock(block)
+        finally:
+            with self._done:
+                self._busy.discard(block)
+                self._done.notify_all()
+
+    def _lock(self, byte: int, *, wait: bool) -> bool:
+        if fcntl is None or self._fd is None:
+            return True
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # a file system without locks
+        return True
+
+    def _unlock(self, byte: int) -> None:
+        if fcntl is not None and self._fd is not None:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+
+
+def one_batch(table: pa.Table) -> pa.RecordBatch:
+    """A table as one record batch."""
+    batches = table.combine_chunks().to_batches()
+    if len(batches) == 1:
+        return batches[0]
+    if not batches:
+        return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in table.schema], schema=table.schema)
+    raise FormatError(
+        f"a block of {table.num_rows:,} rows has more than 2 GiB of text in one column: write smaller row groups, or "
+        "the column as large_string."
+    )
+
+
+def _machine() -> str:
+    """This host since it was last started."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        boot = "0"
+    return f"{socket.gethostname()}-{boot}"

@@ -1,0 +1,179 @@
+"""Blocks that are fetched or decoded: read ahead in the order that is known, mapped from the cache of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import MidepochError
+from midepoch.order.epoch import Uses
+from midepoch.read.cache import BlockCache
+from midepoch.sources import Source
+
+Int64Array = npt.NDArray[np.int64]
+_log = logging.getLogger("midepoch")
+
+_THREADS_LOCAL, _THREADS_REMOTE = 1, 4
+_EXPANSION = 3.0  # decoded bytes for one of a file, until it is known better
+_AHEAD_SHARE = 0.75  # of the cache, for blocks in use and to come
+_LEAST_AHEAD = 2
+
+
+class FetchedBlocks:
+    """Record batches of a source by number, with just the columns asked for. Not thread-safe, but it has threads."""
+
+    def __init__(self, source: Source, columns: Sequence[str]) -> None:
+        assert source.access is not None
+        self._source, self._columns = source, list(columns)
+        self._limit = source.access.cache.limit
+        self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._open_bytes = 0
+        self._plan = _Plan(source)
+        text = "\0".join([source.fingerprint, *self._columns])
+        key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        self._cache = BlockCache(source.access.cache, key, self._plan.next_use)
+        self._ahead = _Ahead(self._plan, self._cache, self._make, 1 if source.access.store.local else _THREADS_REMOTE)
+        self._close = weakref.finalize(self, self._ahead.close)
+
+    def _make(self, block: int) -> pa.Table:
+        return self._source.fetch(block, self._columns)
+
+    def expect(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
+        """Rows from this position of an epoch on will be read next."""
+        self._plan.move(epoch, position, uses)
+        self._ahead.wake()
+
+    def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
+        """The block. Its addresses hold until ``trim`` names it."""
+        batch = self._open.get(block)
+        if batch is None:
+            batch = self._cache.get(block, lambda: self._make(block))
+            self._plan.learn(batch.nbytes, batch.num_rows)
+            self._open[block] = batch
+            self._open_bytes += batch.nbytes
+        else:
+            self._open.move_to_end(block)
+        return batch, True
+
+    def trim(self) -> list[int]:
+        """Let go of blocks that are not needed any more, or of those not used for longest if there are too many."""
+        dropped = []
+        for block in list(self._open):
+            if self._plan.over(block) or (self._open_bytes > self._limit and len(self._open) > 1):
+                self._open_bytes -= self._open.pop(block).nbytes
+                dropped.append(block)
+        return dropped
+
+
+class _Plan:
+    """Which blocks are read when, as far as it is known, and how large they are."""
+
+    def __init__(self, source: Source) -> None:
+        self._lock = threading.Lock()
+        self._rows = np.diff(source.layout.block_starts)
+        self._row_bytes = source.bytes_per_row * _EXPANSION
+        self._limit = source.access.cache.limit if source.access else 0
+        self._epoch = -1
+        self._position = 0
+        self._blocks = self._first = self._last = np.empty(0, dtype=np.int64)
+        self._last_of: dict[int, int] = {}
+        self._first_of: dict[int, int] = {}
+
+    def move(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
+        with self._lock:
+            if epoch != self._epoch:
+                found = uses()
+                self._epoch, self._blocks, self._first, self._last = epoch, found.blocks, found.first, found.last
+                order = np.argsort(found.last, kind="stable")
+                self._last_of = dict(zip(found.blocks[order].tolist(), found.last[order].tolist(), strict=True))
+                self._first_of = dict(zip(found.blocks[::-1].tolist(), found.first[::-1].tolist(), strict=True))
+            self._position = position
+
+    def learn(self, size: int, rows: int) -> None:
+        """How many bytes some rows have taken."""
+        self._row_bytes += (size / max(1, rows) - self._row_bytes) / 4
+
+    def over(self, block: int) -> bool:
+        """Whether a block will not be read again in this epoch."""
+        last = self._last_of.get(block)
+        return last is not None and last < self._position
+
+    def next_use(self, block: int) -> float:
+        """How many positions away the next use is."""
+        first, last = self._first_of.get(block), self._last_of.get(block)
+        if first is None or last is None or last < self._position:
+            return float("inf")
+        return float(max(0, first - self._position))
+
+    def coming(self) -> list[int]:
+        """Blocks in use and to come, in order, as many as have room."""
+        with self._lock:
+            start = int(np.searchsorted(self._first, self._position, side="right"))
+            blocks, last, position = self._blocks, self._last, self._position
+        used = blocks[:start][last[:start] >= position]
+        ahead = blocks[start : start + 4096]
+        room = self._limit * _AHEAD_SHARE - float(self._rows[used].sum()) * self._row_bytes
+        fits = int(np.searchsorted(np.cumsum(self._rows[ahead]) * self._row_bytes, room, side="right"))
+        return [*used.tolist(), *ahead[: max(_LEAST_AHEAD, fits)].tolist()]
+
+
+class _Ahead:
+    """Threads that fetch what comes next. They hold the plan and the cache, never the one who reads."""
+
+    def __init__(self, plan: _Plan, cache: BlockCache, make: Callable[[int], pa.Table], threads: int) -> None:
+        self._plan, self._cache, self._count = plan, cache, threads
+        self._make = weakref.WeakMethod(make)
+        self._wanted = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._stop = False
+        self._failed: set[int] = set()
+        self._seen: tuple[int, ...] = ()
+
+    def wake(self) -> None:
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._run, name=f"midepoch-fetch-{i}", daemon=True) for i in range(self._count)
+            ]
+            for thread in self._threads:
+                thread.start()
+        for _ in self._threads:
+            self._wanted.release()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.acquire()
+            while self._wanted.acquire(blocking=False):
+                pass  # one look is enough for all that was asked meanwhile
+            for block in self._plan.coming():
+                if self._stop:
+                    return
+                make = self._make()
+                if make is None or block in self._failed:
+                    continue
+                try:
+                    self._cache.prefetch(block, lambda make=make, block=block: make(block))  # type: ignore[misc]
+                except MidepochError:
+                    self._failed.add(block)  # whoever needs it will hear of it
+                except Exception as problem:
+                    self._failed.add(block)
+                    _log.debug("block %d could not be fetched ahead: %s", block, problem)
+                finally:
+                    del make
+            if self._stop:
+                return
+
+    def close(self) -> None:
+        self._stop = True
+        for _ in self._threads:
+            self._wanted.release()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=10)

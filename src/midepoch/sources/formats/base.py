@@ -1,0 +1,65 @@
+"""What a format can do: find the blocks of a file, and decode one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from midepoch.sources.stores import Entry, Store
+
+
+@dataclass
+class Scanned:
+    """What looking through one file found."""
+
+    schema: pa.Schema
+    offsets: list[int] = field(default_factory=list)
+    """Where each block begins: a byte, or the number of a row group or stripe."""
+    rows: list[int] = field(default_factory=list)
+    nullable: set[tuple[str, ...]] = field(default_factory=set)
+    """Paths of columns, and of what is inside them, that hold a null."""
+    fingerprint: str = ""
+    footer: bytes = b""
+    """What has to be known of the file to decode a block of it."""
+    etag: str = ""
+    dictionaries: list[int] = field(default_factory=list)
+    inferred: bool = False
+    """Whether the types were guessed from text, so that other files may make them wider."""
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block to decode. ``end`` is where the next one begins, None for the last of a file."""
+
+    entry: Entry
+    offset: int
+    end: int | None
+    footer: bytes = b""
+    dictionaries: tuple[int, ...] = ()
+
+
+class Format(Protocol):
+    """One file format."""
+
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
+        """Find all blocks. May be called again after a failure of the store."""
+        ...
+
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        """Those of the columns that the file has, as near to the types of ``schema`` as the file allows."""
+        ...
+
+    def excluded(self, block: Block, expression: Any, schema: pa.Schema, partition: Any) -> bool:
+        """Whether statistics prove that no row of the block passes the filter."""
+        ...
+
+
+class NoStatistics:
+    """For formats that cannot tell anything about a block without reading it."""
+
+    def excluded(self, block: Block, expression: Any, schema: pa.Schema, partition: Any) -> bool:  # noqa: ARG002
+        return False

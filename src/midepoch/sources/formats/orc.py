@@ -1,0 +1,148 @@
+"""ORC: a block is a stripe.
+
+pyarrow reads stripes but does not say how many rows one has before it is read. That, and which columns hold nulls,
+stands in the footer, a protobuf message: https://orc.apache.org/specification/ORCv1/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.orc as po
+
+from midepoch.errors import FormatError
+from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.stores import Entry, Store
+
+_TAIL = 64 << 10
+_NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5
+
+
+class OrcFormat(NoStatistics):
+    """Stripes. Only the streams of the columns wanted are read."""
+
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
+        name = store.name(entry.path)
+        with store.open(entry.path) as file:
+            size = file.size()
+            tail = bytes(file.read_at(min(_TAIL, size), max(0, size - _TAIL)))
+            try:
+                whole = po.ORCFile(file)
+                schema, stripes, rows = whole.schema, whole.nstripes, whole.nrows
+                footer = _footer(file, tail, size)
+                counts = _counted(whole) if footer is None else [_number(stripe, 5) for stripe in _messages(footer, 3)]
+            except (pa.ArrowException, OSError, IndexError, ValueError, zlib.error) as problem:
+                if isinstance(problem, OSError) and not store.local:
+                    raise
+                raise FormatError(f"{name}: not a whole ORC file: {problem}. Copy or download it again.") from None
+            found = Scanned(schema, etag=store.etag(entry.path, file))
+        if len(counts) != stripes or sum(counts) != rows:
+            raise FormatError(f"{name}: its stripes have {sum(counts)} rows, its footer says {rows}: it is damaged.")
+        found.offsets = [i for i, count in enumerate(counts) if count]
+        found.rows = [count for count in counts if count]
+        found.nullable = {(name,) for name in schema.names} if footer is None else _nullable(footer, schema, rows)
+        found.fingerprint = hashlib.blake2b((footer or tail) + str(size).encode(), digest_size=16).hexdigest()
+        return found
+
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+        with store.open(block.entry.path) as file:
+            whole = po.ORCFile(file)
+            there = [name for name in columns if name in whole.schema.names]
+            batch = whole.read_stripe(block.offset, columns=there or whole.schema.names[:1])
+        table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+        return table.select(there)
+
+
+def _counted(whole: po.ORCFile) -> list[int]:
+    """Rows of each stripe, by reading the first column."""
+    first = whole.schema.names[:1]
+    return [whole.read_stripe(i, columns=first).num_rows for i in range(whole.nstripes)]
+
+
+def _footer(file: pa.NativeFile, tail: bytes, size: int) -> bytes | None:
+    """The footer, decompressed; None where that is not possible (LZ4 blocks do not say how long they are)."""
+    length = tail[-1]
+    script = tail[-1 - length : -1]
+    footer_size, codec = _number(script, 1), _number(script, 2)
+    end = len(tail) - 1 - length
+    raw = tail[end - footer_size : end]
+    if footer_size > end:
+        raw = bytes(file.read_at(footer_size, size - 1 - length - footer_size))
+    if len(raw) != footer_size:
+        raise ValueError(f"its footer of {footer_size} bytes does not fit into {size} bytes")
+    if codec == _NONE:
+        return raw
+    return b"".join(_chunks(raw, codec)) if codec in (_ZLIB, _SNAPPY, _ZSTD) else None
+
+
+def _chunks(raw: bytes, codec: int) -> Iterator[bytes]:
+    """Compressed pieces, each behind three bytes: its length, and whether it was left as it is."""
+    at = 0
+    while at + 3 <= len(raw):
+        head = int.from_bytes(raw[at : at + 3], "little")
+        data = raw[at + 3 : at + 3 + (head >> 1)]
+        at += 3 + (head >> 1)
+        if head & 1:
+            yield data
+        elif codec == _ZLIB:
+            yield zlib.decompress(data, -15)
+        elif codec == _ZSTD:
+            yield pa.CompressedInputStream(pa.BufferReader(data), "zstd").read()
+        elif codec == _SNAPPY:
+            yield pa.Codec("snappy").decompress(data, _varint(data, 0)[0], asbytes=True)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number in its footer is too long")
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message: numbers, and bytes for everything else."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+        else:
+            size, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+            yield key >> 3, data[at : at + size]
+            at += size
+
+
+def _number(data: bytes, field: int) -> int:
+    return next((value for name, value in _fields(data) if name == field and isinstance(value, int)), 0)
+
+
+def _messages(data: bytes, field: int) -> list[bytes]:
+    return [value for name, value in _fields(data) if name == field and isinstance(value, bytes)]
+
+
+def _nullable(footer: bytes, schema: pa.Schema, rows: int) -> set[tuple[str, ...]]:
+    """Top-level columns with a null. What is inside of lists and structs shows when it is read."""
+    statistics = _messages(footer, 7)
+    root = _messages(footer, 4)[0]
+    packed = b"".join(value for name, value in _fields(root) if name == 2 and isinstance(value, bytes))
+    columns = [value for name, value in _fields(root) if name == 2 and isinstance(value, int)]
+    at = 0
+    while at < len(packed):
+        value, at = _varint(packed, at)
+        columns.append(value)
+    found: set[tuple[str, ...]] = set()
+    for name, number in zip(schema.names, columns, strict=False):
+        about = dict(_fields(statistics[number])) if number < len(statistics) else {}
+        if about.get(10, about.get(1, 0) != rows):
+            found.add((name,))
+    return found

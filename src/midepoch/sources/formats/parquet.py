@@ -1,0 +1,130 @@
+"""Parquet: a block is a row group. The footer is read once, with the index; a block costs the bytes of its columns."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from midepoch.errors import FormatError
+from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.stores import Entry, Store
+
+_MAGIC = b"PAR1"
+_TAIL = 64 << 10
+"""Bytes from the end to read at once: most footers are shorter, and so cost one request."""
+
+
+class ParquetFormat:
+    """Row groups, with statistics that can exclude them from a filter."""
+
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
+        name = store.name(entry.path)
+        with store.open(entry.path) as file:
+            etag, size = store.etag(entry.path, file), file.size()
+            footer = _read_footer(name, file, size)
+        metadata = _parsed(name, footer)
+        found = Scanned(_schema(name, footer), footer=footer, etag=etag)
+        for group in range(metadata.num_row_groups):
+            if rows := metadata.row_group(group).num_rows:
+                found.offsets.append(group)
+                found.rows.append(rows)
+        if sum(found.rows) != metadata.num_rows or any(rows < 0 for rows in found.rows):
+            raise FormatError(
+                f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
+            )
+        found.nullable = _nullable(metadata, found.schema)
+        found.fingerprint = hashlib.blake2b(footer + struct.pack("<q", size), digest_size=16).hexdigest()
+        return found
+
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
+        metadata = _parsed(store.name(block.entry.path), block.footer)
+        there = set(_schema(store.name(block.entry.path), block.footer).names)
+        wanted = [name for name in columns if name in there]
+        if not wanted:  # only the number of rows is asked for
+            return pa.table({"": pa.nulls(metadata.row_group(block.offset).num_rows)}).select([])
+        with (
+            store.open(block.entry.path) as file,
+            # Checksums are verified where the writer left any: a flipped bit is an error, not a wrong value.
+            pq.ParquetFile(
+                file, metadata=metadata, pre_buffer=not store.local, page_checksum_verification=True
+            ) as whole,
+        ):
+            return whole.read_row_group(block.offset, columns=wanted, use_threads=len(wanted) > 1)
+
+    def excluded(self, block: Block, expression: Any, schema: pa.Schema, partition: Any) -> bool:
+        import pyarrow.dataset as ds
+
+        source = pa.BufferReader(_standing_alone(block.footer))
+        fragment = ds.ParquetFileFormat().make_fragment(
+            source, partition_expression=partition, row_groups=[block.offset]
+        )
+        return not fragment.split_by_row_group(expression, schema=schema)
+
+
+def _read_footer(name: str, file: pa.NativeFile, size: int) -> bytes:
+    if size < 12:
+        raise FormatError(f"{name}: not a Parquet file ({size} bytes): it is empty or was cut short. Write it again.")
+    tail = bytes(file.read_at(min(_TAIL, size), max(0, size - _TAIL)))
+    if tail[-4:] != _MAGIC:
+        if tail[-4:] == b"PARE":
+            raise FormatError(f"{name}: encrypted Parquet files are not read.")
+        raise FormatError(
+            f"{name}: not a whole Parquet file: it does not end with {_MAGIC!r}. "
+            "It is of another format (say which with format=…) or was cut short: copy or download it again."
+        )
+    (length,) = struct.unpack("<I", tail[-8:-4])
+    if length + 12 > size:
+        raise FormatError(f"{name}: its footer of {length} bytes does not fit into {size} bytes: the file is damaged.")
+    if length + 8 <= len(tail):
+        return tail[-8 - length : -8]
+    return bytes(file.read_at(length, size - 8 - length))
+
+
+def _standing_alone(footer: bytes) -> bytes:
+    """A file of nothing but this footer: all that pyarrow needs to read the metadata."""
+    return _MAGIC + footer + struct.pack("<I", len(footer)) + _MAGIC
+
+
+@lru_cache(maxsize=256)
+def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(pa.BufferReader(_standing_alone(footer)))
+    except (pa.ArrowException, OSError) as problem:
+        raise FormatError(f"{name}: its Parquet footer cannot be read: {problem}") from None
+
+
+@lru_cache(maxsize=256)
+def _schema(name: str, footer: bytes) -> pa.Schema:
+    try:
+        schema = _parsed(name, footer).schema.to_arrow_schema()
+        _ = schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
+        return schema
+    except (pa.ArrowException, OSError, ValueError) as problem:
+        raise FormatError(f"{name}: its Parquet schema cannot be read: {problem}") from None
+
+
+def _nullable(metadata: pq.FileMetaData, schema: pa.Schema) -> set[tuple[str, ...]]:
+    """Columns that have a null, or no statistics to say that they have none.
+
+    The statistics of a list count an empty one as a null. So what is inside of lists is taken to have none: a null
+    there shows when it is read.
+    """
+    found: set[tuple[str, ...]] = set()
+    for group in range(metadata.num_row_groups):
+        about = metadata.row_group(group)
+        for number in range(about.num_columns):
+            column = about.column(number)
+            path = column.path_in_schema
+            name = path if path in schema.names else path.split(".", 1)[0]
+            if (name,) in found or name not in schema.names or not schema.field(name).nullable:
+                continue
+            statistics = column.statistics
+            if statistics is None or not statistics.has_null_count or statistics.null_count:
+                found.add((name,))
+    return found

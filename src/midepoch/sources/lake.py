@@ -1,0 +1,285 @@
+"""The index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, and Arrow files in a store.
+
+Made once: footers (or, of text, all rows) are looked at in parallel, types are brought together, and the rows that
+pass the filter are counted, so that a position means the same row on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from midepoch.errors import CorruptBlockError, FormatError
+from midepoch.sources.files import Found
+from midepoch.sources.filters import Filter
+from midepoch.sources.footers import Footers
+from midepoch.sources.formats import FORMATS, Block, Scanned
+from midepoch.sources.formats.lines import widest
+from midepoch.sources.index import Index, IndexedFile, Progress, default_index_dir, read_index, serialise, usable
+from midepoch.sources.partitions import Values, hive_values
+from midepoch.sources.storage import atomic_write, locked
+from midepoch.sources.stores import Entry, Store
+
+T = TypeVar("T")
+_log = logging.getLogger("midepoch")
+_THREADS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What was asked for: all that decides what the index holds. ``find`` lists the files when it has to."""
+
+    store: Store
+    paths: tuple[str, ...]
+    format: str | None
+    filter: Filter | None
+    partitioning: str | None
+    skip_damage: bool
+    find: Callable[[], Found]
+
+    @property
+    def plain(self) -> bool:
+        """Whether all rows and columns of the files are asked for."""
+        return self.filter is None and self.partitioning is None
+
+    def plan(self, index_dir: Path | None) -> Path:
+        """Where the index is kept."""
+        return (index_dir or default_index_dir()) / f"{self.key}.midepoch-index"
+
+    @property
+    def key(self) -> str:
+        """Nothing secret is in it, not even as a hash."""
+        parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
+        parts += [self.partitioning or "", str(self.skip_damage)]
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def open_lake(
+    request: Request,
+    *,
+    index_dir: Path | None = None,
+    force: bool = False,
+    validate: bool = True,
+    progress: Progress | None = None,
+) -> Index:
+    """The index: read if it is there and fresh (by one listing, or unseen with ``validate=False``), else made."""
+    path = request.plan(index_dir)
+    index = None if force else read_index(path)
+    if index is not None and not validate:
+        return index
+    found = request.find()
+    if index is not None and _fresh(index, found):
+        return index
+    with locked(path) as writable:
+        index = None if force else read_index(path)
+        if index is not None and _fresh(index, found):  # another process made it meanwhile
+            return index
+        index = _build(request, found, progress)
+        if not writable:
+            return index
+        try:
+            footers = index.footers.save(path)
+            atomic_write(path, serialise(_with(index, footers)))
+        except OSError as problem:
+            _log.warning("the index cannot be kept in %s (%s): it will be made again next time", path.parent, problem)
+            return index
+    return read_index(path) or index
+
+
+def _with(index: Index, footers: Footers) -> Index:
+    return Index(
+        index.files, index.offsets, index.starts, index.schema_bytes, index.nullable, None,
+        index.format, index.filter, index.ends, footers,
+    )  # fmt: skip
+
+
+def _fresh(index: Index, found: Found) -> bool:
+    now = [(entry.path, entry.size, entry.mtime_ns) for entry in found.entries]
+    return [(file.path, file.size, file.mtime_ns) for file in index.files] == now
+
+
+def _build(request: Request, found: Found, progress: Progress | None) -> Index:
+    store, entries, form = found.store, found.entries, FORMATS[found.format]
+    filtered = request.filter is not None
+
+    def scanned(entry: Entry) -> Scanned:
+        return store.persist(entry.path, "indexed", lambda: form.scan(store, entry, skip_damage=request.skip_damage))
+
+    scans = _all(scanned, entries, progress, 2 * len(entries) if filtered else len(entries), 0)
+    values, added = (
+        hive_values([e.path for e in entries]) if request.partitioning == "hive" else ([()] * len(entries), None)
+    )
+    schema = _unified(store, entries, scans, added, text=found.format == "csv")
+    usable(store.name(entries[0].path), schema)
+    nullable = _nullable(scans, schema, values, added)
+    for entry, scan in zip(entries, scans, strict=True):
+        if not scan.complete:
+            _log.warning("%s is damaged: only its first %d rows are used", store.name(entry.path), sum(scan.rows))
+    kept = [list(range(len(scan.rows))) for scan in scans]
+    counts = [scan.rows for scan in scans]
+    if request.filter is not None:
+        counter = _Counter(store, found.format, request.filter, schema)
+        work = list(zip(entries, scans, values, strict=True))
+        counts = _all(lambda one: counter.count(*one), work, progress, 2 * len(entries), len(entries))
+        kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
+    files = tuple(
+        IndexedFile(
+            entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
+            tuple(scan.dictionaries), scan.etag, value,
+        )
+        for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
+    )  # fmt: skip
+    pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
+    ends = [scan.offsets[i + 1] if i + 1 < len(scan.offsets) else -1 for scan, i in pairs]
+    rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
+    starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
+    footers = Footers(tuple(scan.footer for scan in scans), None, os.urandom(8).hex())
+    return Index(
+        files,
+        np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
+        starts,
+        schema.serialize().to_pybytes(),
+        nullable,
+        None,
+        found.format,
+        request.filter.text if request.filter else "",
+        np.array([*ends, 0], dtype=np.int64),
+        footers,
+    )
+
+
+def _all(
+    action: Callable[[Any], T], items: Sequence[Any], progress: Progress | None, total: int, before: int
+) -> list[T]:
+    """``action`` of all items, many at a time."""
+    results = []
+    with ThreadPoolExecutor(max_workers=min(_THREADS, len(items))) as pool:
+        for done, result in enumerate(pool.map(action, items), 1):
+            results.append(result)
+            if progress is not None:
+                progress(before + done, total)
+    return results
+
+
+def _unified(
+    store: Store, entries: Sequence[Entry], scans: Sequence[Scanned], added: pa.Schema | None, *, text: bool
+) -> pa.Schema:
+    """One schema for all files: the union of their columns."""
+    if scans[0].inferred:
+        schema = widest(store.name(entries[0].path), [scan.schema for scan in scans], text=text)
+        schema = pa.schema([field.with_type(pa.string()) if field.type == pa.null() else field for field in schema])
+    else:
+        fields: dict[str, tuple[pa.Field, str]] = {}
+        for entry, scan in zip(entries, scans, strict=True):
+            for field in scan.schema:
+                plain = field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+                before, where = fields.setdefault(field.name, (plain, store.name(entry.path)))
+                if before.type == pa.null():
+                    fields[field.name] = (plain, store.name(entry.path))
+                elif plain.type not in (before.type, pa.null()):
+                    raise FormatError(
+                        f"the files do not have one schema: column {field.name!r} is {before.type} in {where} but "
+                        f"{plain.type} in {store.name(entry.path)}. Load them as separate datasets, or write one again."
+                    )
+        schema = pa.schema(
+            [field.with_nullable(True) for field, _ in fields.values()], metadata=scans[0].schema.metadata
+        )
+    if added is not None:
+        known = [field for field in schema if field.name not in added.names]
+        schema = pa.schema([*known, *added], metadata=schema.metadata)
+    if not len(schema):
+        raise FormatError(f"{store.name(entries[0].path)}: no columns were found.")
+    return schema
+
+
+def _nullable(
+    scans: Sequence[Scanned], schema: pa.Schema, values: Sequence[Values], added: pa.Schema | None
+) -> frozenset[tuple[str, ...]]:
+    found = set().union(*(scan.nullable for scan in scans))
+    for name in schema.names:
+        if added is not None and name in added.names:
+            found = {path for path in found if path[0] != name}
+            if any(dict(value)[name] is None for value in values):
+                found.add((name,))
+        elif any(name not in scan.schema.names for scan in scans):
+            found.add((name,))
+    return frozenset(found)
+
+
+class _Counter:
+    """Counts the rows of each block that pass a filter, reading no column but those that it asks for."""
+
+    def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema) -> None:
+        self._store, self._form, self._filter, self._schema = store, FORMATS[form], chosen, schema
+        self._columns = chosen.columns(schema)
+
+    def count(self, entry: Entry, scan: Scanned, values: Values) -> list[int]:
+        return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
+
+    def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
+        end = scan.offsets[i + 1] if i + 1 < len(scan.offsets) else None
+        block = Block(entry, scan.offsets[i], end, scan.footer, tuple(scan.dictionaries))
+        if self._form.excluded(block, self._filter.expression, self._schema, partition_expression(values)):
+            return 0
+        decode = decoder(self._store, self._form, block, values, self._schema, self._columns, scan.rows[i])
+        table = self._store.persist(entry.path, "read", decode)
+        return int(table.filter(self._filter.expression).num_rows)
+
+
+def partition_expression(values: Values) -> Any:
+    """What is known of all rows of a file, as an expression; None if nothing is."""
+    import pyarrow.compute as pc
+
+    known = None
+    for name, value in values:
+        one = pc.field(name).is_null() if value is None else pc.field(name) == value
+        known = one if known is None else known & one
+    return known
+
+
+def decoder(
+    store: Store, form: Any, block: Block, values: Values, schema: pa.Schema, columns: Sequence[str], rows: int | None
+) -> Callable[[], pa.Table]:
+    """A function that decodes a block: exactly these columns, in the types of the schema, nulls where a file has none.
+
+    ``rows``: how many there must be, where no filter makes them fewer.
+    """
+    constants = dict(values)
+
+    def decode() -> pa.Table:
+        own = [name for name in columns if name not in constants]
+        table = form.decode(store, block, schema, own) if own or rows is None else None
+        count = rows if table is None else table.num_rows
+        assert count is not None
+        if rows is not None and count != rows and (table is None or table.num_columns):
+            raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
+        arrays = []
+        for name in columns:
+            kind = schema.field(name).type
+            if name in constants:
+                arrays.append(pa.repeat(pa.scalar(constants[name], kind), rows if rows is not None else count))
+            elif table is None or name not in table.schema.names:
+                arrays.append(pa.nulls(rows if rows is not None else count, kind))
+            else:
+                arrays.append(_cast(store, block, name, table.column(name), kind))
+        return pa.table(arrays, schema=pa.schema([schema.field(name) for name in columns]))
+
+    return decode
+
+
+def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if column.type.equals(kind):
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowException as problem:
+        raise CorruptBlockError(f"{store.name(block.entry.path)}: column {name!r} is not {kind}: {problem}") from None

@@ -1,0 +1,332 @@
+"""Where files lie: a local disk, an object store, or anything fsspec knows, behind one small interface with retries.
+
+What is secret stays in memory: paths are kept without user names, passwords and queries, and every message that leaves
+here has been searched for the values of the options that were given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as fs
+
+from midepoch.errors import DataChangedError, DataNotFoundError, FetchError, MidepochError
+
+T = TypeVar("T")
+_log = logging.getLogger("midepoch")
+
+_NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
+_DENIED = re.compile(
+    r"ACCESS_DENIED|AccessDenied|HTTP status 40[13]|InvalidAccessKeyId|SignatureDoesNotMatch|Forbidden"
+)
+_GONE = re.compile(r"NO_SUCH_KEY|NoSuchKey|NO_SUCH_BUCKET|NoSuchBucket|HTTP status 404|Path does not exist")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file as a listing shows it. ``etag`` is empty where the store has none, or does not show it in a listing."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    etag: str = ""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How long to go on trying: ``attempts`` within ``budget`` seconds, with pauses that double, and jitter."""
+
+    attempts: int = 6
+    first_pause: float = 0.2
+    longest_pause: float = 10.0
+    budget: float = 120.0
+
+    def pause(self, attempt: int) -> float:
+        return random.uniform(0.5, 1.0) * float(min(self.longest_pause, self.first_pause * 2.0**attempt))
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Files of one file system. Pickles with its credentials, for worker processes; nothing else ever writes them."""
+
+    filesystem: fs.FileSystem
+    scheme: str = ""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    retry: Retry = field(default_factory=Retry)
+
+    @property
+    def local(self) -> bool:
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    @property
+    def identity(self) -> str:
+        """What tells this store from others, without anything secret: part of the key of an index."""
+        endpoint = ""
+        if isinstance(self.filesystem, fs.S3FileSystem):
+            endpoint = str(self.filesystem.__reduce__()[1][0].get("endpoint_override", ""))
+        return f"{self.scheme}{self.filesystem.type_name} {endpoint}"
+
+    def name(self, path: str) -> str:
+        """A path in words for people."""
+        return f"{self.scheme}{path}"
+
+    def list(self, folder: str) -> list[Entry]:
+        """All files below a folder, at any depth, in one listing."""
+        selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
+        infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
+        return [_entry(info) for info in infos if info.type == fs.FileType.File]
+
+    def stat(self, path: str) -> Entry | None:
+        """One file, or None if it is not one."""
+        info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
+        return _entry(info) if info.type == fs.FileType.File else None
+
+    def is_folder(self, path: str) -> bool:
+        info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
+        return bool(info.type == fs.FileType.Directory)
+
+    def open(self, path: str) -> pa.NativeFile:
+        """The file for random access; no retries: the caller has them around all that it reads."""
+        if self.local:
+            return pa.memory_map(path)
+        return self.filesystem.open_input_file(path)
+
+    def etag(self, path: str, file: pa.NativeFile) -> str:
+        """The version of an open file, as far as the store tells."""
+        if isinstance(self.filesystem, fs.PyFileSystem) and hasattr(self.filesystem.handler, "fs"):
+            return _fsspec_etag(self.filesystem.handler.fs, path)
+        try:
+            found = file.metadata()
+        except (OSError, pa.ArrowException):
+            return ""
+        return str((found or {}).get(b"ETag", b"").decode(errors="replace"))
+
+    def version(self, path: str) -> Entry:
+        """What a file is now."""
+        if self.local:
+            stat = os.stat(path)
+            return Entry(path, stat.st_size, stat.st_mtime_ns)
+        with self.open(path) as file:
+            return Entry(path, file.size(), 0, self.etag(path, file))
+
+    def check(self, expected: Entry) -> None:
+        """Raise DataChangedError unless a file is what it was when it was indexed."""
+        found = self.version(expected.path)
+        if found.size != expected.size:
+            difference = f"{found.size} bytes where there were {expected.size}"
+        elif found.etag and expected.etag and found.etag != expected.etag:
+            difference = "its ETag is another"
+        elif found.mtime_ns and found.mtime_ns != expected.mtime_ns:
+            difference = "it was written to"
+        else:
+            return
+        raise DataChangedError(
+            f"{self.name(expected.path)} has changed since it was indexed ({difference}). "
+            "Open the dataset again to use the new contents; a state saved before will then be refused."
+        )
+
+    def persist(self, path: str, what: str, action: Callable[[], T]) -> T:
+        """Do something, again after a pause where it may help. Raises FetchError, which says what was tried."""
+        started = time.monotonic()
+        for attempt in range(self.retry.attempts):
+            try:
+                return action()
+            except (DataChangedError, MidepochError):
+                raise
+            except FileNotFoundError:
+                raise DataNotFoundError(f"{self.name(path)} does not exist.") from None
+            except (OSError, pa.ArrowException) as problem:
+                text = self.clean(str(problem))
+                if _GONE.search(text):
+                    raise DataNotFoundError(f"{self.name(path)} does not exist: {text}") from None
+                if isinstance(problem, PermissionError) or _DENIED.search(text):
+                    raise FetchError(
+                        f"{self.name(path)} cannot be {what}: access is denied ({text}). "
+                        "Check the credentials in the environment or in storage_options."
+                    ) from None
+                pause = self.retry.pause(attempt)
+                spent = time.monotonic() - started
+                if self.local or attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget:
+                    tried = f"{attempt + 1} attempt{'s' if attempt else ''} in {spent:.1f} s"
+                    raise FetchError(f"{self.name(path)} could not be {what} ({tried}): {text}") from None
+                _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
+                time.sleep(pause)
+        raise AssertionError("unreachable")
+
+    def clean(self, text: str) -> str:
+        """A message without anything that was given as a secret."""
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def _entry(info: fs.FileInfo) -> Entry:
+    return Entry(info.path, info.size or 0, info.mtime_ns or 0)
+
+
+def _fsspec_etag(filesystem: Any, path: str) -> str:
+    try:
+        found = filesystem.info(path)
+    except Exception:
+        return ""
+    return str(found.get("ETag") or found.get("etag") or found.get("created") or "")
+
+
+def resolve(
+    path: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any = None, retry: Retry | None = None
+) -> tuple[Store, str]:
+    """The store that a path or URL means, and the path in it, without credentials."""
+    retry = retry or Retry()
+    if filesystem is not None:
+        return _given(filesystem, path, retry)
+    if "://" not in path:
+        if storage_options:
+            raise ValueError(f"storage_options were given, but {path!r} is a local path: it needs a scheme like s3://")
+        return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(os.path.expanduser(path))
+    scheme = path.split("://", 1)[0].lower()
+    if scheme == "file":
+        return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(path.split("://", 1)[1])
+    options = dict(storage_options or {})
+    if scheme not in _NATIVE:
+        return _fsspec(scheme, path, options, retry)
+    try:
+        return _native(scheme, path, options, retry)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"storage_options for {scheme}:// cannot be used: {_without(problem, options)}") from None
+
+
+def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
+    scheme = path.split("://", 1)[0] + "://" if "://" in path else ""
+    inner = path.split("://", 1)[-1]
+    if not isinstance(filesystem, fs.FileSystem):
+        filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+    if isinstance(filesystem, fs.LocalFileSystem):
+        return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
+    return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.split("@", 1)[-1]
+
+
+def _secrets_of(filesystem: fs.FileSystem) -> tuple[str, ...]:
+    try:
+        options = filesystem.__reduce__()[1]
+    except Exception:
+        return ()
+    return _values([each for each in options if isinstance(each, dict)])
+
+
+def _native(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
+    parts = urlsplit(path)
+    inner = (parts.netloc.rsplit("@", 1)[-1] + parts.path).rstrip("/")
+    if any(mark in parts.query for mark in "=&"):  # s3://bucket/folder?endpoint_override=…
+        options = {**dict(parse_qsl(parts.query)), **options}
+    elif "?" in path:  # a glob
+        inner = path.split("://", 1)[1].rsplit("@", 1)[-1]
+    if "@" in parts.netloc:
+        options = {"access_key": parts.username, "secret_key": parts.password, **options}
+    if scheme == "s3":
+        made = _s3(tuple(sorted(_s3_options(options).items())))
+    elif scheme in ("gs", "gcs"):
+        made = fs.GcsFileSystem(**options)
+    else:
+        account = options.pop("account_name", None) or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if not account:
+            raise ValueError("account_name is missing: give it, or set AZURE_STORAGE_ACCOUNT_NAME")
+        made = fs.AzureFileSystem(account, **options)
+    return Store(made, f"{scheme}://", _values([options]), retry), inner
+
+
+@lru_cache(maxsize=16)
+def _s3(options: tuple[tuple[str, Any], ...]) -> fs.S3FileSystem:
+    """One file system for equal options: it keeps connections."""
+    # The waiting is done in Store.persist, where it has a budget; the SDK only tries again at once.
+    return fs.S3FileSystem(**{"retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=1), **dict(options)})
+
+
+_S3_NAMES = {
+    "key": "access_key",
+    "aws_access_key_id": "access_key",
+    "secret": "secret_key",
+    "aws_secret_access_key": "secret_key",
+    "token": "session_token",
+    "aws_session_token": "session_token",
+    "anon": "anonymous",
+    "endpoint_url": "endpoint_override",
+    "endpoint": "endpoint_override",
+    "region_name": "region",
+    "aws_region": "region",
+}
+
+
+def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under pyarrow's names; fsspec's and boto's are understood as well."""
+    given = {**options, **options.get("client_kwargs", {})}
+    given.pop("client_kwargs", None)
+    found = {_S3_NAMES.get(name.lower(), name): value for name, value in given.items() if value is not None}
+    endpoint = (
+        found.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    )
+    if endpoint:
+        found["endpoint_override"] = endpoint.split("://", 1)[-1].rstrip("/")
+        if "://" in endpoint:
+            found.setdefault("scheme", endpoint.split("://", 1)[0])
+        found.setdefault("region", os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1")
+    found.setdefault("connect_timeout", 10.0)
+    found.setdefault("request_timeout", 30.0)
+    for name in ("connect_timeout", "request_timeout"):
+        found[name] = float(found[name])
+    return found
+
+
+def _fsspec(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
+    try:
+        filesystem, inner = fsspec.core.url_to_fs(path, **options)
+    except (ImportError, ValueError) as problem:
+        raise MidepochError(f"{scheme}:// cannot be opened: {_without(problem, options)}") from None
+    keep = scheme in ("http", "https")  # there the path is the whole address
+    return Store(
+        fs.PyFileSystem(fs.FSSpecHandler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry
+    ), inner
+
+
+def _without(problem: Exception, options: Mapping[str, Any]) -> str:
+    text = str(problem)
+    for secret in _values([dict(options)]):
+        text = text.replace(secret, "***")
+    return text
+
+
+_PUBLIC = {
+    "region",
+    "scheme",
+    "endpoint_override",
+    "endpoint_url",
+    "endpoint",
+    "region_name",
+    "account_name",
+    "aws_region",
+}
+
+
+def _values(options: list[dict[str, Any]]) -> tuple[str, ...]:
+    """All texts in the options that may be secret."""
+    found: list[str] = []
+    for each in options:
+        for name, value in each.items():
+            if isinstance(value, dict):
+                found += _values([value])
+            elif isinstance(value, str) and len(value) > 3 and name not in _PUBLIC:
+                found.append(value)
+    return tuple(found)
