@@ -26,6 +26,11 @@ ERRORS = {
     "500": "InternalError",
     "503": "SlowDown",
 }
+# As long as the real ones, about 300 bytes: pyarrow takes an error for another when it was asked for fewer.
+ERROR = (
+    '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>As the proxy was told.</Message>'
+    "<RequestId>4442587FB7D0A2F9</RequestId><HostId>" + "host" * 19 + "</HostId></Error>"
+)
 KINDS = {"delay", "hang", "reset", "reset_mid", "cut", "short", "garbage", *ERRORS}
 PIECE = 1 << 16
 FLIP = bytes(255 - i for i in range(256))
@@ -288,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer_error(self, request: Request, status: int) -> None:
         code = ERRORS.get(str(status), "BadGateway")
-        body = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>As told</Message></Error>'
+        body = ERROR.format(code=code)
         request.status = status
         self.send_response_only(status)
         self.send_header("Content-Type", "application/xml")
