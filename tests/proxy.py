@@ -26,7 +26,7 @@ ERRORS = {
     "500": "InternalError",
     "503": "SlowDown",
 }
-# As long as the real ones, about 300 bytes: pyarrow takes an error for another when it was asked for fewer.
+# Of the size of real ones, about 250 bytes: pyarrow takes an error for another when it was asked for fewer.
 ERROR = (
     '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>As the proxy was told.</Message>'
     "<RequestId>4442587FB7D0A2F9</RequestId><HostId>" + "host" * 19 + "</HostId></Error>"
