@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
+
+from proxy import Proxy
+from s3 import Server
 
 # Timing never decides a test; and where a red run costs somebody a day, the examples are the same every time.
 settings.register_profile(
@@ -73,3 +76,17 @@ def make_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[s
 def small_files(make_files: Callable[..., list[str]]) -> list[str]:
     """37 rows in 5 files of uneven size, in blocks of 4."""
     return make_files([9, 1, 12, 8, 7])
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real S3 server; make a bucket with a name of its own in ``s3_server.folder`` for each test."""
+    with Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(s3_server: Server) -> Iterator[Proxy]:
+    """A proxy in front of it, which counts requests and injects faults."""
+    with Proxy(s3_server.endpoint) as front:
+        yield front
