@@ -21,7 +21,7 @@ from midepoch.sources import Source
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 
-_THREADS_LOCAL, _THREADS_REMOTE = 1, 4
+_THREADS_LOCAL, _THREADS_REMOTE = 2, 4
 _EXPANSION = 3.0  # decoded bytes for one of a file, until it is known better
 _AHEAD_SHARE = 0.75  # of the cache, for blocks in use and to come
 _LEAST_AHEAD = 2
@@ -40,7 +40,8 @@ class FetchedBlocks:
         text = "\0".join([source.fingerprint, *self._columns])
         key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
         self._cache = BlockCache(source.access.cache, key, self._plan.next_use)
-        self._ahead = _Ahead(self._plan, self._cache, self._make, 1 if source.access.store.local else _THREADS_REMOTE)
+        threads = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
+        self._ahead = _Ahead(self._plan, self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
 
     def _make(self, block: int) -> pa.Table:

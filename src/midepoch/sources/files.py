@@ -98,7 +98,9 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
 def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
-    entry = _stat(store, path)
+    # In a store a folder is asked for by one listing; only what is called like a file is looked at first.
+    named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
+    entry = _stat(store, path) if named else None
     if entry is not None:
         return [entry]
     if _GLOB.search(path):
@@ -110,7 +112,10 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         return sorted(found, key=lambda each: each.path)
     found = _below(store, path)
     if not found and not store.is_folder(path):
-        raise DataNotFoundError(f"{name!r} does not exist{where}.")
+        entry = None if named else _stat(store, path)
+        if entry is None:
+            raise DataNotFoundError(f"{name!r} does not exist{where}.")
+        return [entry]
     visible = sorted((each for each in found if _visible(each.path, path)), key=lambda each: each.path)
     known = [each for each in visible if (format_of(each.path) or wanted) == wanted or not wanted]
     typed = [each for each in known if format_of(each.path)] or (known if wanted else [])
@@ -193,8 +198,8 @@ def _sniffed(store: Store, entry: Entry) -> str:
     """What the first bytes say, for a file whose name does not."""
 
     def head() -> bytes:
-        with store.open(entry.path) as file:
-            return bytes(file.read(8))
+        with store.open(entry) as file:
+            return file.read_at(8, 0)
 
     found = store.persist(entry.path, "read", head) if entry.size else b""
     for magic, kind in _MAGIC.items():

@@ -159,7 +159,6 @@ class Source:
         )
 
         def checked() -> pa.Table:
-            store.check(entry)
             table = decode()
             store.check(entry)  # or what was read may be half old and half new
             return table

@@ -95,38 +95,40 @@ class Store:
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return bool(info.type == fs.FileType.Directory)
 
-    def open(self, path: str) -> pa.NativeFile:
-        """The file for random access; no retries: the caller has them around all that it reads."""
-        if self.local:
-            return pa.memory_map(path)
-        return self.filesystem.open_input_file(path)
+    def open(self, entry: Entry) -> OpenFile:
+        """The file for random access; no retries: the caller has them around all that it reads.
 
-    def etag(self, path: str, file: pa.NativeFile) -> str:
+        Raises DataChangedError if it is not what the entry says.
+        """
+        if self.local:
+            stat = os.stat(entry.path)
+            self._compare(entry, Entry(entry.path, stat.st_size, stat.st_mtime_ns))
+            return OpenFile(pa.memory_map(entry.path))
+        native = self.filesystem.open_input_file(entry.path)
+        etag = self._etag(entry.path, native)
+        self._compare(entry, Entry(entry.path, native.size(), 0, etag))
+        return OpenFile(pa.PythonFile(_Checked(native), mode="r"), etag)
+
+    def _etag(self, path: str, native: pa.NativeFile) -> str:
         """The version of an open file, as far as the store tells."""
         if isinstance(self.filesystem, fs.PyFileSystem) and hasattr(self.filesystem.handler, "fs"):
             return _fsspec_etag(self.filesystem.handler.fs, path)
         try:
-            found = file.metadata()
+            found = native.metadata()
         except (OSError, pa.ArrowException):
             return ""
         return str((found or {}).get(b"ETag", b"").decode(errors="replace"))
 
-    def version(self, path: str) -> Entry:
-        """What a file is now."""
-        if self.local:
-            stat = os.stat(path)
-            return Entry(path, stat.st_size, stat.st_mtime_ns)
-        with self.open(path) as file:
-            return Entry(path, file.size(), 0, self.etag(path, file))
-
     def check(self, expected: Entry) -> None:
         """Raise DataChangedError unless a file is what it was when it was indexed."""
-        found = self.version(expected.path)
+        self.open(expected).close()
+
+    def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
             difference = f"{found.size} bytes where there were {expected.size}"
         elif found.etag and expected.etag and found.etag != expected.etag:
             difference = "its ETag is another"
-        elif found.mtime_ns and found.mtime_ns != expected.mtime_ns:
+        elif found.mtime_ns and expected.mtime_ns and found.mtime_ns != expected.mtime_ns:
             difference = "it was written to"
         else:
             return
@@ -168,6 +170,84 @@ class Store:
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
+
+
+class OpenFile:
+    """A file open for reading. ``arrow`` is for pyarrow's own readers."""
+
+    def __init__(self, arrow: pa.NativeFile, etag: str = "") -> None:
+        self.arrow, self.etag, self.size = arrow, etag, int(arrow.size())
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """So many bytes from an offset on: fewer only at the end of the file."""
+        return bytes(self.arrow.read_at(size, offset))
+
+    def close(self) -> None:
+        self.arrow.close()
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_MARK = 16
+
+
+class _Checked:
+    """A remote file as Python's own, for ``pa.PythonFile``, that notices when fewer bytes came than were asked for.
+
+    pyarrow does not: where a server hands over less than it was asked for, what is left of the buffer holds whatever
+    was in memory before. So the buffer is marked beforehand, and what still looks like the mark is asked for again.
+    """
+
+    def __init__(self, native: pa.NativeFile) -> None:
+        self._native, self._size, self._at = native, native.size(), 0
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if size is None or size < 0 else min(size, left)
+        if not wanted:
+            return b""
+        data = self._once(wanted, os.urandom(_MARK))
+        if data is None:
+            data = self._once(wanted, os.urandom(_MARK))
+        if data is None:
+            raise OSError(f"fewer bytes came than the {wanted} that were asked for from byte {self._at} on")
+        self._at += wanted
+        return data
+
+    def _once(self, wanted: int, mark: bytes) -> bytes | None:
+        """The bytes, or None if the last of them may be a part of the mark."""
+        buffer = bytearray(wanted)
+        buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
+        self._native.seek(self._at)
+        came = self._native.readinto(buffer)
+        return bytes(buffer) if came == wanted and buffer[-1] != mark[-1] else None
+
+    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
+        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        self._native.close()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._native.closed)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
 
 
 def _entry(info: fs.FileInfo) -> Entry:

@@ -54,7 +54,7 @@ def _delimiter(path: str) -> str:
 
 def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
     """The names in the first row, and the byte at which the second begins."""
-    with contents(store, entry.path) as file:
+    with contents(store, entry) as file:
         head = bytes(file.read(_HEADER))
     if not head.strip():
         raise FormatError(f"{store.name(entry.path)}: the file is empty: not even a header with names of columns.")

@@ -15,20 +15,16 @@ class ArrowFormat(NoStatistics):
     """A block is a record batch. All of its columns are fetched."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        with store.open(entry.path) as file:
-            found = walk(store.name(entry.path), _reader(file), file.size(), skip_damage=skip_damage)
-            etag = store.etag(entry.path, file)
+        with store.open(entry) as file:
+            found = walk(store.name(entry.path), file.read_at, file.size, skip_damage=skip_damage)
+            etag = file.etag
         return Scanned(
             found.schema, found.offsets, found.rows, found.nullable, found.fingerprint, b"", etag, found.dictionaries,
             complete=found.complete,
         )  # fmt: skip
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
-        with store.open(block.entry.path) as file:
-            batch = message_block(_reader(file), file.size(), block.offset, block.end, block.dictionaries)
+        with store.open(block.entry) as file:
+            batch = message_block(file.read_at, file.size, block.offset, block.end, block.dictionaries)
         table = pa.Table.from_batches([batch])
         return table.select([name for name in columns if name in table.schema.names])
-
-
-def _reader(file: pa.NativeFile):  # type: ignore[no-untyped-def]
-    return lambda size, at: bytes(file.read_at(size, at))

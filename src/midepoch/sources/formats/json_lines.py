@@ -17,7 +17,7 @@ class JsonFormat(NoStatistics):
     """Blocks of about 8 MB. Fields that a row lacks are null; types are those of the whole set of files."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        with contents(store, entry.path) as file:
+        with contents(store, entry) as file:
             head = bytes(file.read(256)).lstrip(b"\xef\xbb\xbf \t\r\n")
         if head.startswith(b"["):
             raise FormatError(

@@ -34,14 +34,14 @@ def compression(path: str) -> str | None:
 
 
 @contextmanager
-def contents(store: Store, path: str) -> Iterator[Any]:
+def contents(store: Store, entry: Entry) -> Iterator[Any]:
     """The file as a stream of its contents, decompressed."""
-    with store.open(path) as file:
-        codec = compression(path)
+    with store.open(entry) as file:
+        codec = compression(entry.path)
         if codec is None:
-            yield file
+            yield file.arrow
         else:
-            with pa.CompressedInputStream(file, codec) as stream:
+            with pa.CompressedInputStream(file.arrow, codec) as stream:
                 yield stream
 
 
@@ -69,8 +69,8 @@ def scan_lines(store: Store, entry: Entry, *, start: int, quoted: bool, parse: P
         raise FormatError(f"{name}: no rows were found in {entry.size} bytes.")
     found.schema = widest(name, schemas)
     found.fingerprint = digest.hexdigest()
-    with store.open(entry.path) as file:
-        found.etag = store.etag(entry.path, file)
+    with store.open(entry) as file:
+        found.etag = file.etag
     return found
 
 
@@ -87,7 +87,7 @@ def _parsed(name: str, at: int, data: bytes, parse: Parse) -> pa.Table:
 def _blocks(store: Store, entry: Entry, start: int, quoted: bool, digest: Any) -> Iterator[bytes]:
     """The contents in pieces that end with a row."""
     rest, inside = b"", False
-    with contents(store, entry.path) as file:
+    with contents(store, entry) as file:
         skipped = bytes(file.read(start)) if start else b""
         digest.update(skipped)
         while data := bytes(file.read(_READ)):
@@ -115,13 +115,13 @@ def _last_row_end(data: bytes, quoted: bool, inside: bool) -> tuple[int, bool]:
 def read_range(store: Store, block: Block) -> bytes:
     """The bytes of a block."""
     if compression(block.entry.path) is None:
-        with store.open(block.entry.path) as file:
-            end = file.size() if block.end is None else block.end
-            data = bytes(file.read_at(end - block.offset, block.offset))
+        with store.open(block.entry) as file:
+            end = file.size if block.end is None else block.end
+            data = file.read_at(end - block.offset, block.offset)
             if len(data) != end - block.offset:
                 raise OSError(f"{len(data)} bytes came where {end - block.offset} were asked for")
             return data
-    with contents(store, block.entry.path) as stream:
+    with contents(store, block.entry) as stream:
         left = block.offset
         while left and (passed := len(stream.read(min(left, _READ)))):
             left -= passed

@@ -15,7 +15,7 @@ import pyarrow.orc as po
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.stores import Entry, OpenFile, Store
 
 _TAIL = 64 << 10
 _NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5
@@ -26,11 +26,11 @@ class OrcFormat(NoStatistics):
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         name = store.name(entry.path)
-        with store.open(entry.path) as file:
-            size = file.size()
-            tail = bytes(file.read_at(min(_TAIL, size), max(0, size - _TAIL)))
+        with store.open(entry) as file:
+            size = file.size
+            tail = file.read_at(min(_TAIL, size), max(0, size - _TAIL))
             try:
-                whole = po.ORCFile(file)
+                whole = po.ORCFile(file.arrow)
                 schema, stripes, rows = whole.schema, whole.nstripes, whole.nrows
                 footer = _footer(file, tail, size)
                 counts = _counted(whole) if footer is None else [_number(stripe, 5) for stripe in _messages(footer, 3)]
@@ -38,7 +38,7 @@ class OrcFormat(NoStatistics):
                 if isinstance(problem, OSError) and not store.local:
                     raise
                 raise FormatError(f"{name}: not a whole ORC file: {problem}. Copy or download it again.") from None
-            found = Scanned(schema, etag=store.etag(entry.path, file))
+            found = Scanned(schema, etag=file.etag)
         if len(counts) != stripes or sum(counts) != rows:
             raise FormatError(f"{name}: its stripes have {sum(counts)} rows, its footer says {rows}: it is damaged.")
         found.offsets = [i for i, count in enumerate(counts) if count]
@@ -48,8 +48,8 @@ class OrcFormat(NoStatistics):
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
-        with store.open(block.entry.path) as file:
-            whole = po.ORCFile(file)
+        with store.open(block.entry) as file:
+            whole = po.ORCFile(file.arrow)
             there = [name for name in columns if name in whole.schema.names]
             batch = whole.read_stripe(block.offset, columns=there or whole.schema.names[:1])
         table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
@@ -62,7 +62,7 @@ def _counted(whole: po.ORCFile) -> list[int]:
     return [whole.read_stripe(i, columns=first).num_rows for i in range(whole.nstripes)]
 
 
-def _footer(file: pa.NativeFile, tail: bytes, size: int) -> bytes | None:
+def _footer(file: OpenFile, tail: bytes, size: int) -> bytes | None:
     """The footer, decompressed; None where that is not possible (LZ4 blocks do not say how long they are)."""
     length = tail[-1]
     script = tail[-1 - length : -1]
@@ -70,7 +70,7 @@ def _footer(file: pa.NativeFile, tail: bytes, size: int) -> bytes | None:
     end = len(tail) - 1 - length
     raw = tail[end - footer_size : end]
     if footer_size > end:
-        raw = bytes(file.read_at(footer_size, size - 1 - length - footer_size))
+        raw = file.read_at(footer_size, size - 1 - length - footer_size)
     if len(raw) != footer_size:
         raise ValueError(f"its footer of {footer_size} bytes does not fit into {size} bytes")
     if codec == _NONE:

@@ -13,11 +13,15 @@ import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Scanned
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.stores import Entry, OpenFile, Store
 
 _MAGIC = b"PAR1"
 _TAIL = 64 << 10
 """Bytes from the end to read at once: most footers are shorter, and so cost one request."""
+
+
+_VERIFIED = {"page_checksum_verification": True}
+"""Where the writer left checksums, a flipped bit is an error and not a wrong value."""
 
 
 class ParquetFormat:
@@ -25,8 +29,8 @@ class ParquetFormat:
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         name = store.name(entry.path)
-        with store.open(entry.path) as file:
-            etag, size = store.etag(entry.path, file), file.size()
+        with store.open(entry) as file:
+            etag, size = file.etag, file.size
             footer = _read_footer(name, file, size)
         metadata = _parsed(name, footer)
         found = Scanned(_schema(name, footer), footer=footer, etag=etag)
@@ -49,11 +53,8 @@ class ParquetFormat:
         if not wanted:  # only the number of rows is asked for
             return pa.table({"": pa.nulls(metadata.row_group(block.offset).num_rows)}).select([])
         with (
-            store.open(block.entry.path) as file,
-            # Checksums are verified where the writer left any: a flipped bit is an error, not a wrong value.
-            pq.ParquetFile(
-                file, metadata=metadata, pre_buffer=not store.local, page_checksum_verification=True
-            ) as whole,
+            store.open(block.entry) as file,
+            pq.ParquetFile(file.arrow, metadata=metadata, pre_buffer=not store.local, **_VERIFIED) as whole,
         ):
             return whole.read_row_group(block.offset, columns=wanted, use_threads=len(wanted) > 1)
 
@@ -67,10 +68,10 @@ class ParquetFormat:
         return not fragment.split_by_row_group(expression, schema=schema)
 
 
-def _read_footer(name: str, file: pa.NativeFile, size: int) -> bytes:
+def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
     if size < 12:
         raise FormatError(f"{name}: not a Parquet file ({size} bytes): it is empty or was cut short. Write it again.")
-    tail = bytes(file.read_at(min(_TAIL, size), max(0, size - _TAIL)))
+    tail = file.read_at(min(_TAIL, size), max(0, size - _TAIL))
     if tail[-4:] != _MAGIC:
         if tail[-4:] == b"PARE":
             raise FormatError(f"{name}: encrypted Parquet files are not read.")
@@ -83,7 +84,7 @@ def _read_footer(name: str, file: pa.NativeFile, size: int) -> bytes:
         raise FormatError(f"{name}: its footer of {length} bytes does not fit into {size} bytes: the file is damaged.")
     if length + 8 <= len(tail):
         return tail[-8 - length : -8]
-    return bytes(file.read_at(length, size - 8 - length))
+    return file.read_at(length, size - 8 - length)
 
 
 def _standing_alone(footer: bytes) -> bytes:
