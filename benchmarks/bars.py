@@ -43,6 +43,14 @@ def speed_bars(best: Best, plain: Best, peers: tuple[str, ...]) -> list[Verdict]
             if peer in rates:
                 bar = f"{workload}: ≥ {of_peers:g} × {peer}, fastest route"
                 verdicts.append(_ratio(bar, of_peers, ours, rates[peer]))
+    # Two workers decode in parallel, but they are held to the one process that reads the Parquet files in order.
+    limit = best.get("parquet_window_w0", {}).get("limit")
+    for workload in ("parquet_window_w0", "parquet_window_w2"):
+        ours = plain.get(workload, {}).get(OURS)
+        verdicts.append(_ratio(f"{workload}: ≥ 0.6 × limit of 0 workers", 0.6, ours, limit))
+        for peer in peers:
+            if peer in best.get(workload, {}):
+                verdicts.append(_ratio(f"{workload}: ≥ 1 × {peer}, fastest route", 1.0, ours, best[workload][peer]))
     mapped = plain.get("tokens_map1ms_w2", {}).get(OURS)
     alone = plain.get("tokens_map1ms_w0", {}).get(OURS)
     verdicts.append(_ratio("tokens, map of 1 ms a batch: 2 workers ≥ 1 × none", 1.0, mapped, alone))

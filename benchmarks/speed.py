@@ -30,6 +30,8 @@ WORKLOADS = (
     "tokens_shuffled_w2",
     "tokens_map1ms_w0",
     "tokens_map1ms_w2",
+    "parquet_window_w0",
+    "parquet_window_w2",
 )
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -73,6 +73,19 @@ def cut(large: Iterable[Any]) -> Iterator[Any]:
         yield from tensor.split(BATCH)
 
 
+def decoded_tokens(batch: pa.RecordBatch | pa.Table) -> Any:
+    """The token column as a torch tensor over the memory Parquet was decoded into: nobody else uses it, so no copy."""
+    import torch
+
+    column = batch.column("tokens")
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks != 1:  # numpy joins them: torch.cat shares 2 MB out to threads, 3 ms on two busy cores
+            joined = np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks])
+            return torch.from_numpy(joined.reshape(-1, TOKENS_PER_ROW))
+        column = column.chunk(0)
+    return torch.from_dlpack(column.flatten()).reshape(-1, TOKENS_PER_ROW)
+
+
 def arrow_tokens(table: pa.Table | pa.RecordBatch) -> Any:
     """The token column as a torch tensor, without a Python object per value."""
     import torch

@@ -174,6 +174,24 @@ def _parquet_stacks(data: Data, window: int) -> Iterator[Any]:
             yield torch.from_numpy(batch)
 
 
+def row_tokens(row: dict[str, Any]) -> Any:
+    return row["tokens"]
+
+
+def _parquet_window(data: Data, folder: Path, *, workers: int = 0, in_turn: bool = False) -> Iterator[int]:
+    """Grain mixes up to 16 files through threads of its own; `in_turn` reads one file after the other instead."""
+    paths = np.random.default_rng(1).permutation(list(data.tokens.parquet)).tolist()
+    dataset = grain.experimental.ParquetIterDataset(paths)
+    if in_turn:
+        files = [grain.experimental.ParquetIterDataset(path) for path in paths]
+        dataset = grain.experimental.InterleaveIterDataset(files, cycle_length=1)
+    windowed = grain.experimental.WindowShuffleIterDataset(dataset.map(row_tokens), window_size=BUFFER, seed=1)
+    batches = windowed.batch(BATCH)
+    if workers:
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return walk_tensors(map(torch.from_numpy, batches))
+
+
 ROUTES = {
     "text_in_order": {
         "plain": partial(_plain, shuffle=False),
@@ -203,5 +221,14 @@ ROUTES = {
         "joined(64)": partial(_tokens_joined, size=BATCH, workers=2),
         "joined(1024), cut": partial(_tokens_joined, size=1_024, workers=2),
         "source in DataLoader(1024), cut": partial(_tokens_torch, size=1_024),
+    },
+    "parquet_window_w0": {
+        "plain": _parquet_window,
+        "files in turn": partial(_parquet_window, in_turn=True),
+        "a dataset per file, in turn": partial(_tokens_parquet, window=BUFFER),
+    },
+    "parquet_window_w2": {
+        "plain": partial(_parquet_window, workers=2),
+        "files in turn": partial(_parquet_window, workers=2, in_turn=True),
     },
 }

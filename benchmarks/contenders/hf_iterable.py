@@ -1,4 +1,4 @@
-"""`datasets.IterableDataset`: the Arrow files streamed, shuffled by a buffer."""
+"""`datasets.IterableDataset`: the Arrow or Parquet files streamed, shuffled by a buffer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from benchmarks.contenders.common import (
     LARGE_BUFFER,
     arrow_tokens,
     cut,
+    decoded_tokens,
     package_version,
     rows_of,
     walk,
@@ -98,6 +99,42 @@ def _one_list_column(table: object) -> torch.Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(-1, 1_024)
 
 
+def _open_parquet(data: Data, *, buffer: int, shards: int, read: int | None) -> datasets.IterableDataset:
+    """Files in random order into a buffer, `shards` at once; `read` rows are decoded at a time (None: a row group)."""
+    # At the end of a pass over several shards it sleeps 5 s, four times as long as the pass takes by its fastest route:
+    # what is measured here is its speed, so no sleep.
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+    files = list(data.tokens.parquet)
+    whole = datasets.load_dataset(
+        "parquet", data_files=files, split="train", streaming=True, columns=["tokens"], batch_size=read
+    )
+    return whole.shuffle(seed=1, buffer_size=buffer, max_buffer_input_shards=shards)
+
+
+def _parquet_plain(data: Data, folder: Path, *, workers: int) -> Iterator[int]:
+    dataset = _open_parquet(data, buffer=BUFFER, shards=10, read=None).with_format("torch")  # 10 is its default
+    loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers)
+    return walk_tensors(batch["tokens"].to(torch.int32) for batch in loader)
+
+
+def _parquet_arrow(
+    data: Data,
+    folder: Path,
+    *,
+    size: int,
+    workers: int = 0,
+    buffer: int = BUFFER,
+    shards: int = 10,
+    read: int | None = None,
+) -> Iterator[int]:
+    """Fastest where `size` is what the buffer gives off, half of itself, and `read` divides a row group: no joining."""
+    tables = _open_parquet(data, buffer=buffer, shards=shards, read=read).with_format("arrow")
+    if workers == 0:
+        return walk_tensors(cut(map(decoded_tokens, tables.iter(batch_size=size))))
+    loader = DataLoader(tables.batch(size), batch_size=None, num_workers=workers, collate_fn=_one_list_column)
+    return walk_tensors(cut(loader))
+
+
 ROUTES = {
     "text_in_order": {
         "plain": _plain,
@@ -126,5 +163,25 @@ ROUTES = {
         "arrow batch(64)": partial(_token_arrow, size=BATCH, workers=2),
         "arrow batch(1024), cut": partial(_token_arrow, size=1_024, workers=2),
         "arrow batch(1024), cut, buffer 10000": partial(_token_arrow, size=1_024, workers=2, buffer=LARGE_BUFFER),
+    },
+    "parquet_window_w0": {
+        "plain": partial(_parquet_plain, workers=0),
+        "arrow iter(64)": partial(_parquet_arrow, size=BATCH),
+        "arrow iter(500), cut, reads of 500": partial(_parquet_arrow, size=500, read=500),
+        "arrow iter(500), cut, reads of 1000, a file at a time": partial(
+            _parquet_arrow, size=500, read=1_000, shards=1
+        ),
+        "arrow iter(1024), cut, buffer 2048, reads of 1024": partial(
+            _parquet_arrow, size=1_024, buffer=2_048, read=1_024
+        ),
+        "arrow iter(10000), cut, buffer 10000": partial(_parquet_arrow, size=10_000, buffer=LARGE_BUFFER),
+    },
+    "parquet_window_w2": {
+        "plain": partial(_parquet_plain, workers=2),
+        "arrow batch(500), cut, reads of 500": partial(_parquet_arrow, size=500, workers=2, read=500),
+        "arrow batch(500), cut, reads of 1000, a file at a time": partial(
+            _parquet_arrow, size=500, workers=2, read=1_000, shards=1
+        ),
+        "arrow batch(10000), cut, buffer 10000": partial(_parquet_arrow, size=10_000, workers=2, buffer=LARGE_BUFFER),
     },
 }

@@ -1,4 +1,4 @@
-"""The reference: hand-written loops over the memory-mapped Arrow files, in one process.
+"""The reference: hand-written loops over the memory-mapped Arrow files, or the Parquet files, in one process.
 
 Not a library. The orders are precomputed, nothing is checked, nothing can be resumed: what is left is the cost of the
 bytes and of the Python objects.
@@ -10,14 +10,24 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from benchmarks.contenders.common import BATCH, package_version, rows_of, walk_lists, walk_tensors
+from benchmarks.contenders.common import (
+    BATCH,
+    cut,
+    decoded_tokens,
+    package_version,
+    rows_of,
+    walk_lists,
+    walk_tensors,
+)
 from benchmarks.data import TOKENS_PER_ROW, Data, Files
 
 NAME = "limit (hand-written)"
@@ -144,6 +154,16 @@ def _gather_tokens(files: Files) -> Iterator[Any]:
         yield torch.from_numpy(view[at[batch] + (rows - source.starts[batch]) * TOKENS_PER_ROW])
 
 
+def parquet_in_order(data: Data, folder: Path, *, size: int, mapped: bool = False) -> Iterator[int]:
+    """Nothing is shuffled here: what is left is the decoding, which is most of the work on Parquet."""
+    batches = (
+        batch
+        for path in data.tokens.parquet
+        for batch in pq.ParquetFile(path, memory_map=mapped).iter_batches(size, columns=["tokens"])
+    )
+    return walk_tensors(cut(map(decoded_tokens, batches)))
+
+
 ROUTES = {
     "text_in_order": {
         "to_pylist per record batch": text_in_order,
@@ -151,4 +171,9 @@ ROUTES = {
     },
     "text_shuffled": {"gather from mapped buffers": text_shuffled},
     "tokens_shuffled_w0": {"numpy gather": tokens_shuffled},
+    "parquet_window_w0": {
+        "iter_batches(64), in order": partial(parquet_in_order, size=BATCH),
+        "iter_batches(1024), cut, in order": partial(parquet_in_order, size=1_024),
+        "mapped, iter_batches(1024), cut, in order": partial(parquet_in_order, size=1_024, mapped=True),
+    },
 }

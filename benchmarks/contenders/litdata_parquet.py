@@ -88,4 +88,14 @@ ROUTES = {
         "plain": partial(_tokens, workers=2),
         "whole file in memory(1024), cut": partial(_tokens, workers=2, low_memory=False, size=1_024),
     },
+    "parquet_window_w0": {
+        "plain": partial(_tokens, workers=0),
+        "whole file in memory": partial(_tokens, workers=0, low_memory=False),
+        "whole file in memory(1024), cut": partial(_tokens, workers=0, low_memory=False, size=1_024),
+    },
+    "parquet_window_w2": {
+        "plain": partial(_tokens, workers=2),
+        "whole file in memory": partial(_tokens, workers=2, low_memory=False),
+        "whole file in memory(1024), cut": partial(_tokens, workers=2, low_memory=False, size=1_024),
+    },
 }

@@ -1,4 +1,4 @@
-"""midepoch itself, on the Arrow files as they are."""
+"""midepoch itself, on the Arrow and the Parquet files as they are."""
 
 from __future__ import annotations
 
@@ -65,6 +65,12 @@ def _mapped(data: Data, folder: Path, *, workers: int) -> Iterator[int]:
     return walk_tensors(batch["tokens"] for batch in loader)
 
 
+def _parquet(data: Data, folder: Path, *, workers: int) -> Iterator[int]:
+    dataset = midepoch.from_files(list(data.tokens.parquet)).select_columns(["tokens"])
+    loader = dataset.shuffle(seed=1, scope="window").with_format("torch").loader(BATCH, num_workers=workers)
+    return walk_tensors(batch["tokens"] for batch in loader)
+
+
 ROUTES = {
     "text_in_order": {
         "plain": partial(_rows, shuffle=False),
@@ -78,4 +84,6 @@ ROUTES = {
     "tokens_shuffled_w2": {"plain": partial(_loader, workers=2)},
     "tokens_map1ms_w0": {"plain": partial(_mapped, workers=0)},
     "tokens_map1ms_w2": {"plain": partial(_mapped, workers=2)},
+    "parquet_window_w0": {"plain": partial(_parquet, workers=0)},
+    "parquet_window_w2": {"plain": partial(_parquet, workers=2)},
 }

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 from torch.utils.data import DataLoader
 from torch_dataloader_utils import StructuredDataset
+from torch_dataloader_utils.splits import RoundRobinSplitStrategy
 
 from benchmarks.contenders.common import (
     BATCH,
@@ -21,6 +22,7 @@ from benchmarks.contenders.common import (
     LARGE_BUFFER,
     arrow_tokens,
     cut,
+    decoded_tokens,
     package_version,
     rows_of,
     walk_lists,
@@ -87,6 +89,25 @@ def _tokens_arrow(data: Data, folder: Path, *, size: int, workers: int = 0, buff
     return walk_tensors(cut(loader))
 
 
+def _parquet_arrow(
+    data: Data, folder: Path, *, size: int, buffer: int, workers: int = 0, whole_files: bool = False
+) -> Iterator[int]:
+    """Splits of files are read by `iter_batches`; whole files by a scanner, which decodes ahead in threads."""
+    options = _shuffle(buffer)
+    if whole_files:
+        options["split_strategy"] = RoundRobinSplitStrategy(shuffle=True, seed=1)
+    loader = _loader(
+        data.tokens,
+        size=size,
+        columns=["tokens"],
+        output_format="arrow",
+        collate_fn=decoded_tokens,
+        num_workers=workers,
+        **options,
+    )
+    return walk_tensors(cut(loader))
+
+
 ROUTES = {
     "text_in_order": {
         "plain": partial(_columns, size=1_000),
@@ -112,5 +133,24 @@ ROUTES = {
         "arrow(64), buffer 1000": partial(_tokens_arrow, size=BATCH, workers=2),
         "arrow(1024), cut, buffer 2048": partial(_tokens_arrow, size=1_024, workers=2, buffer=2_048),
         "arrow(4096), cut, buffer 8192": partial(_tokens_arrow, size=4_096, workers=2, buffer=8_192),
+    },
+    "parquet_window_w0": {
+        "plain": partial(_tokens_plain, workers=0),
+        "arrow(64), buffer 1000": partial(_parquet_arrow, size=BATCH, buffer=BUFFER),
+        "arrow(512), cut, buffer 1024": partial(_parquet_arrow, size=512, buffer=1_024),
+        "arrow(1024), cut, buffer 2048": partial(_parquet_arrow, size=1_024, buffer=2_048),
+        "arrow(512), cut, buffer 1024, whole files": partial(_parquet_arrow, size=512, buffer=1_024, whole_files=True),
+        "arrow(4096), cut, buffer 8192, whole files": partial(
+            _parquet_arrow, size=4_096, buffer=8_192, whole_files=True
+        ),
+    },
+    "parquet_window_w2": {
+        "plain": partial(_tokens_plain, workers=2),
+        "arrow(64), buffer 1000": partial(_parquet_arrow, size=BATCH, buffer=BUFFER, workers=2),
+        "arrow(512), cut, buffer 1024": partial(_parquet_arrow, size=512, buffer=1_024, workers=2),
+        "arrow(1024), cut, buffer 2048": partial(_parquet_arrow, size=1_024, buffer=2_048, workers=2),
+        "arrow(512), cut, buffer 1024, whole files": partial(
+            _parquet_arrow, size=512, buffer=1_024, workers=2, whole_files=True
+        ),
     },
 }
