@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -66,6 +70,9 @@ def _mapped(data: Data, folder: Path, *, workers: int) -> Iterator[int]:
 
 
 def _parquet(data: Data, folder: Path, *, workers: int) -> Iterator[int]:
+    # A new folder each time: blocks that an earlier run left decoded would be a head start.
+    os.environ["MIDEPOCH_CACHE"] = cache = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
     dataset = midepoch.from_files(list(data.tokens.parquet)).select_columns(["tokens"])
     loader = dataset.shuffle(seed=1, scope="window").with_format("torch").loader(BATCH, num_workers=workers)
     return walk_tensors(batch["tokens"] for batch in loader)

@@ -29,10 +29,13 @@ _RUN_BYTES = 1 << 20
 
 
 class Engine:
-    """``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time."""
+    """``shared``: other processes of this machine run the same pipeline.
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, shared: bool = False) -> None:
+        self.pipeline, self._shared = pipeline, shared or pipeline.cut.count > 1
         self._reader: Reader | None = None
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
@@ -101,7 +104,8 @@ class Engine:
     def _open_reader(self) -> Reader:
         if self._reader is None:
             wanted = list(self.pipeline.head.values())
-            self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=self.pipeline.on_error == "skip")
+            skip = self.pipeline.on_error == "skip"
+            self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=skip, shared=self._shared)
         return self._reader
 
     @property

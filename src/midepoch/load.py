@@ -46,8 +46,8 @@ def from_files(
 
     Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
     ``gs://``, ``az://``) or anywhere fsspec reaches. A folder or glob is sorted by path; a list keeps its order. Arrow
-    files on a local disk are mapped; blocks of all others are decoded once per machine into ``cache_dir``, of which
-    ``cache_bytes`` are kept.
+    files on a local disk are mapped. Blocks of all others are decoded once and ``cache_bytes`` of them kept: in memory,
+    or, with worker processes or ranks to share them with, or if it is given, in ``cache_dir``.
 
     ``format`` is found from the files when not given. ``columns`` that are not named are never read. ``filters`` is a
     pyarrow expression, or a list as Parquet readers take it: ``[("label", "in", [1, 2])]``; blocks whose statistics
@@ -83,7 +83,7 @@ def from_files(
     if source is None:
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-        spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes)
+        spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes, cache_dir is not None)
         source = Source((index,), Access(store, chosen, spec))
     ds = make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))

@@ -145,7 +145,7 @@ class Standing:
             note = Note(self._round, at_end, cursor.epoch)
             self.shared.note(worker[0], note)
             late = self._roll_over(note, worker[1]) if at_end else None
-        start = Start(Engine(self.pipeline), share, cursor, self._round, self._batch, late)
+        start = Start(Engine(self.pipeline, shared=share.count > 1), share, cursor, self._round, self._batch, late)
         self._round = self._batch = 0
         return start
 

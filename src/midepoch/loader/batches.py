@@ -79,7 +79,7 @@ class BatchMaker:
     """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
-        self._engine = Engine(pipeline)
+        self._engine = Engine(pipeline, shared=options.num_workers > 1)
         self._collate = options.collate_fn
         self.format = pipeline.format or ("torch" if options.collate_fn is None else "python")
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.

@@ -65,7 +65,7 @@ class BlockCache:
         return True
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", None) is not None:
+        if getattr(self, "_fd", None) is not None and os is not None:  # os goes before this at the end of a process
             os.close(self._fd)  # type: ignore[arg-type]
 
     def _path(self, block: int) -> Path:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import MidepochError
 from midepoch.order.epoch import Uses
 from midepoch.read.cache import BlockCache
+from midepoch.read.kept import KeptBlocks
 from midepoch.sources import Source
 
 Int64Array = npt.NDArray[np.int64]
@@ -25,21 +25,31 @@ _THREADS_LOCAL, _THREADS_REMOTE = 2, 4
 _EXPANSION = 3.0  # decoded bytes for one of a file, until it is known better
 _AHEAD_SHARE = 0.75  # of the cache, for blocks in use and to come
 _LEAST_AHEAD = 2
+_AHEAD_BYTES = 256 << 20
+"""Blocks to come, decoded: as many bytes as are in use (the next window), and at least this many."""
 
 
 class FetchedBlocks:
-    """Record batches of a source by number, with just the columns asked for. Not thread-safe, but it has threads."""
+    """Record batches of a source by number, with just the columns asked for. Not thread-safe, but it has threads.
 
-    def __init__(self, source: Source, columns: Sequence[str]) -> None:
+    ``shared``: other processes of this machine read the same, so that blocks are kept where they find them.
+    """
+
+    def __init__(self, source: Source, columns: Sequence[str], *, shared: bool) -> None:
         assert source.access is not None
         self._source, self._columns = source, list(columns)
-        self._limit = source.access.cache.limit
+        spec = source.access.cache
+        self._limit = spec.limit
         self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         self._open_bytes = 0
         self._plan = _Plan(source)
-        text = "\0".join([source.fingerprint, *self._columns])
-        key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-        self._cache = BlockCache(source.access.cache, key, self._plan.next_use)
+        self._cache: BlockCache | KeptBlocks
+        if shared or spec.chosen:
+            text = "\0".join([source.fingerprint, *self._columns])
+            key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+            self._cache = BlockCache(spec, key, self._plan.next_use)
+        else:
+            self._cache = KeptBlocks(spec.limit, self._plan.next_use)
         threads = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
         self._ahead = _Ahead(self._plan, self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
@@ -121,7 +131,8 @@ class _Plan:
             blocks, last, position = self._blocks, self._last, self._position
         used = blocks[:start][last[:start] >= position]
         ahead = blocks[start : start + 4096]
-        room = self._limit * _AHEAD_SHARE - float(self._rows[used].sum()) * self._row_bytes
+        taken = float(self._rows[used].sum()) * self._row_bytes
+        room = min(self._limit * _AHEAD_SHARE - taken, max(_AHEAD_BYTES, taken))
         fits = int(np.searchsorted(np.cumsum(self._rows[ahead]) * self._row_bytes, room, side="right"))
         return [*used.tolist(), *ahead[: max(_LEAST_AHEAD, fits)].tolist()]
 
@@ -129,14 +140,16 @@ class _Plan:
 class _Ahead:
     """Threads that fetch what comes next. They hold the plan and the cache, never the one who reads."""
 
-    def __init__(self, plan: _Plan, cache: BlockCache, make: Callable[[int], pa.Table], threads: int) -> None:
+    def __init__(
+        self, plan: _Plan, cache: BlockCache | KeptBlocks, make: Callable[[int], pa.Table], threads: int
+    ) -> None:
         self._plan, self._cache, self._count = plan, cache, threads
         self._make = weakref.WeakMethod(make)
-        self._wanted = threading.Semaphore(0)
+        self._moved = threading.Condition()
+        self._asked = 0  # how often somebody asked for more: a thread looks once for all that was asked meanwhile
         self._threads: list[threading.Thread] = []
         self._stop = False
         self._failed: set[int] = set()
-        self._seen: tuple[int, ...] = ()
 
     def wake(self) -> None:
         if not self._threads:
@@ -145,36 +158,39 @@ class _Ahead:
             ]
             for thread in self._threads:
                 thread.start()
-        for _ in self._threads:
-            self._wanted.release()
+        with self._moved:
+            self._asked += 1
+            self._moved.notify_all()
 
     def _run(self) -> None:
+        heard = 0
         while True:
-            self._wanted.acquire()
-            while self._wanted.acquire(blocking=False):
-                pass  # one look is enough for all that was asked meanwhile
+            with self._moved:
+                while self._asked == heard and not self._stop:
+                    self._moved.wait()
+                heard = self._asked
             for block in self._plan.coming():
                 if self._stop:
                     return
-                make = self._make()
-                if make is None or block in self._failed:
-                    continue
-                try:
-                    self._cache.prefetch(block, lambda make=make, block=block: make(block))  # type: ignore[misc]
-                except MidepochError:
-                    self._failed.add(block)  # whoever needs it will hear of it
-                except Exception as problem:
-                    self._failed.add(block)
-                    _log.debug("block %d could not be fetched ahead: %s", block, problem)
-                finally:
-                    del make
-            if self._stop:
-                return
+                if block not in self._failed and not self._fetch(block):
+                    return
+
+    def _fetch(self, block: int) -> bool:
+        """Whether to go on: not when there is nobody left to fetch for."""
+        make = self._make()
+        if make is None:
+            return False
+        try:
+            self._cache.prefetch(block, lambda: make(block))
+        except Exception as problem:  # whoever needs the block will hear of it
+            self._failed.add(block)
+            _log.debug("block %d could not be fetched ahead: %s", block, problem)
+        return True
 
     def close(self) -> None:
-        self._stop = True
-        for _ in self._threads:
-            self._wanted.release()
+        with self._moved:
+            self._stop = True
+            self._moved.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10)

@@ -40,14 +40,21 @@ class Rows:
 class Reader:
     """Reads chosen columns of a source. Not thread-safe; cheap to make; nothing to close."""
 
-    def __init__(self, source: Source, columns: Sequence[str] | None = None, *, skip_corrupt: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        columns: Sequence[str] | None = None,
+        *,
+        skip_corrupt: bool = False,
+        shared: bool = False,
+    ) -> None:
         schema = plain_schema(source.schema)
         names = schema.names if columns is None else list(columns)
         self._numbers = [schema.get_field_index(name) for name in names]
         self.schema = pa.schema([schema.field(i) for i in self._numbers], metadata=schema.metadata)
         self._source, self._skip_corrupt = source, skip_corrupt
         self._blocks: Blocks | FetchedBlocks = Blocks(source)
-        self._fetched = FetchedBlocks(source, names) if source.access is not None else None
+        self._fetched = FetchedBlocks(source, names, shared=shared) if source.access is not None else None
         if self._fetched is not None:  # such blocks hold just the columns asked for
             self._blocks, self._numbers = self._fetched, list(range(len(names)))
         self._starts = source.layout.block_starts

@@ -34,10 +34,11 @@ _PLAIN_FEATURES = {
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Where decoded blocks are kept, and how many bytes of them."""
+    """Where decoded blocks are kept, and how many bytes of them. ``chosen``: the user named the folder."""
 
     folder: str
     limit: int
+    chosen: bool = False
 
 
 @dataclass(frozen=True, eq=False)
