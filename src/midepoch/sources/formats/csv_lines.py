@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -31,15 +32,13 @@ class CsvFormat(NoStatistics):
             parse=lambda data: _parse(data, names, delimiter),
             skip_damage=skip_damage,
         )
-        found.footer = "\n".join(map(repr, names)).encode()
+        found.footer = json.dumps(names).encode()
         if not len(found.schema):
             found.schema = pa.schema([(name, pa.null()) for name in names])
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        import ast
-
-        names = [ast.literal_eval(line) for line in block.footer.decode().split("\n")]
+        names = json.loads(block.footer)
         there = [name for name in columns if name in names]
         data = read_range(store, block)
         if not there:

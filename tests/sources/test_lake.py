@@ -1,0 +1,313 @@
+"""Structured files in place: every format gives the rows that were written, and resumes exactly."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.orc as po
+import pyarrow.parquet as pq
+import pytest
+
+import midepoch
+from conftest import write_arrow
+from midepoch.errors import ColumnError, DataChangedError, DataNotFoundError, FormatError
+from midepoch.sources.formats import lines
+from midepoch.testing import assert_resumes_exactly
+
+COLUMNS = ["id", "text", "half", "maybe"]
+
+
+def rows(start: int, stop: int) -> pa.Table:
+    ids = list(range(start, stop))
+    return pa.table(
+        {
+            "id": pa.array(ids, pa.int64()),
+            "text": [f'row "{i}", né\nsecond line' for i in ids],
+            "half": [i + 0.5 for i in ids],
+            "maybe": pa.array([None if i % 3 == 0 else i for i in ids], pa.int64()),
+        }
+    )
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    pq.write_table(table, path, row_group_size=7)
+
+
+def write_orc(path: Path, table: pa.Table) -> None:
+    po.write_table(table, path, stripe_size=1, batch_size=8)
+
+
+def write_csv(path: Path, table: pa.Table, opener: Callable[..., Any] = open) -> None:
+    with opener(path, "wt", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(table.column_names)
+        writer.writerows(["" if v is None else v for v in row.values()] for row in table.to_pylist())
+
+
+def write_jsonl(path: Path, table: pa.Table, opener: Callable[..., Any] = open) -> None:
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in table.to_pylist())
+
+
+WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
+    "parquet": write_parquet,
+    "orc": write_orc,
+    "csv": write_csv,
+    "jsonl": write_jsonl,
+    "csv.gz": lambda path, table: write_csv(path, table, gzip.open),
+    "jsonl.gz": lambda path, table: write_jsonl(path, table, gzip.open),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(lines, "_READ", 100)
+
+
+@pytest.fixture(params=list(WRITERS))
+def lake(request: pytest.FixtureRequest, tmp_path: Path, small_blocks: None) -> Path:
+    folder = tmp_path / "lake"
+    folder.mkdir()
+    for i, (start, stop) in enumerate([(0, 25), (25, 26), (26, 50)]):
+        WRITERS[request.param](folder / f"part-{i}.{request.param}", rows(start, stop))
+    (folder / "_SUCCESS").write_text("")
+    (folder / ".part-0.crc").write_text("x")
+    return folder
+
+
+def test_rows_are_what_was_written(lake: Path) -> None:
+    ds = midepoch.from_files(lake)
+    assert list(ds) == rows(0, 50).to_pylist()
+    assert ds[3] == rows(3, 4).to_pylist()[0]
+    assert ds.schema.names == COLUMNS
+    assert len(ds) == 50
+
+
+def test_batches_are_the_same_with_any_number_of_workers(lake: Path) -> None:
+    ds = midepoch.from_files(lake).shuffle(seed=4, window=2)
+    found = [[batch["id"].tolist() for batch in ds.loader(8, num_workers=workers)] for workers in (0, 1, 2)]
+    assert found[0] == found[1] == found[2]
+    assert sorted(sum(found[0], [])) == list(range(50))
+
+
+def test_nulls_have_one_dtype_in_every_batch(lake: Path) -> None:
+    batches = list(midepoch.from_files(lake).with_format("numpy").loader(5))
+    assert {batch["maybe"].dtype for batch in batches} == {np.dtype("float64")}
+    assert {batch["id"].dtype for batch in batches} == {np.dtype("int64")}
+
+
+@pytest.mark.parametrize("scope", ["window", "rows", "files"])
+def test_resumes_exactly(lake: Path, scope: str) -> None:
+    def make() -> midepoch.Dataset:
+        return midepoch.from_files(lake, columns=["id", "maybe"]).shuffle(seed=2, scope=scope, window=2)
+
+    assert_resumes_exactly(make)
+    assert_resumes_exactly(lambda: make().loader(7))
+
+
+def test_resumes_with_other_workers_and_worlds(lake: Path) -> None:
+    ds = midepoch.from_files(lake, columns=["id"]).shuffle(seed=2, window=2).with_lanes(6)
+    whole = [batch["id"].tolist() for batch in ds.loader(6)]
+    loaders = [ds.loader(3, rank=rank, world_size=2) for rank in range(2)]
+    iterators = [iter(loader) for loader in loaders]
+    first = [next(iterators[rank])["id"].tolist() for _ in range(3) for rank in range(2)]
+    state = loaders[1].state_dict()
+    rest: list[int] = []
+    for rank in range(3):
+        loader = ds.loader(2, num_workers=2 * (rank == 0), rank=rank, world_size=3)
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        rest += sum((batch["id"].tolist() for batch in loader), [])
+    assert sorted(sum(first, []) + rest) == list(range(50))
+    assert sorted(sum(first, [])) == sorted(sum(whole[:3], []))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "orc", "jsonl", "csv"])
+def test_filters(kind: str, tmp_path: Path, small_blocks: None) -> None:
+    for i in range(3):
+        WRITERS[kind](tmp_path / f"{i}.{kind}", rows(20 * i, 20 * i + 20))
+    wanted = [row for row in rows(0, 60).to_pylist() if row["id"] > 15 and row["maybe"] is not None]
+    for filters in ([("id", ">", 15), ("maybe", "!=", -1)], (pc.field("id") > 15) & pc.field("maybe").is_valid()):
+        ds = midepoch.from_files(tmp_path, filters=filters)
+        assert list(ds) == wanted
+        assert [row["text"] for row in ds.select_columns(["text"])] == [row["text"] for row in wanted]
+        assert len(ds.select_columns(["text"])) == len(wanted)
+    assert_resumes_exactly(lambda: midepoch.from_files(tmp_path, filters=[("id", ">", 15)]).shuffle(seed=1, window=2))
+
+
+def test_a_filter_is_part_of_the_state(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", rows(0, 40))
+    state = midepoch.from_files(tmp_path, filters=[("id", "<", 20)]).loader(5).state_dict()
+    with pytest.raises(midepoch.CheckpointMismatchError, match="data"):
+        midepoch.from_files(tmp_path, filters=[("id", ">=", 20)]).loader(5).load_state_dict(state)
+
+
+def test_excluded_row_groups_are_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from midepoch.sources.formats.parquet import ParquetFormat
+
+    write_parquet(tmp_path / "a.parquet", rows(0, 70))
+    read: list[int] = []
+    decode = ParquetFormat.decode
+    monkeypatch.setattr(
+        ParquetFormat, "decode", lambda self, store, block, *rest: (read.append(block.offset), decode(self, store, block, *rest))[1]
+    )
+    ds = midepoch.from_files(tmp_path, filters=[("id", ">=", 50)])
+    assert [row["id"] for row in ds] == list(range(50, 70))
+    assert set(read) == {7, 8, 9}
+
+
+def test_hive_partitions(tmp_path: Path) -> None:
+    for year in (2023, 2024):
+        for lang in ("de", "en gb"):
+            folder = tmp_path / f"year={year}" / f"lang={lang.replace(' ', '%20')}"
+            folder.mkdir(parents=True)
+            write_parquet(folder / "a.parquet", rows(0, 10))
+    ds = midepoch.from_files(tmp_path, partitioning="hive")
+    assert ds.schema.names == [*COLUMNS, "year", "lang"]
+    assert [(row["year"], row["lang"]) for row in ds][::10] == [(2023, "de"), (2023, "en gb"), (2024, "de"), (2024, "en gb")]
+    some = midepoch.from_files(tmp_path, partitioning="hive", filters=[("year", "=", 2024), ("id", "<", 3)])
+    assert [(row["year"], row["id"]) for row in some] == [(2024, i) for _ in range(2) for i in range(3)]
+    assert next(iter(ds.loader(4)))["year"].tolist() == [2023] * 4
+    assert [row["lang"] for row in midepoch.from_files(tmp_path, partitioning="hive", columns=["lang"])][9:11] == ["de", "en gb"]
+
+
+def test_added_and_missing_columns_are_null(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", rows(0, 5).select(["id"]))
+    write_parquet(tmp_path / "b.parquet", rows(5, 10).select(["text", "id"]))
+    ds = midepoch.from_files(tmp_path)
+    assert [row["text"] for row in ds][:5] == [None] * 5
+    assert [row["id"] for row in ds.shuffle(seed=1)] != list(range(10))
+    assert sorted(row["id"] for row in ds) == list(range(10))
+    write_arrow(tmp_path / "x.arrow", rows(0, 5).select(["id"]), 2)
+    write_arrow(tmp_path / "y.arrow", rows(5, 10).select(["text", "id"]), 2)
+    arrow = [midepoch.from_files(tmp_path, format="arrow") for _ in range(2)]
+    assert [list(each) for each in arrow] == [list(ds)] * 2
+
+
+def test_types_that_clash_are_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": [1, 2]}))
+    write_parquet(tmp_path / "b.parquet", pa.table({"x": ["a", "b"]}))
+    with pytest.raises(FormatError, match="'x' is int64 in .*a.parquet but string in .*b.parquet"):
+        midepoch.from_files(tmp_path)
+
+
+def test_types_of_text_are_those_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2020-01-01\n2,2020-01-02\n")
+    (tmp_path / "b.csv").write_text("x,y\n1.5,never\n")
+    assert list(midepoch.from_files(tmp_path)) == [
+        {"x": 1.0, "y": "2020-01-01"},
+        {"x": 2.0, "y": "2020-01-02"},
+        {"x": 1.5, "y": "never"},
+    ]
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "when": "2020-01-01 00:00:00"}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 2.5, "when": "soon", "more": {"a": [1]}}\n')
+    assert list(midepoch.from_files(tmp_path, format="jsonl")) == [
+        {"x": 1.0, "when": "2020-01-01 00:00:00", "more": None},
+        {"x": 2.5, "when": "soon", "more": {"a": [1]}},
+    ]
+
+
+def test_listing(tmp_path: Path) -> None:
+    for name in ("b/2.parquet", "a/1.parquet", "a/_tmp/3.parquet", ".hidden/4.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_parquet(tmp_path / name, rows(int(name[-9]), int(name[-9]) + 1))
+    ids = [row["id"] for row in midepoch.from_files(tmp_path)]
+    assert ids == [1, 2]
+    assert [row["id"] for row in midepoch.from_files(tmp_path / "**" / "*.parquet")] == ids
+    assert [row["id"] for row in midepoch.from_files(f"{tmp_path}/?/[0-9].parquet")] == ids
+    assert [row["id"] for row in midepoch.from_files([tmp_path / "b", tmp_path / "a"])] == [2, 1]
+    (tmp_path / "a" / "x.csv").write_text("id\n7\n")
+    with pytest.raises(FormatError, match="different formats: parquet .* csv .*format="):
+        midepoch.from_files(tmp_path)
+    assert [row["id"] for row in midepoch.from_files(tmp_path, format="csv")] == [7]
+
+
+def test_files_without_a_suffix(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "part-0000", rows(0, 3))
+    assert [row["id"] for row in midepoch.from_files(tmp_path / "part-0000")] == [0, 1, 2]
+    assert [row["id"] for row in midepoch.from_files(tmp_path, format="parquet")] == [0, 1, 2]
+
+
+def test_a_second_open_reads_no_data_file(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from midepoch.sources.stores import Store
+
+    midepoch.from_files(lake)
+    monkeypatch.setattr(Store, "open", lambda *_: pytest.fail("a data file was opened"))
+    assert len(midepoch.from_files(lake)) == 50
+    monkeypatch.setattr("midepoch.load.find_files", lambda *_, **__: pytest.fail("the files were listed"))
+    assert len(midepoch.from_files(lake, validate=False)) == 50
+
+
+def test_a_changed_file_is_indexed_again_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, rows(0, 20))
+    ds = midepoch.from_files(path)
+    state = ds.loader(4).state_dict()
+    write_parquet(path, rows(100, 120))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataChangedError, match="a.parquet has changed since it was indexed"):
+        list(ds)
+    again = midepoch.from_files(path)
+    assert [row["id"] for row in again] == list(range(100, 120))
+    with pytest.raises(midepoch.CheckpointMismatchError, match="data"):
+        again.loader(4).load_state_dict(state)
+
+
+def test_moved_files_still_resume(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for i in range(2):
+        write_parquet(tmp_path / "a" / f"{i}.parquet", rows(20 * i, 20 * i + 20))
+    loader = midepoch.from_files(tmp_path / "a").shuffle(seed=1).loader(8)
+    batches = iter(loader)
+    next(batches)
+    state, expected = loader.state_dict(), [batch["id"].tolist() for batch in batches]
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = midepoch.from_files(tmp_path / "b").shuffle(seed=1).loader(8)
+    moved.load_state_dict(state)
+    assert [batch["id"].tolist() for batch in moved] == expected
+
+
+def test_datasets_pickle(lake: Path) -> None:
+    ds = midepoch.from_files(lake, filters=[("id", ">", 10)] if "orc" not in str(list(lake.iterdir())) else None)
+    data = pickle.dumps(ds.shuffle(seed=3))
+    assert list(pickle.loads(data)) == list(ds.shuffle(seed=3))
+    assert len(data) < 4096
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", rows(0, 5))
+    for arguments, error, text in (
+        ({"format": "xml"}, ValueError, "format must be one of 'arrow', 'parquet'"),
+        ({"columns": ["nope"]}, ColumnError, "nope"),
+        ({"filters": [("nope", ">", 1)]}, ColumnError, "nope"),
+        ({"filters": "id > 3"}, ValueError, "filters must be"),
+        ({"partitioning": "dir"}, ValueError, "partitioning"),
+        ({"cache_bytes": 0}, ValueError, "cache_bytes"),
+        ({"storage_options": {"key": "x"}}, ValueError, "local path"),
+        ({"filters": [("id", ">", 99)]}, DataNotFoundError, "no rows"),
+    ):
+        with pytest.raises(error, match=text):
+            next(iter(midepoch.from_files(tmp_path, **arguments).loader(2)))  # type: ignore[arg-type]
+    for name, content, text in (
+        ("cut.parquet", (tmp_path / "a.parquet").read_bytes()[:-20], "cut short"),
+        ("empty.parquet", b"", "empty or was cut short"),
+        ("foreign.parquet", b"x" * 100, "not a whole Parquet file"),
+        ("empty.csv", b"", "the file is empty"),
+        ("bad.jsonl", b'{"a": 1}\n{"a": ', "cannot be read"),
+        ("array.json", b'[{"a": 1}]', "one JSON array"),
+        ("ragged.csv", b"a,b\n1,2\n3\n", "cannot be read"),
+        ("bad.orc", b"ORC" + b"x" * 50, "not a whole ORC file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(FormatError, match=text):
+            midepoch.from_files(tmp_path / name)
