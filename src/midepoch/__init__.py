@@ -13,13 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
     from midepoch.errors import (
         CheckpointMismatchError,
         ColumnError,
         CorruptBlockError,
+        DataChangedError,
         DataError,
         DataNotFoundError,
+        FetchError,
         FormatError,
         MapError,
         MidepochError,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     )
     from midepoch.load import from_files, load_dataset, load_from_disk
     from midepoch.loader import Loader
+    from midepoch.sources.stores import Retry
 
 __version__ = "0.1.0"
 
@@ -35,6 +39,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "Dataset": "midepoch.dataset",
     "Loader": "midepoch.loader",
+    "Retry": "midepoch.sources.stores",
+    "StructuredDataset": "midepoch.compat.structured",
     "from_files": "midepoch.load",
     "load_dataset": "midepoch.load",
     "load_from_disk": "midepoch.load",
@@ -43,8 +49,10 @@ _WHERE = {
             "CheckpointMismatchError",
             "ColumnError",
             "CorruptBlockError",
+            "DataChangedError",
             "DataError",
             "DataNotFoundError",
+            "FetchError",
             "FormatError",
             "MapError",
             "MidepochError",
@@ -59,14 +67,18 @@ __all__ = [
     "CheckpointMismatchError",
     "ColumnError",
     "CorruptBlockError",
+    "DataChangedError",
     "DataError",
     "DataNotFoundError",
     "Dataset",
+    "FetchError",
     "FormatError",
     "Loader",
     "MapError",
     "MidepochError",
+    "Retry",
     "StateError",
+    "StructuredDataset",
     "WorkerError",
     "__version__",
     "from_files",

@@ -329,13 +329,14 @@ class Dataset:
         rank: int | None = None,
         world_size: int | None = None,
         multiprocessing_context: str | None = None,
+        collate_columns: bool = False,
     ) -> Loader:
         """Batches of every epoch, prepared ahead by threads or worker processes; owns its own cursor.
 
         ``batch_size`` rows for each rank. Rank and world size come from the shard, from an initialised
         ``torch.distributed``, or are given. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
-        otherwise; ``collate_fn`` gets a list of rows instead. ``prefetch`` batches are made ahead by each worker: 2 to
-        8, by their size, unless given.
+        otherwise; ``collate_fn`` gets a list of rows instead, or with ``collate_columns`` such a batch. ``prefetch``
+        batches are made ahead by each worker: 2 to 8, by their size, unless given.
         """
         from midepoch.loader import Loader, Options, ahead_for
         from midepoch.loader.world import find_world
@@ -351,6 +352,7 @@ class Dataset:
             num_workers=whole(num_workers, "loader(num_workers=…)"),
             drop_last=drop_last,
             collate_fn=collate_fn,
+            collate_columns=collate_columns,
             prefetch=whole(ahead if prefetch is None else prefetch, "loader(prefetch=…)", 1),
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,

@@ -159,7 +159,9 @@ def test_excluded_row_groups_are_never_read(tmp_path: Path, monkeypatch: pytest.
     read: list[int] = []
     decode = ParquetFormat.decode
     monkeypatch.setattr(
-        ParquetFormat, "decode", lambda self, store, block, *rest: (read.append(block.offset), decode(self, store, block, *rest))[1]
+        ParquetFormat,
+        "decode",
+        lambda self, store, block, *rest: (read.append(block.offset), decode(self, store, block, *rest))[1],
     )
     ds = midepoch.from_files(tmp_path, filters=[("id", ">=", 50)])
     assert [row["id"] for row in ds] == list(range(50, 70))
@@ -174,11 +176,19 @@ def test_hive_partitions(tmp_path: Path) -> None:
             write_parquet(folder / "a.parquet", rows(0, 10))
     ds = midepoch.from_files(tmp_path, partitioning="hive")
     assert ds.schema.names == [*COLUMNS, "year", "lang"]
-    assert [(row["year"], row["lang"]) for row in ds][::10] == [(2023, "de"), (2023, "en gb"), (2024, "de"), (2024, "en gb")]
+    assert [(row["year"], row["lang"]) for row in ds][::10] == [
+        (2023, "de"),
+        (2023, "en gb"),
+        (2024, "de"),
+        (2024, "en gb"),
+    ]
     some = midepoch.from_files(tmp_path, partitioning="hive", filters=[("year", "=", 2024), ("id", "<", 3)])
     assert [(row["year"], row["id"]) for row in some] == [(2024, i) for _ in range(2) for i in range(3)]
     assert next(iter(ds.loader(4)))["year"].tolist() == [2023] * 4
-    assert [row["lang"] for row in midepoch.from_files(tmp_path, partitioning="hive", columns=["lang"])][9:11] == ["de", "en gb"]
+    assert [row["lang"] for row in midepoch.from_files(tmp_path, partitioning="hive", columns=["lang"])][9:11] == [
+        "de",
+        "en gb",
+    ]
 
 
 def test_added_and_missing_columns_are_null(tmp_path: Path) -> None:

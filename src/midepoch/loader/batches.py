@@ -17,7 +17,7 @@ from midepoch.loader.options import Options
 from midepoch.order import epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located
-from midepoch.transforms import Batch, present, present_rows
+from midepoch.transforms import Batch, finish, present, present_rows
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -80,8 +80,9 @@ class BatchMaker:
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
         self._engine = Engine(pipeline, shared=options.num_workers > 1)
-        self._collate = options.collate_fn
-        self.format = pipeline.format or ("torch" if options.collate_fn is None else "python")
+        self._collate, self._collate_columns = options.collate_fn, options.collate_columns
+        plain = options.collate_fn is None or options.collate_columns
+        self.format = pipeline.format or ("torch" if plain else "python")
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
         as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
         self._whole = as_read and self._engine.plain
@@ -153,12 +154,15 @@ class BatchMaker:
             return Made(read.step, None, skipped, empty=True)
         if self._collate is None:
             return Made(read.step, present(batch, self.format), skipped)
-        rows = present_rows(batch, self.format)
+        if self._collate_columns:
+            rows: Any = finish(present(batch, self.format), self.format)
+        else:
+            rows = present_rows(batch, self.format)
         try:
             return Made(read.step, self._collate(rows), skipped)
         except Exception as problem:  # a StopIteration would end the epoch silently
             first, stop = plan.bounds(read.step)
             raise MapError(
-                f"collate_fn failed on a batch of {len(rows)} rows (positions {first:,} to {stop - 1:,} of epoch "
+                f"collate_fn failed on a batch of {len(batch)} rows (positions {first:,} to {stop - 1:,} of epoch "
                 f"{plan.epoch}): {type(problem).__name__}: {problem}"
             ) from problem

@@ -16,12 +16,16 @@ def ahead_for(batch_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """``prefetch`` counts batches, for each worker (or for the reading thread, in chunks)."""
+    """``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
+
+    ``prefetch`` counts batches, for each worker (or for the reading thread, in chunks).
+    """
 
     batch_size: int
     num_workers: int = 0
     drop_last: bool = False
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    collate_fn: Callable[[Any], Any] | None = None
+    collate_columns: bool = False
     prefetch: int = 2
     pin_memory: bool = False
     persistent_workers: bool = False

@@ -1,0 +1,328 @@
+"""``StructuredDataset``: batches from structured files, with the documented interface and state, resumed exactly."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from midepoch import state as states
+from midepoch.checks import whole
+from midepoch.dataset import Dataset
+from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.load import DEFAULT_CACHE_BYTES, from_files
+from midepoch.loader import Loader
+from midepoch.pipeline import Pipeline
+from midepoch.progress import shown
+from midepoch.sources.files import PathLike
+
+OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python"}
+_SPLIT_BYTES = 128 << 20
+_LISTED_SHARDS = 256
+_LISTED_FILES = 64
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "kib": 1 << 10, "mb": 10**6, "mib": 1 << 20, "gb": 10**9, "gib": 1 << 30}
+
+Shard = dict[str, Any]
+
+
+class StructuredDataset:
+    """What ``create_dataloader`` returns beside the loader: the place of the epoch, the state, and the schema.
+
+    ``state_dict()`` says what the training loop has received, wherever it is called. Its documented keys tell people
+    where the run stands; resuming goes by the exact position, so that nothing is read or delivered twice, with any
+    number of workers and ranks, from the state of any one rank.
+    """
+
+    def __init__(self, dataset: Dataset, loader: Loader, splits: Splits, num_workers: int) -> None:
+        self._dataset, self._loader, self._splits, self._num_workers = dataset, loader, splits, num_workers
+
+    @classmethod
+    def create_dataloader(
+        cls,
+        path: PathLike | Sequence[PathLike],
+        format: str | None = None,
+        batch_size: int = 1024,
+        columns: Sequence[str] | None = None,
+        filters: Any = None,
+        shuffle: bool = False,
+        shuffle_seed: int = 42,
+        split_bytes: int | str | None = None,
+        split_rows: int | None = None,
+        num_workers: int | None = None,
+        output_format: str = "torch",
+        storage_options: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        partitioning: str | None = None,
+        num_ranks: int = 1,
+        rank: int = 0,
+        show_progress: bool = False,
+        shuffle_buffer_size: int | None = None,
+        *,
+        filesystem: Any = None,
+        cache_dir: PathLike | None = None,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        index_dir: PathLike | None = None,
+    ) -> tuple[StructuredLoader, StructuredDataset]:
+        """A loader of batches and the dataset behind it. Keep the dataset: it has the state and ``set_epoch``.
+
+        ``collate_fn`` gets a whole batch in the output format, in the worker. ``shuffle`` shuffles row groups, then
+        rows in windows of them: of as many as hold ``shuffle_buffer_size`` rows, if that is given. ``split_bytes`` and
+        ``split_rows`` say how large the shards are in which the state reports progress; what is read at once is a row
+        group in any case.
+        """
+        if output_format not in OUTPUTS:
+            raise ValueError(f"output_format must be one of {', '.join(map(repr, OUTPUTS))}, got {output_format!r}")
+        if num_workers is None:
+            num_workers = max(1, min(4, (os.cpu_count() or 1) - 1))
+        dataset = from_files(
+            path,
+            format=format,
+            columns=columns,
+            filters=filters,
+            partitioning=partitioning,
+            storage_options=storage_options,
+            filesystem=filesystem,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+            index_dir=index_dir,
+        ).with_format(OUTPUTS[output_format])
+        if shuffle or shuffle_buffer_size is not None:
+            dataset = dataset.shuffle(shuffle_seed, "window", _window(dataset.pipeline, shuffle_buffer_size))
+        loader = dataset.loader(
+            batch_size,
+            num_workers,
+            collate_fn=collate_fn,
+            collate_columns=True,
+            rank=rank,
+            world_size=whole(num_ranks, "create_dataloader(num_ranks=…)", 1),
+        )
+        splits = Splits(dataset.pipeline, _bytes(split_bytes), split_rows, shuffle_seed)
+        made = cls(dataset, loader, splits, num_workers)
+        return StructuredLoader(loader, show_progress), made
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    @property
+    def schema(self) -> Any:
+        return self._dataset.schema
+
+    @property
+    def column_names(self) -> list[str]:
+        return self._dataset.column_names
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._loader.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. The one of a loaded state is gone on with where it was left: naming it is harmless."""
+        self._loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training loop stands, behind the last batch it has received. The same on every rank."""
+        exact = self._loader.state_dict()
+        done = self._splits.completed(exact["epoch"], exact["position"], exact["lanes"])
+        return {
+            "_num_workers": self._num_workers,
+            "_shuffle_seed": self._splits.seed,
+            "completed_shards": [self._splits.shard(i) for i in done[-_LISTED_SHARDS:]],
+            "completed_shards_total": len(done),
+            "_split": [self._splits.target_bytes, self._splits.target_rows],
+            "_files": self._splits.files,
+            **exact,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, saved on any rank, with any number of workers and ranks.
+
+        Raises CheckpointMismatchError, and changes nothing, if the data, the seed or the splits differ.
+        """
+        if not isinstance(state, Mapping) or states.KEY not in state:
+            raise StateError(
+                "this is not a state of StructuredDataset.state_dict(): it does not say at which row to go on. "
+                "Start the epoch anew, and save states with this dataset."
+            )
+        self._splits.check(state)
+        try:
+            self._loader.load_state_dict(state)
+        except CheckpointMismatchError as problem:
+            cause = f"{problem.field} differs: checkpoint={problem.saved}, current={problem.current} ({problem.cause})"
+            raise self._splits.mismatch(state, cause) from None
+
+
+class StructuredLoader:
+    """Batches of one epoch for each ``iter()``; a ``break`` loses nothing."""
+
+    def __init__(self, loader: Loader, progress: bool) -> None:
+        self._loader, self._progress = loader, progress
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._shown() if self._progress else iter(self._loader)
+
+    def _shown(self) -> Iterator[Any]:
+        with shown(f"epoch {self._loader.epoch}", "batches") as report:
+            for done, batch in enumerate(self._loader, 1):
+                report(done, max(done, len(self)))
+                yield batch
+
+    def close(self) -> None:
+        """End threads and workers now; they also end by themselves."""
+        self._loader.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """Shards as the state reports them: runs of blocks of one file, of at least so many bytes or rows."""
+
+    pipeline: Pipeline
+    target_bytes: int
+    target_rows: int | None
+    seed: int
+
+    @cached_property
+    def _bounds(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """First block of each shard, and the number of blocks."""
+        source, found = self.pipeline.source, [0]
+        starts, row_bytes = source.layout.block_starts, source.bytes_per_row
+        for first, stop in zip(source.file_blocks[:-1].tolist(), source.file_blocks[1:].tolist(), strict=True):
+            for block in range(first + 1, stop + 1):
+                rows = int(starts[block] - starts[found[-1]])
+                large = rows >= self.target_rows if self.target_rows else rows * row_bytes >= self.target_bytes
+                if block == stop or large:
+                    found.append(block)
+        return np.array(found)
+
+    def shard(self, number: int) -> Shard:
+        """A shard in the documented form."""
+        source = self.pipeline.source
+        first, stop = self._bounds[number : number + 2].tolist()
+        file = int(source.file_blocks.searchsorted(first, side="right")) - 1
+        start, end = source.layout.block_starts[[first, stop]].tolist()
+        begin = int(source.layout.file_starts[file])
+        part = (start, end) != tuple(source.layout.file_starts[file : file + 2].tolist())
+        return {
+            "splits": [
+                {
+                    "path": source.name(source.files[file]),
+                    "row_offset": start - begin if part else None,
+                    "row_length": end - start if part else None,
+                }
+            ]
+        }
+
+    def completed(self, epoch: int, position: int, lanes: int) -> list[int]:
+        """Shards of which every row has been delivered, in the order in which they were finished."""
+        ends = self._ends(epoch, lanes)
+        order = np.argsort(ends, kind="stable")
+        found: list[int] = order[: int(np.searchsorted(ends[order], position))].tolist()
+        return found
+
+    def _ends(self, epoch: int, lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The last position at which a row of each shard may stand."""
+        cached = self.__dict__.get("_cached")
+        if cached is None or cached[0] != (epoch, lanes):
+            order = replace(self.pipeline.order, lanes=lanes)
+            uses = order.at(epoch, self.pipeline.source.layout).uses()
+            last = np.zeros(int(self._bounds[-1]), dtype=np.int64)
+            np.maximum.at(last, uses.blocks, uses.last)
+            cached = ((epoch, lanes), np.maximum.reduceat(last, self._bounds[:-1]))
+            self.__dict__["_cached"] = cached
+        return cached[1]
+
+    @cached_property
+    def files(self) -> list[str] | str:
+        """Names and contents of the files, to say later which of them have changed; just a digest of very many."""
+        source = self.pipeline.source
+        if len(source.files) > _LISTED_FILES:
+            return f"{len(source.files)} files {source.fingerprint}"
+        return [f"{os.path.basename(file.path)}:{file.fingerprint[:8]}" for file in source.files]
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise unless files, seed and shards are those of the state."""
+        if state.get("data") != self.pipeline.source.fingerprint:
+            same = state.get("_files") == self.files
+            text = "the filters differ" if same else "the files differ" + self._changed(state.get("_files"))
+            raise self.mismatch(state, text)
+        shuffle = self.pipeline.order.shuffle
+        if shuffle is not None and state.get("_shuffle_seed") != self.seed:
+            raise self.mismatch(
+                state, f"shuffle_seed changed: checkpoint={state.get('_shuffle_seed')}, current={self.seed}"
+            )
+        known = {_key(self.shard(i)) for i in range(len(self._bounds) - 1)} if state.get("completed_shards") else set()
+        for shard in state.get("completed_shards") or ():
+            if _key(shard) not in known:
+                now = [self.target_bytes, self.target_rows]
+                cause = f"split_bytes or split_rows changed: checkpoint={state.get('_split')}, current={now}"
+                raise self.mismatch(state, cause, shard)
+
+    def _changed(self, saved: Any) -> str:
+        if not isinstance(saved, list) or not isinstance(self.files, list):
+            return f": checkpoint={saved}, current={self.files if isinstance(self.files, str) else len(self.files)}"
+        before, now = (dict(name.rsplit(":", 1) for name in names) for names in (saved, self.files))
+        parts = {
+            "added": sorted(now.keys() - before.keys()),
+            "removed": sorted(before.keys() - now.keys()),
+            "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
+        }
+        texts = [f"{what}: {', '.join(names[:8])}" for what, names in parts.items() if names]
+        return f" ({'; '.join(texts) or 'another order'})"
+
+    def mismatch(self, state: Mapping[str, Any], cause: str, shard: Shard | None = None) -> CheckpointMismatchError:
+        """The documented message."""
+        listed = state.get("completed_shards") or ()
+        shard = shard or (listed[-1] if listed else None)
+        shown_shard = "\n".join(f"    {_described(split)}" for split in shard["splits"]) if shard else "    (none yet)"
+        return CheckpointMismatchError(
+            "Checkpoint shard does not match any current split.\n\n"
+            f"  Checkpoint shard:\n{shown_shard}\n\n"
+            f"  Likely cause: {cause}\n\n"
+            "  Reconstruct the dataset with matching parameters or discard this checkpoint. Nothing was changed."
+        )
+
+
+def _key(shard: Shard) -> tuple[Any, ...]:
+    """A shard by the names of its files: data that has only moved is still the same data."""
+    return tuple(
+        (os.path.basename(str(split["path"])), split["row_offset"], split["row_length"]) for split in shard["splits"]
+    )
+
+
+def _described(split: Mapping[str, Any]) -> str:
+    name = os.path.basename(str(split["path"]))
+    if split["row_offset"] is None:
+        return f"{name}  full file"
+    return f"{name}  rows [{split['row_offset']:,}, {split['row_offset'] + split['row_length']:,})"
+
+
+def _window(pipeline: Pipeline, buffer: int | None) -> int | None:
+    """How many blocks hold as many rows as a shuffle buffer."""
+    if buffer is None:
+        return None
+    rows = pipeline.rows / max(1, len(pipeline.source.layout.block_starts) - 1)
+    return max(1, -(-whole(buffer, "create_dataloader(shuffle_buffer_size=…)", 1) // max(1, int(rows))))
+
+
+def _bytes(given: int | str | None) -> int:
+    """A number of bytes, or a text like "128 MiB"."""
+    if given is None:
+        return _SPLIT_BYTES
+    if isinstance(given, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b?)\s*", given.lower())
+        if not found or found[2] not in _UNITS:
+            raise ValueError(f"split_bytes must be a number of bytes, or a text like '128 MiB', got {given!r}")
+        return int(float(found[1]) * _UNITS[found[2]])
+    return whole(given, "create_dataloader(split_bytes=…)", 1)

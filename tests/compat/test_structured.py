@@ -1,0 +1,176 @@
+"""``StructuredDataset``: the documented interface, and what is better than documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from midepoch import CheckpointMismatchError, StateError, StructuredDataset
+
+ROWS = 600
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Path:
+    folder = tmp_path / "lake"
+    folder.mkdir()
+    for i in range(4):
+        ids = range(150 * i, 150 * i + 150)
+        table = pa.table({"id": list(ids), "text": [f"row {j}" for j in ids], "half": [j / 2 for j in ids]})
+        pq.write_table(table, folder / f"part-{i:04}.parquet", row_group_size=30)
+    return folder
+
+
+def make(lake: Path, **arguments: Any) -> tuple[Any, StructuredDataset]:
+    given = {"batch_size": 32, "shuffle": True, "num_workers": 0, "split_rows": 60, **arguments}
+    return StructuredDataset.create_dataloader(path=str(lake), format="parquet", **given)
+
+
+def ids(batches: Any) -> list[int]:
+    return sum((batch["id"].tolist() for batch in batches), [])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_row_once(lake: Path, workers: int) -> None:
+    loader, dataset = make(lake, num_workers=workers)
+    epochs = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        epochs.append(ids(loader))
+    assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * 2
+    assert epochs[0] != epochs[1]
+    assert len(loader) == len(dataset) == 19
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_state_follows_what_the_loop_has_received(lake: Path, workers: int) -> None:
+    whole = ids(make(lake)[0])
+    for steps in (0, 1, 7, 18, 19):
+        loader, dataset = make(lake, num_workers=workers)
+        batches = iter(loader)
+        before = ids(next(batches) for _ in range(steps))
+        state = json.loads(json.dumps(dataset.state_dict()))
+        assert before == whole[: 32 * steps]
+        assert state["epoch"] == 0
+        assert state["_num_workers"] == workers
+        assert state["_shuffle_seed"] == 42
+        for resumed_workers in (0, 2):
+            again, resumed = make(lake, num_workers=resumed_workers)
+            resumed.load_state_dict(state)
+            if steps < 19:
+                resumed.set_epoch(0)  # harmless
+            assert (before + ids(again) == whole) == (steps < 19)
+
+
+def test_completed_shards_are_those_whose_rows_all_came(lake: Path) -> None:
+    loader, dataset = make(lake, shuffle=False)
+    assert dataset.state_dict()["completed_shards"] == []
+    for step, _ in enumerate(loader, 1):
+        done = dataset.state_dict()["completed_shards"]
+        ends = [split["row_offset"] + split["row_length"] for shard in done for split in shard["splits"]]
+        expected = [i for i in range(12) if (i // 3) * 150 + [60, 120, 150][i % 3] <= step * 32]
+        assert ends == [[60, 120, 150][i % 3] for i in expected]
+        assert dataset.state_dict()["completed_shards_total"] == len(done)
+    assert len(done) == 12
+    assert done[0]["splits"][0] == {"path": str(lake / "part-0000.parquet"), "row_offset": 0, "row_length": 60}
+
+
+def test_whole_files_have_no_range(lake: Path) -> None:
+    loader, dataset = make(lake, shuffle=False, split_rows=None)
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    (shard,) = dataset.state_dict()["completed_shards"]
+    assert shard == {"splits": [{"path": str(lake / "part-0000.parquet"), "row_offset": None, "row_length": None}]}
+
+
+def test_break_and_come_back(lake: Path) -> None:
+    loader, dataset = make(lake)
+    whole = ids(make(lake)[0])
+    for step, _ in enumerate(loader):
+        if step == 3:
+            break
+    state = dataset.state_dict()
+    again, resumed = make(lake)
+    resumed.load_state_dict(state)
+    assert ids(again) == whole[4 * 32 :]
+    assert ids(loader) == whole  # the same loader: the epoch anew, nothing lost
+
+
+def test_ranks_may_change_and_one_state_is_enough(lake: Path) -> None:
+    pairs = [make(lake, num_ranks=2, rank=rank, batch_size=16) for rank in range(2)]
+    iterators = [iter(loader) for loader, _ in pairs]
+    before = ids(next(iterator) for _ in range(5) for iterator in iterators)
+    states = [dataset.state_dict() for _, dataset in pairs]
+    assert states[0] == states[1]
+    after = []
+    for rank in range(3):
+        loader, dataset = make(lake, num_ranks=3, rank=rank, num_workers=rank)
+        dataset.load_state_dict(states[0])
+        after += ids(loader)
+    assert sorted(before + after) == list(range(ROWS))
+
+
+def test_outputs(lake: Path) -> None:
+    batch = next(iter(make(lake)[0]))
+    assert isinstance(batch["id"], torch.Tensor)
+    assert next(iter(make(lake, output_format="numpy")[0]))["half"].dtype == "float64"
+    assert next(iter(make(lake, output_format="arrow")[0])).num_rows == 32
+    assert isinstance(next(iter(make(lake, output_format="dict")[0]))["text"][0], str)
+    collated = next(iter(make(lake, collate_fn=lambda batch: batch["id"].sum(), columns=["id"])[0]))
+    assert isinstance(collated, torch.Tensor)
+    some = make(lake, filters=pc.field("id") < 100, columns=["id"])[0]
+    assert sorted(ids(some)) == list(range(100))
+    with pytest.raises(ValueError, match="output_format"):
+        make(lake, output_format="pandas")
+
+
+def test_mismatches_are_explained(lake: Path) -> None:
+    loader, dataset = make(lake, shuffle_buffer_size=60)
+    batches = iter(loader)
+    for _ in range(10):
+        next(batches)
+    state = dataset.state_dict()
+    shown = r"Checkpoint shard does not match any current split.\s+Checkpoint shard:\s+part-000\d.parquet  rows \[\d+, \d+\)"
+    for arguments, cause in (
+        ({"shuffle_seed": 7}, "shuffle_seed changed: checkpoint=42, current=7"),
+        ({"split_rows": 90}, r"split_bytes or split_rows changed: checkpoint=\[134217728, 60\]"),
+        ({"shuffle": False}, "scope differs"),
+        ({"filters": pc.field("id") > 5}, "the filters differ"),
+    ):
+        _, other = make(lake, **{"shuffle_buffer_size": None if "shuffle" in arguments else 60, **arguments})
+        before = other.state_dict()
+        with pytest.raises(
+            CheckpointMismatchError, match=f"(?s){shown}.*Likely cause: .*{cause}.*discard this checkpoint"
+        ):
+            other.load_state_dict(state)
+        assert other.state_dict() == before
+    pq.write_table(pa.table({"id": [1], "text": ["x"], "half": [0.5]}), lake / "part-0009.parquet")
+    (lake / "part-0001.parquet").unlink()
+    pq.write_table(pq.read_table(lake / "part-0002.parquet").slice(1), lake / "part-0002.parquet")
+    with pytest.raises(
+        CheckpointMismatchError,
+        match="added: part-0009.parquet; removed: part-0001.parquet; changed: part-0002.parquet",
+    ):
+        make(lake)[1].load_state_dict(state)
+    with pytest.raises(StateError, match="does not say at which row"):
+        make(lake)[1].load_state_dict({"epoch": 0, "completed_shards": []})
+
+
+def test_progress_is_shown_on_a_terminal_only(lake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(ids(make(lake, show_progress=True)[0])) == ROWS
+    assert capsys.readouterr().err == ""
+
+
+def test_split_bytes_may_be_a_text(lake: Path) -> None:
+    for text in ("128 MiB", "1KiB", 1024):
+        make(lake, split_rows=None, split_bytes=text)
+    with pytest.raises(ValueError, match="split_bytes"):
+        make(lake, split_bytes="much")
