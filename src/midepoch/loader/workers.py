@@ -34,7 +34,7 @@ class WorkerPool:
     """Worker w of W makes the steps g ≡ w (mod W) of the plan it was last given."""
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
-        context: Any = multiprocessing.get_context(options.multiprocessing_context or _default_start_method())
+        context: Any = multiprocessing.get_context(options.multiprocessing_context or _default_start_method(pipeline))
         pipes = [context.Pipe() for _ in range(options.num_workers)]
         self._mine = [mine for mine, _ in pipes]
         self._receivers = [Receiver(mine) for mine in self._mine]
@@ -127,9 +127,13 @@ class WorkerPool:
         self._processes = []
 
 
-def _default_start_method() -> str | None:
-    """The platform's, but never a fork of a process that runs JAX: its threads would deadlock the child."""
-    return "spawn" if "jax" in sys.modules else None
+def _default_start_method(pipeline: Pipeline) -> str | None:
+    """The platform's, but never a fork of a process that runs JAX, or talks to an object store: the threads of either
+    would deadlock the child.
+    """
+    access = pipeline.source.access
+    remote = access is not None and not access.store.local
+    return "spawn" if remote or "jax" in sys.modules else None
 
 
 def _start(process: Any) -> None:

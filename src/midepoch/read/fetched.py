@@ -51,16 +51,27 @@ class FetchedBlocks:
         else:
             self._cache = KeptBlocks(spec.limit, self._plan.next_use)
         threads = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
-        self._ahead = _Ahead(self._plan, self._cache, self._make, threads)
+        self._ahead = _Ahead(self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
 
     def _make(self, block: int) -> pa.Table:
         return self._source.fetch(block, self._columns)
 
     def expect(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
-        """Rows from this position of an epoch on will be read next."""
+        """Rows from this position of an epoch on will be read next.
+
+        Nothing is fetched ahead before the second time: who looks at one batch pays for that batch.
+        """
+        known = self._plan.known
         self._plan.move(epoch, position, uses)
-        self._ahead.wake()
+        if known:
+            self._ahead.wake(self._plan.coming)
+
+    def need(self, blocks: Sequence[int]) -> None:
+        """Several blocks will be asked for at once: fetch them side by side."""
+        missing = [block for block in blocks if block not in self._open]
+        if len(missing) > 1:
+            self._ahead.wake(lambda: missing)
 
     def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
         """The block. Its addresses hold until ``trim`` names it."""
@@ -94,6 +105,7 @@ class _Plan:
         self._limit = source.access.cache.limit if source.access else 0
         self._epoch = -1
         self._position = 0
+        self.known = False
         self._blocks = self._first = self._last = np.empty(0, dtype=np.int64)
         self._last_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
@@ -106,7 +118,7 @@ class _Plan:
                 order = np.argsort(found.last, kind="stable")
                 self._last_of = dict(zip(found.blocks[order].tolist(), found.last[order].tolist(), strict=True))
                 self._first_of = dict(zip(found.blocks[::-1].tolist(), found.first[::-1].tolist(), strict=True))
-            self._position = position
+            self._position, self.known = position, True
 
     def learn(self, size: int, rows: int) -> None:
         """How many bytes some rows have taken."""
@@ -138,20 +150,20 @@ class _Plan:
 
 
 class _Ahead:
-    """Threads that fetch what comes next. They hold the plan and the cache, never the one who reads."""
+    """Threads that fetch what comes next. They hold the cache and the plan, never the one who reads."""
 
-    def __init__(
-        self, plan: _Plan, cache: BlockCache | KeptBlocks, make: Callable[[int], pa.Table], threads: int
-    ) -> None:
-        self._plan, self._cache, self._count = plan, cache, threads
+    def __init__(self, cache: BlockCache | KeptBlocks, make: Callable[[int], pa.Table], threads: int) -> None:
+        self._cache, self._count = cache, threads
         self._make = weakref.WeakMethod(make)
         self._moved = threading.Condition()
         self._asked = 0  # how often somebody asked for more: a thread looks once for all that was asked meanwhile
+        self._wanted: Callable[[], Sequence[int]] = list
         self._threads: list[threading.Thread] = []
         self._stop = False
         self._failed: set[int] = set()
 
-    def wake(self) -> None:
+    def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
+        """Fetch these blocks, in this order, and whatever was asked for before them no more."""
         if not self._threads:
             self._threads = [
                 threading.Thread(target=self._run, name=f"midepoch-fetch-{i}", daemon=True) for i in range(self._count)
@@ -159,7 +171,7 @@ class _Ahead:
             for thread in self._threads:
                 thread.start()
         with self._moved:
-            self._asked += 1
+            self._asked, self._wanted = self._asked + 1, wanted
             self._moved.notify_all()
 
     def _run(self) -> None:
@@ -168,10 +180,12 @@ class _Ahead:
             with self._moved:
                 while self._asked == heard and not self._stop:
                     self._moved.wait()
-                heard = self._asked
-            for block in self._plan.coming():
+                heard, wanted = self._asked, self._wanted
+            for block in wanted():
                 if self._stop:
                     return
+                if self._asked != heard:
+                    break
                 if block not in self._failed and not self._fetch(block):
                     return
 

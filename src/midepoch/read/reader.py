@@ -139,7 +139,10 @@ class Reader:
         """Note where the buffers of blocks not seen before lie; which rows can be read, None for all."""
         status = self._status[blocks]
         if not status.all():
-            for block in np.unique(blocks[status == _UNKNOWN]).tolist():
+            unknown = np.unique(blocks[status == _UNKNOWN]).tolist()
+            if self._fetched is not None:
+                self._fetched.need(unknown)
+            for block in unknown:
                 self._status[block] = self._open_one(block)
             status = self._status[blocks]
         bad = status == _BAD

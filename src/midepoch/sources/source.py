@@ -160,9 +160,10 @@ class Source:
         )
 
         def checked() -> pa.Table:
-            table = decode()
-            store.check(entry)  # or what was read may be half old and half new
-            return table
+            try:
+                return decode()
+            finally:
+                store.check(entry)  # what was read may be half old and half new, and so may be what went wrong
 
         try:
             table = store.persist(file.path, "read", checked)

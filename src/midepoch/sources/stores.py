@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import random
 import re
 import time
@@ -59,14 +60,25 @@ class Retry:
 class Store:
     """Files of one file system. Pickles with its credentials, for worker processes; nothing else ever writes them."""
 
-    filesystem: fs.FileSystem
+    given: fs.FileSystem
     scheme: str = ""
     secrets: tuple[str, ...] = field(default=(), repr=False)
     retry: Retry = field(default_factory=Retry)
+    owner: int = field(default_factory=os.getpid)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self.given, self.scheme, self.secrets, self.retry)
+
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        """The file system, with connections of this process's own: those of the one that forked it are in use there."""
+        if self.owner == os.getpid() or self.local:
+            return self.given
+        return _renewed(os.getpid(), self.given)
 
     @property
     def local(self) -> bool:
-        return isinstance(self.filesystem, fs.LocalFileSystem)
+        return isinstance(self.given, fs.LocalFileSystem)
 
     @property
     def identity(self) -> str:
@@ -170,6 +182,11 @@ class Store:
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
+
+
+@lru_cache(maxsize=8)
+def _renewed(process: int, given: fs.FileSystem) -> fs.FileSystem:  # noqa: ARG001
+    return pickle.loads(pickle.dumps(given))
 
 
 class OpenFile:
