@@ -129,7 +129,8 @@ class Store:
             found = native.metadata()
         except (OSError, pa.ArrowException):
             return ""
-        return str((found or {}).get(b"ETag", b"").decode(errors="replace"))
+        etag = {str(name).lower(): value for name, value in (found or {}).items()}.get("etag", b"")
+        return etag.decode(errors="replace") if isinstance(etag, bytes) else str(etag)
 
     def check(self, expected: Entry) -> None:
         """Raise DataChangedError unless a file is what it was when it was indexed."""
