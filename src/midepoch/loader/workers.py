@@ -21,6 +21,7 @@ import pyarrow as pa
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.options import Options
+from midepoch.loader.spawned import Packed, packed, without_main
 from midepoch.loader.transport import Receiver, Sender
 from midepoch.order.keys import derive
 from midepoch.pipeline import Pipeline
@@ -45,16 +46,18 @@ class WorkerPool:
         self._credit_step = max(1, options.prefetch // 2)
         self._owed = [0] * options.num_workers
         forked = context.get_start_method() == "fork"
+        what = (pipeline, options) if forked else _packed(pipeline, options)
         try:
             for number, (_, theirs) in enumerate(pipes):
                 others = [end for pair in pipes for end in pair if end is not theirs] if forked else []
                 process = context.Process(
                     target=_work,
-                    args=(theirs, others, pipeline, options, number),
+                    args=(theirs, others, what, number),
                     name=f"midepoch-worker-{number}",
                     daemon=True,
                 )
-                _start(process)
+                with without_main(process):
+                    process.start()
                 self._processes.append(process)
         except BaseException:
             self.close()
@@ -132,23 +135,22 @@ def _default_start_method(pipeline: Pipeline) -> str | None:
     would deadlock the child.
     """
     access = pipeline.source.access
-    remote = access is not None and not access.store.local
+    remote = access is not None and access.store.forked_is_fatal
     return "spawn" if remote or "jax" in sys.modules else None
 
 
-def _start(process: Any) -> None:
+def _packed(pipeline: Pipeline, options: Options) -> Packed:
     try:
-        process.start()
+        return packed(pipeline, options)
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise MidepochError(
             f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, map and "
-            "collate functions must be defined at the top level of a module (no lambda, no function in a function)."
+            "collate functions must be defined at the top level of a module (no lambda, no function in a function), "
+            "or cloudpickle be installed: `pip install cloudpickle`."
         ) from problem
 
 
-def _work(
-    connection: Connection, others: Sequence[Connection], pipeline: Pipeline, options: Options, number: int
-) -> None:
+def _work(connection: Connection, others: Sequence[Connection], what: Any, number: int) -> None:
     """The life of a worker: quiet on Ctrl-C (the main process tells it to go), gone when the pipe ends."""
     for number_ in signal.valid_signals():  # handlers of the training script are not for its workers
         if callable(signal.getsignal(number_)):
@@ -156,6 +158,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:  # or a worker would keep alive the pipe of a dead main process
         other.close()
+    pipeline, options = what.unpacked() if isinstance(what, Packed) else what
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

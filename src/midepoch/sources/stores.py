@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import random
 import re
 import time
@@ -71,10 +70,20 @@ class Store:
 
     @property
     def filesystem(self) -> fs.FileSystem:
-        """The file system, with connections of this process's own: those of the one that forked it are in use there."""
-        if self.owner == os.getpid() or self.local:
-            return self.given
-        return _renewed(os.getpid(), self.given)
+        """The file system. A fork of the process that made it has its connections without the threads behind them, and
+        would wait for ever.
+        """
+        if self.owner != os.getpid() and self.forked_is_fatal:
+            raise MidepochError(
+                f"{self.scheme or 'this store'} cannot be read in a forked process. Use ds.loader(num_workers=…), "
+                "which starts its workers otherwise, or give DataLoader multiprocessing_context='spawn'."
+            )
+        return self.given
+
+    @property
+    def forked_is_fatal(self) -> bool:
+        """Whether the file system has threads that do not survive a fork."""
+        return not self.local and not isinstance(self.given, fs.PyFileSystem)
 
     @property
     def local(self) -> bool:
@@ -183,11 +192,6 @@ class Store:
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
-
-
-@lru_cache(maxsize=8)
-def _renewed(process: int, given: fs.FileSystem) -> fs.FileSystem:  # noqa: ARG001
-    return pickle.loads(pickle.dumps(given))
 
 
 class OpenFile:
