@@ -61,7 +61,7 @@ def scan_lines(store: Store, entry: Entry, *, start: int, quoted: bool, parse: P
                 found.nullable |= _nulls(table)
                 schemas.append(table.schema)
             at += len(data)
-    except (FormatError, pa.ArrowInvalid) as problem:
+    except (FormatError, pa.ArrowInvalid, UnicodeDecodeError) as problem:
         if not skip_damage or not schemas:
             raise problem if isinstance(problem, FormatError) else FormatError(f"{name}: {problem}") from None
         found.complete = False
