@@ -58,10 +58,13 @@ class Engine:
 
     def chosen(self, epoch: int, positions: Int64Array) -> Int64Array:
         """Positions of an epoch to row numbers of the dataset before it was shuffled."""
-        order = self.order(epoch)
-        if self._expects and len(positions):
-            self._open_reader().expect(epoch, int(positions[0]), lambda: self._own_uses(order))
-        return order.chosen(positions)
+        return self.order(epoch).chosen(positions)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Rows from this position on are read next: where blocks have to be fetched, those that follow can be."""
+        if self._expects:
+            order = self.order(epoch)
+            self._open_reader().expect(epoch, position, lambda: self._own_uses(order))
 
     def _own_uses(self, order: EpochOrder) -> Uses:
         """When this share of the epoch reads which block: its own lanes, if it has any to itself."""

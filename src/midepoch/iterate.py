@@ -141,10 +141,12 @@ class RowIterator(chain[Any]):
         first = self._next if group is None else self._next - self._next % group
         if group is not None:
             stop = min(first + group, self._progress.total)
+            self._engine.reached(self._progress.epoch, self._progress.cursor(first).position)
             read = self._engine.read(self._ahead.take(first, stop))
         else:
             if not self._pieces:
                 last = min(first + self._size, self._progress.total)
+                self._engine.reached(self._progress.epoch, self._progress.cursor(first).position)
                 self._pieces = self._engine.read_pieces(self._ahead.take(first, last))[::-1]
             read, count = self._pieces.pop()
             stop = first + count
@@ -249,6 +251,7 @@ class BatchIterator:
                     self._ended = True
                     self._owner.epoch_over(self, self.cursor)
                 raise StopIteration
+            self._engine.reached(self._progress.epoch, self._progress.cursor(self._next).position)
             batch = self._engine.transform(self._progress.epoch, self._engine.read(self._ahead.take(self._next, stop)))
             self._next = stop
             if len(batch):

@@ -120,6 +120,7 @@ class BatchMaker:
                 for i in range(0, len(steps), size):
                     j = min(i + size, len(steps))
                     own = [end - ends[i] for end in ends[i : j + 1]]
+                    self._engine.reached(plan.epoch, plan.bounds(steps[i])[0])
                     yield self._read(steps[i:j], own, chosen[ends[i] : ends[j]])
             step = steps[-1] + stride
             size, block = min(2 * size, most), min(4 * block, ahead)
