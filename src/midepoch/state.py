@@ -78,6 +78,11 @@ def save(belongs: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
     return {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **belongs}
 
 
+def check(state: Any) -> None:
+    """Raise StateError unless this is a state that can be read, whatever it belongs to."""
+    _parse(state)
+
+
 def load(state: Any, pipeline: Pipeline) -> Resumed:
     """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing."""
     found = _parse(state)

@@ -180,7 +180,7 @@ def test_threads_end(ds: midepoch.Dataset) -> None:
         break
     list(loader)
     loader.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of other tests may end meanwhile
 
 
 def test_two_loaders_of_one_dataset(ds: midepoch.Dataset) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.load import DEFAULT_CACHE_BYTES, from_files
 from midepoch.loader import Loader
+from midepoch.order.keys import check_seed
 from midepoch.pipeline import Pipeline
 from midepoch.progress import shown
 from midepoch.sources.files import PathLike
@@ -25,7 +28,6 @@ OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python
 _SPLIT_BYTES = 128 << 20
 _LISTED_SHARDS = 256
 _LISTED_FILES = 64
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "kib": 1 << 10, "mb": 10**6, "mib": 1 << 20, "gb": 10**9, "gib": 1 << 30}
 
 Shard = dict[str, Any]
 
@@ -58,11 +60,12 @@ class StructuredDataset:
         storage_options: Mapping[str, Any] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         partitioning: str | None = None,
-        num_ranks: int = 1,
-        rank: int = 0,
+        num_ranks: int | None = None,
+        rank: int | None = None,
         show_progress: bool = False,
         shuffle_buffer_size: int | None = None,
         *,
+        drop_last: bool = False,
         filesystem: Any = None,
         cache_dir: PathLike | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -73,10 +76,15 @@ class StructuredDataset:
         ``collate_fn`` gets a whole batch in the output format, in the worker. ``shuffle`` shuffles row groups, then
         rows in windows of them: of as many as hold ``shuffle_buffer_size`` rows, if that is given. ``split_bytes`` and
         ``split_rows`` say how large the shards are in which the state reports progress; what is read at once is a row
-        group in any case.
+        group in any case. Without ``num_ranks`` and ``rank`` those of an initialised ``torch.distributed`` are taken.
         """
         if output_format not in OUTPUTS:
             raise ValueError(f"output_format must be one of {', '.join(map(repr, OUTPUTS))}, got {output_format!r}")
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise ValueError(f"columns must be a list of at least one name, or None for all, got {columns!r}")
+        shuffle_seed = check_seed(shuffle_seed)
+        target_bytes = _bytes(split_bytes)
+        target_rows = None if split_rows is None else whole(split_rows, "create_dataloader(split_rows=…)", 1)
         if num_workers is None:
             num_workers = max(1, min(4, (os.cpu_count() or 1) - 1))
         dataset = from_files(
@@ -98,10 +106,11 @@ class StructuredDataset:
             num_workers,
             collate_fn=collate_fn,
             collate_columns=True,
-            rank=rank,
-            world_size=whole(num_ranks, "create_dataloader(num_ranks=…)", 1),
+            drop_last=drop_last,
+            rank=0 if rank is None and num_ranks is not None else rank,
+            world_size=1 if num_ranks is None and rank is not None else num_ranks,
         )
-        splits = Splits(dataset.pipeline, _bytes(split_bytes), split_rows, shuffle_seed)
+        splits = Splits(dataset.pipeline, target_bytes, target_rows, shuffle_seed, partitioning)
         made = cls(dataset, loader, splits, num_workers)
         return StructuredLoader(loader, show_progress), made
 
@@ -138,8 +147,10 @@ class StructuredDataset:
             "_shuffle_seed": self._splits.seed,
             "completed_shards": [self._splits.shard(i) for i in done[-_LISTED_SHARDS:]],
             "completed_shards_total": len(done),
-            "_split": [self._splits.target_bytes, self._splits.target_rows],
+            "_split": self._splits.sizes,
             "_files": self._splits.files,
+            "_filters": self._splits.filter,
+            "_partitioning": self._splits.partitioning,
             **exact,
         }
 
@@ -148,17 +159,18 @@ class StructuredDataset:
 
         Raises CheckpointMismatchError, and changes nothing, if the data, the seed or the splits differ.
         """
-        if not isinstance(state, Mapping) or states.KEY not in state:
-            raise StateError(
-                "this is not a state of StructuredDataset.state_dict(): it does not say at which row to go on. "
-                "Start the epoch anew, and save states with this dataset."
-            )
+        if isinstance(state, Mapping) and states.KEY not in state and "completed_shards" in state:
+            cause = "it was saved by another library, and does not say at which row to go on"
+            raise self._splits.mismatch(state, "state", None, None, cause)
+        states.check(state)
         self._splits.check(state)
         try:
             self._loader.load_state_dict(state)
         except CheckpointMismatchError as problem:
-            cause = f"{problem.field} differs: checkpoint={problem.saved}, current={problem.current} ({problem.cause})"
-            raise self._splits.mismatch(state, cause) from None
+            name = _ARGUMENTS.get(problem.field, problem.field)
+            raise self._splits.mismatch(state, name, problem.saved, problem.current) from None
+        # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
+        self._loader.set_epoch(state["epoch"])
 
 
 class StructuredLoader:
@@ -175,7 +187,9 @@ class StructuredLoader:
 
     def _shown(self) -> Iterator[Any]:
         with shown(f"epoch {self._loader.epoch}", "batches") as report:
-            for done, batch in enumerate(self._loader, 1):
+            batches = iter(self._loader)
+            left = length_hint(batches)
+            for done, batch in enumerate(batches, max(1, len(self) - left + 1)):
                 report(done, max(done, len(self)))
                 yield batch
 
@@ -192,6 +206,16 @@ class Splits:
     target_bytes: int
     target_rows: int | None
     seed: int
+    partitioning: str | None = None
+
+    @property
+    def sizes(self) -> list[int | None]:
+        return [self.target_bytes, self.target_rows]
+
+    @property
+    def filter(self) -> str | None:
+        access = self.pipeline.source.access
+        return access.filter.text if access is not None and access.filter is not None else None
 
     @cached_property
     def _bounds(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -214,15 +238,14 @@ class Splits:
         start, end = source.layout.block_starts[[first, stop]].tolist()
         begin = int(source.layout.file_starts[file])
         part = (start, end) != tuple(source.layout.file_starts[file : file + 2].tolist())
-        return {
-            "splits": [
-                {
-                    "path": source.name(source.files[file]),
-                    "row_offset": start - begin if part else None,
-                    "row_length": end - start if part else None,
-                }
-            ]
+        split = {
+            "path": source.name(source.files[file]),
+            "row_offset": start - begin if part else None,
+            "row_length": end - start if part else None,
         }
+        if self.filter is not None and part:
+            split["filtered"] = True  # the rows counted are those that pass
+        return {"splits": [split]}
 
     def completed(self, epoch: int, position: int, lanes: int) -> list[int]:
         """Shards of which every row has been delivered, in the order in which they were finished."""
@@ -246,32 +269,36 @@ class Splits:
     @cached_property
     def files(self) -> list[str] | str:
         """Names and contents of the files, to say later which of them have changed; just a digest of very many."""
-        source = self.pipeline.source
-        if len(source.files) > _LISTED_FILES:
-            return f"{len(source.files)} files {source.fingerprint}"
-        return [f"{os.path.basename(file.path)}:{file.fingerprint[:8]}" for file in source.files]
+        files = self.pipeline.source.files
+        if len(files) > _LISTED_FILES:
+            text = "\n".join(f"{file.fingerprint}" for file in files)
+            return f"{len(files)} files {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        root = os.path.commonpath([os.path.dirname(file.path) for file in files])
+        return [f"{os.path.relpath(file.path, root or '.')}:{file.fingerprint[:8]}" for file in files]
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise unless files, seed and shards are those of the state."""
-        if state.get("data") != self.pipeline.source.fingerprint:
-            same = state.get("_files") == self.files
-            text = "the filters differ" if same else "the files differ" + self._changed(state.get("_files"))
-            raise self.mismatch(state, text)
-        shuffle = self.pipeline.order.shuffle
-        if shuffle is not None and state.get("_shuffle_seed") != self.seed:
-            raise self.mismatch(
-                state, f"shuffle_seed changed: checkpoint={state.get('_shuffle_seed')}, current={self.seed}"
-            )
-        known = {_key(self.shard(i)) for i in range(len(self._bounds) - 1)} if state.get("completed_shards") else set()
-        for shard in state.get("completed_shards") or ():
-            if _key(shard) not in known:
-                now = [self.target_bytes, self.target_rows]
-                cause = f"split_bytes or split_rows changed: checkpoint={state.get('_split')}, current={now}"
-                raise self.mismatch(state, cause, shard)
+        """Raise unless files, filters, seed and sizes of shards are those of the state."""
+        shards = state.get("completed_shards", [])
+        if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
+            raise StateError("the state is damaged: 'completed_shards' is not a list of shards.")
+        data = self.pipeline.source.fingerprint
+        for name, key, now in (
+            ("filters", "_filters", self.filter),
+            ("partitioning", "_partitioning", self.partitioning),
+        ):
+            if state.get("data") != data and key in state and state[key] != now:
+                raise self.mismatch(state, name, state[key], now)
+        if state.get("data") != data:
+            raise self.mismatch(state, "files", None, None, "the files differ" + self._changed(state.get("_files")))
+        if self.pipeline.order.shuffle is not None and state.get("_shuffle_seed", self.seed) != self.seed:
+            raise self.mismatch(state, "shuffle_seed", state["_shuffle_seed"], self.seed)
+        if shards and state.get("_split", self.sizes) != self.sizes:
+            raise self.mismatch(state, "split_bytes, split_rows", state["_split"], self.sizes)
 
     def _changed(self, saved: Any) -> str:
-        if not isinstance(saved, list) or not isinstance(self.files, list):
-            return f": checkpoint={saved}, current={self.files if isinstance(self.files, str) else len(self.files)}"
+        listed = isinstance(saved, list) and all(isinstance(name, str) and ":" in name for name in saved)
+        if not listed or not isinstance(self.files, list):
+            return f": checkpoint={saved if isinstance(saved, str) else '?'}, current={self.files}"[:300]
         before, now = (dict(name.rsplit(":", 1) for name in names) for names in (saved, self.files))
         parts = {
             "added": sorted(now.keys() - before.keys()),
@@ -279,25 +306,34 @@ class Splits:
             "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
         }
         texts = [f"{what}: {', '.join(names[:8])}" for what, names in parts.items() if names]
-        return f" ({'; '.join(texts) or 'another order'})"
+        return f" ({'; '.join(texts) or 'in another order'})"
 
-    def mismatch(self, state: Mapping[str, Any], cause: str, shard: Shard | None = None) -> CheckpointMismatchError:
+    def mismatch(
+        self, state: Mapping[str, Any], name: str, saved: Any, current: Any, cause: str | None = None
+    ) -> CheckpointMismatchError:
         """The documented message."""
         listed = state.get("completed_shards") or ()
-        shard = shard or (listed[-1] if listed else None)
-        shown_shard = "\n".join(f"    {_described(split)}" for split in shard["splits"]) if shard else "    (none yet)"
-        return CheckpointMismatchError(
-            "Checkpoint shard does not match any current split.\n\n"
-            f"  Checkpoint shard:\n{shown_shard}\n\n"
-            f"  Likely cause: {cause}\n\n"
+        head = "Checkpoint shard does not match any current split.\n\n  Checkpoint shard:\n"
+        if listed and _is_shard(listed[-1]):
+            head += "\n".join(f"    {_described(split)}" for split in listed[-1]["splits"])
+        else:
+            head = "Checkpoint does not match this dataset.\n\n  Checkpoint shard:\n    (none was completed yet)"
+        cause = cause or f"{name} changed: checkpoint={saved}, current={current}"
+        problem = CheckpointMismatchError(
+            f"{head}\n\n  Likely cause: {cause}\n\n"
             "  Reconstruct the dataset with matching parameters or discard this checkpoint. Nothing was changed."
         )
+        problem.field, problem.saved, problem.current, problem.cause = name, saved, current, cause
+        return problem
 
 
-def _key(shard: Shard) -> tuple[Any, ...]:
-    """A shard by the names of its files: data that has only moved is still the same data."""
-    return tuple(
-        (os.path.basename(str(split["path"])), split["row_offset"], split["row_length"]) for split in shard["splits"]
+_ARGUMENTS = {"window": "shuffle_buffer_size (in row groups)", "scope": "shuffle", "aligned": "shuffle"}
+
+
+def _is_shard(shard: Any) -> bool:
+    splits = shard.get("splits") if isinstance(shard, Mapping) else None
+    return isinstance(splits, list) and all(
+        isinstance(split, Mapping) and {"path", "row_offset", "row_length"} <= split.keys() for split in splits
     )
 
 
@@ -321,8 +357,9 @@ def _bytes(given: int | str | None) -> int:
     if given is None:
         return _SPLIT_BYTES
     if isinstance(given, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b?)\s*", given.lower())
-        if not found or found[2] not in _UNITS:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", given.lower())
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
+        if size < 1:
             raise ValueError(f"split_bytes must be a number of bytes, or a text like '128 MiB', got {given!r}")
-        return int(float(found[1]) * _UNITS[found[2]])
+        return size
     return whole(given, "create_dataloader(split_bytes=…)", 1)

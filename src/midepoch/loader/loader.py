@@ -71,8 +71,10 @@ class Loader:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
         epoch = whole(epoch, "set_epoch")
         if epoch != self._cursor.epoch:
-            self._cursor = Cursor(epoch)
-        self._delivered, self._asked = None, True
+            self._cursor, self._delivered = Cursor(epoch), None
+        elif self._delivered is not None and self._delivered.epoch != epoch:
+            self._delivered = None
+        self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on: just behind the last batch handed over. The same on every rank; under 1 KB, JSON-able."""
@@ -175,6 +177,10 @@ class _Batches:
 
     def __iter__(self) -> _Batches:
         return self
+
+    def __length_hint__(self) -> int:
+        """Batches left."""
+        return 0 if self._over else len(self._plan) - self._step
 
     def __next__(self) -> Any:
         while True:

@@ -40,6 +40,13 @@ class Filter:
         return True
 
 
+def _tuples(filters: Any) -> Any:
+    """Conditions as tuples, also where they came as lists, from JSON or YAML."""
+    if isinstance(filters, (list, tuple)) and len(filters) == 3 and isinstance(filters[0], str):
+        return tuple(filters)
+    return [_tuples(each) for each in filters] if isinstance(filters, (list, tuple)) else filters
+
+
 def parse_filter(filters: Any) -> Filter | None:
     """What the user gave, or None for no filter."""
     if filters is None or (isinstance(filters, (list, tuple)) and not filters):
@@ -49,7 +56,8 @@ def parse_filter(filters: Any) -> Filter | None:
     import pyarrow.parquet as pq
 
     try:
-        return Filter(pq.filters_to_expression(filters), repr(filters))
+        expression = pq.filters_to_expression(_tuples(filters))
+        return Filter(expression, str(expression))
     except (ValueError, TypeError, IndexError) as problem:
         raise ValueError(
             f"filters must be a pyarrow expression or a list of (column, operator, value), got {filters!r}: {problem}"
