@@ -36,13 +36,13 @@ _LOOK = 64
 """Rows to look at for the columns that a map makes: the first ones may be skipped."""
 
 
-_WINDOW_BYTES = 64 << 20
+_WINDOW_BYTES = 256 << 20
 
 
 def _window_for(source: Source) -> int:
-    """How many blocks to shuffle together: as many as have 64 MB in their files, within reason."""
-    block = sum(file.size for file in source.files) / max(1, len(source.layout.block_starts) - 1)
-    return int(min(DEFAULT_WINDOW, max(4, _WINDOW_BYTES // max(1.0, block))))
+    """How many blocks to shuffle together: as many as take 256 MB in memory, within reason."""
+    block = source.rows * source.bytes_per_row / max(1, len(source.layout.block_starts) - 1)
+    return int(min(DEFAULT_WINDOW, max(2, _WINDOW_BYTES // max(1.0, block))))
 
 
 class Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,11 @@ class Engine:
     """
 
     def __init__(self, pipeline: Pipeline, *, shared: bool = False) -> None:
-        self.pipeline, self._shared = pipeline, shared or pipeline.cut.count > 1
+        self.pipeline = pipeline
+        self._sharers = max(pipeline.cut.count, 2 if shared else 1)
         self._reader: Reader | None = None
+        self._inherited: Reader | None = None
+        self._process = os.getpid()
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
@@ -64,15 +68,15 @@ class Engine:
         """Rows from this position on are read next: where blocks have to be fetched, those that follow can be."""
         if self._expects:
             order = self.order(epoch)
-            self._open_reader().expect(epoch, position, lambda: self._own_uses(order))
+            self._open_reader().expect(epoch, position, lambda: self._uses(order))
 
-    def _own_uses(self, order: EpochOrder) -> Uses:
-        """When this share of the epoch reads which block: its own lanes, if it has any to itself."""
+    def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
+        """When this share of the epoch reads which block (its own lanes, if it has any to itself), and when all do."""
         uses, cut = order.uses(), self.pipeline.cut
         if self.pipeline.order.lanes % cut.count:
-            return uses
+            return uses, uses
         mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)
-        return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine])
+        return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine]), uses
 
     def read_pieces(self, chosen: Int64Array) -> list[tuple[Batch, int]]:
         """These rows, each piece with the number asked for: one piece, or views of blocks if they lie side by side.
@@ -105,10 +109,14 @@ class Engine:
         return pieces
 
     def _open_reader(self) -> Reader:
+        if self._reader is not None and self._process != os.getpid():
+            # A fork has the reader's locks but not its threads. Not freed either: that would wait for them.
+            self._inherited, self._reader = self._reader, None
         if self._reader is None:
+            self._process = os.getpid()
             wanted = list(self.pipeline.head.values())
             skip = self.pipeline.on_error == "skip"
-            self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=skip, shared=self._shared)
+            self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=skip, sharers=self._sharers)
         return self._reader
 
     @property

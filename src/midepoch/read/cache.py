@@ -31,6 +31,9 @@ except ImportError:  # not on Windows: two processes may decode the same block, 
 _log = logging.getLogger("midepoch")
 _EVICTING = 1 << 40  # the byte of the lock file that stands for making room; blocks have the bytes before it
 
+_PATIENCE = 30.0
+"""Seconds to wait for a block that another process is making."""
+
 NextUse = Callable[[int], float]
 
 
@@ -128,6 +131,7 @@ class BlockCache:
         path = self._path(block)
         temporary = path.with_name(f".{block}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the cache
             with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
             size = temporary.stat().st_size
@@ -190,14 +194,19 @@ class BlockCache:
                 self._done.notify_all()
 
     def _lock(self, byte: int, *, wait: bool) -> bool:
-        if fcntl is None or self._fd is None:
-            return True
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # a file system without locks
+        """Whether the lock is held. Waits only so long: its holder may be stopped, and a block may be made twice."""
+        deadline = time.monotonic() + (_PATIENCE if wait else 0.0)
+        while fcntl is not None and self._fd is not None:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    return wait
+                time.sleep(0.005)
+            except OSError:
+                return True  # a file system without locks
+            else:
+                return True
         return True
 
     def _unlock(self, byte: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -22,7 +23,6 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 
 _THREADS_LOCAL, _THREADS_REMOTE = 2, 4
-_EXPANSION = 3.0  # decoded bytes for one of a file, until it is known better
 _AHEAD_SHARE = 0.75  # of the cache, for blocks in use and to come
 _LEAST_AHEAD = 2
 _AHEAD_BYTES = 256 << 20
@@ -32,20 +32,22 @@ _AHEAD_BYTES = 256 << 20
 class FetchedBlocks:
     """Record batches of a source by number, with just the columns asked for. Not thread-safe, but it has threads.
 
-    ``shared``: other processes of this machine read the same, so that blocks are kept where they find them.
+    ``sharers``: how many processes may read the same, so that blocks are kept where all of them find them.
     """
 
-    def __init__(self, source: Source, columns: Sequence[str], *, shared: bool) -> None:
+    def __init__(self, source: Source, columns: Sequence[str], sharers: int) -> None:
         assert source.access is not None
         self._source, self._columns = source, list(columns)
         spec = source.access.cache
         self._limit = spec.limit
         self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         self._open_bytes = 0
-        self._plan = _Plan(source)
+        self._plan = _Plan(source, sharers)
         self._cache: BlockCache | KeptBlocks
-        if shared or spec.chosen:
-            text = "\0".join([source.fingerprint, *self._columns])
+        if sharers > 1 or spec.chosen:
+            # By what the files are here and now: the fingerprint alone may be that of a file with other values.
+            files = [f"{file.path} {file.size} {file.mtime_ns} {file.etag}" for file in source.files]
+            text = "\0".join([source.fingerprint, *self._columns, *files])
             key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
             self._cache = BlockCache(spec, key, self._plan.next_use)
         else:
@@ -57,7 +59,7 @@ class FetchedBlocks:
     def _make(self, block: int) -> pa.Table:
         return self._source.fetch(block, self._columns)
 
-    def expect(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
+    def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         """Rows from this position of an epoch on will be read next.
 
         Nothing is fetched ahead before the second time: who looks at one batch pays for that batch.
@@ -65,7 +67,8 @@ class FetchedBlocks:
         known = self._plan.known
         self._plan.move(epoch, position, uses)
         if known:
-            self._ahead.wake(self._plan.coming)
+            plan, held = self._plan, frozenset(self._open)
+            self._ahead.wake(lambda: [block for block in plan.coming() if block not in held])
 
     def need(self, blocks: Sequence[int]) -> None:
         """Several blocks will be asked for at once: fetch them side by side."""
@@ -98,10 +101,12 @@ class FetchedBlocks:
 class _Plan:
     """Which blocks are read when, as far as it is known, and how large they are."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, sharers: int) -> None:
+        self._sharers = sharers
         self._lock = threading.Lock()
         self._rows = np.diff(source.layout.block_starts)
-        self._row_bytes = source.bytes_per_row * _EXPANSION
+        self._row_bytes = source.bytes_per_row
+        self._warned = False
         self._limit = source.access.cache.limit if source.access else 0
         self._epoch = -1
         self._position = 0
@@ -110,11 +115,11 @@ class _Plan:
         self._last_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
 
-    def move(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
+    def move(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         with self._lock:
             if epoch != self._epoch:
-                found = uses()
-                self._epoch, self._blocks, self._first, self._last = epoch, found.blocks, found.first, found.last
+                own, found = uses()
+                self._epoch, self._blocks, self._first, self._last = epoch, own.blocks, own.first, own.last
                 order = np.argsort(found.last, kind="stable")
                 self._last_of = dict(zip(found.blocks[order].tolist(), found.last[order].tolist(), strict=True))
                 self._first_of = dict(zip(found.blocks[::-1].tolist(), found.first[::-1].tolist(), strict=True))
@@ -144,9 +149,16 @@ class _Plan:
         used = blocks[:start][last[:start] >= position]
         ahead = blocks[start : start + 4096]
         taken = float(self._rows[used].sum()) * self._row_bytes
-        room = min(self._limit * _AHEAD_SHARE - taken, max(_AHEAD_BYTES, taken))
+        room = min(self._limit * _AHEAD_SHARE / self._sharers - taken, max(_AHEAD_BYTES, taken))
+        if taken > self._limit and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%d blocks are in use at once and take about %d MB, more than cache_bytes=%d: they will be decoded "
+                "again and again. Give more cache_bytes, or shuffle(scope='window', window=…) with fewer blocks.",
+                len(used), taken / 1e6, self._limit,
+            )  # fmt: skip
         fits = int(np.searchsorted(np.cumsum(self._rows[ahead]) * self._row_bytes, room, side="right"))
-        return [*used.tolist(), *ahead[: max(_LEAST_AHEAD, fits)].tolist()]
+        return [*used.tolist(), *ahead[: max(_LEAST_AHEAD if taken < self._limit else 0, fits)].tolist()]
 
 
 class _Ahead:
@@ -159,7 +171,7 @@ class _Ahead:
         self._asked = 0  # how often somebody asked for more: a thread looks once for all that was asked meanwhile
         self._wanted: Callable[[], Sequence[int]] = list
         self._threads: list[threading.Thread] = []
-        self._stop = False
+        self._stop, self._process = False, os.getpid()
         self._failed: set[int] = set()
 
     def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
@@ -181,6 +193,8 @@ class _Ahead:
                 while self._asked == heard and not self._stop:
                     self._moved.wait()
                 heard, wanted = self._asked, self._wanted
+            if self._stop:
+                return
             for block in wanted():
                 if self._stop:
                     return
@@ -202,6 +216,8 @@ class _Ahead:
         return True
 
     def close(self) -> None:
+        if self._process != os.getpid():
+            return  # a fork: the threads are not here, and their lock may be held for ever
         with self._moved:
             self._stop = True
             self._moved.notify_all()

@@ -46,7 +46,7 @@ class Reader:
         columns: Sequence[str] | None = None,
         *,
         skip_corrupt: bool = False,
-        shared: bool = False,
+        sharers: int = 1,
     ) -> None:
         schema = plain_schema(source.schema)
         names = schema.names if columns is None else list(columns)
@@ -54,7 +54,7 @@ class Reader:
         self.schema = pa.schema([schema.field(i) for i in self._numbers], metadata=schema.metadata)
         self._source, self._skip_corrupt = source, skip_corrupt
         self._blocks: Blocks | FetchedBlocks = Blocks(source)
-        self._fetched = FetchedBlocks(source, names, shared=shared) if source.access is not None else None
+        self._fetched = FetchedBlocks(source, names, sharers) if source.access is not None else None
         if self._fetched is not None:  # such blocks hold just the columns asked for
             self._blocks, self._numbers = self._fetched, list(range(len(names)))
         self._starts = source.layout.block_starts
@@ -91,7 +91,7 @@ class Reader:
         arrays = [_restored(c, field.type) for c, field in zip(columns, self.schema, strict=True)]
         return Rows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
 
-    def expect(self, epoch: int, position: int, uses: Callable[[], Uses]) -> None:
+    def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         """Rows from this position on will be read next: where blocks have to be fetched, that can begin."""
         if self._fetched is not None:
             self._fetched.expect(epoch, position, uses)

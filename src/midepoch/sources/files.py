@@ -56,11 +56,11 @@ def check_format(given: str | None) -> str | None:
 
 def format_of(path: str) -> str | None:
     """The format that a file's name says it has."""
-    stem, suffix = os.path.splitext(path.lower())
-    if suffix in COMPRESSIONS:
-        named = _SUFFIXES.get(os.path.splitext(stem)[1])
+    stem, dot, suffix = path.lower().rpartition(".")
+    if "." + suffix in COMPRESSIONS:
+        named = _SUFFIXES.get("." + stem.rpartition(".")[2])
         return named if named in ("csv", "jsonl") else None
-    return _SUFFIXES.get(suffix)
+    return _SUFFIXES.get(dot + suffix)
 
 
 def find_files(
@@ -78,7 +78,7 @@ def find_files(
     for text in given:
         of, path = resolve(text, storage_options, filesystem, retry)
         if store is not None and of.identity != store.identity:
-            raise ValueError(f"all files of a dataset must lie in one store, got {given[0]!r} and {text!r}")
+            raise ValueError(f"all files of a dataset must lie in one store, {of.name(path)} lies in another")
         store = store or of
         entries += _expand(store, path, text, wanted)
     assert store is not None
@@ -116,9 +116,11 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}.")
         return [entry]
-    visible = sorted((each for each in found if _visible(each.path, path)), key=lambda each: each.path)
-    known = [each for each in visible if (format_of(each.path) or wanted) == wanted or not wanted]
-    typed = [each for each in known if format_of(each.path)] or (known if wanted else [])
+    visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
+    formats = [format_of(each.path) for each in visible]
+    typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
+    if not typed and wanted:
+        typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         what = f"it holds only {others}" if others else "it is empty"
@@ -128,7 +130,8 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
 
 def _stat(store: Store, path: str) -> Entry | None:
     if not store.local:
-        return None if path.endswith("/") or _GLOB.search(path) else store.stat(path)
+        globs = _GLOB.search(path) is not None and "[" not in path  # a key may hold a bracket
+        return None if path.endswith("/") or globs else store.stat(path)
     if not os.path.isfile(path):
         return None
     stat = os.stat(path)
@@ -142,19 +145,21 @@ def _below(store: Store, folder: str) -> list[Entry]:
 def _walk(folder: str) -> list[Entry]:
     """All files below a local folder, through links to folders too, each folder once."""
     seen, found, todo = set(), [], [folder]
-    while todo:
-        here = todo.pop()
+    links: list[str] = []
+    while todo or links:
+        # Folders before links to them, and links by their names: what a file is called is the same on every host.
+        here = todo.pop() if todo else links.pop(links.index(min(links)))
         try:
             stat = os.stat(here)
             entries = list(os.scandir(here))
         except (FileNotFoundError, NotADirectoryError):
             continue
         if (stat.st_dev, stat.st_ino) in seen:
-            continue  # a link that leads back up
+            continue  # a link that leads back up, or to what was seen
         seen.add((stat.st_dev, stat.st_ino))
         for entry in entries:
             if entry.is_dir():
-                todo.append(entry.path)
+                (links if entry.is_symlink() else todo).append(entry.path)
             elif entry.is_file():
                 about = entry.stat()
                 found.append(Entry(entry.path, about.st_size, about.st_mtime_ns))
@@ -163,9 +168,14 @@ def _walk(folder: str) -> list[Entry]:
 
 def _visible(path: str, root: str) -> bool:
     """Not hidden, and no marker (``_SUCCESS``, ``.crc``), nor in a folder that is; ``_year=2024`` is a partition."""
-    parts = path[len(root) :].strip("/").split("/")
-    return not path.endswith(".crc") and not any(
-        part.startswith((".", "_")) and not ("=" in part and part is not parts[-1]) for part in parts
+    inner = path[len(root) :].strip("/")
+    if inner.endswith(".crc"):
+        return False
+    if not inner.startswith((".", "_")) and "/." not in inner and "/_" not in inner:
+        return True
+    *folders, name = inner.split("/")
+    return not name.startswith((".", "_")) and not any(
+        part.startswith(".") or (part.startswith("_") and "=" not in part) for part in folders
     )
 
 
@@ -182,10 +192,10 @@ def _translated(pattern: str) -> str:
 
 def _common_format(store: Store, entries: list[Entry]) -> str:
     named: dict[str, str] = {}
-    for entry in entries:
-        found = format_of(entry.path)
+    for path in {entry.path.rpartition(".")[2]: entry.path for entry in reversed(entries)}.values():
+        found = format_of(path)  # of one file for each suffix
         if found is not None:
-            named.setdefault(found, entry.path)
+            named.setdefault(found, path)
     if len(named) > 1:
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
         raise FormatError(f"the files are of different formats: {listed}. Say which to read with format=….")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,11 @@ class Filter:
 
     expression: pc.Expression
     text: str
+
+    @property
+    def never_nan(self) -> bool:
+        """Whether NaN cannot pass: the statistics of a file leave it out."""
+        return not any(word in self.text for word in ("is_nan", "!=", "invert", "is_finite", "is_inf"))
 
     def columns(self, schema: pa.Schema) -> list[str]:
         """The columns that the expression asks for; pyarrow does not tell, but complains about each that is missing."""
@@ -40,11 +47,24 @@ class Filter:
         return True
 
 
-def _tuples(filters: Any) -> Any:
-    """Conditions as tuples, also where they came as lists, from JSON or YAML."""
+def _plain(filters: Any) -> Any:
+    """Conditions as tuples and values as lists in one order, however they came: from JSON, as sets, as arrays."""
     if isinstance(filters, (list, tuple)) and len(filters) == 3 and isinstance(filters[0], str):
-        return tuple(filters)
-    return [_tuples(each) for each in filters] if isinstance(filters, (list, tuple)) else filters
+        column, operator, value = filters
+        if isinstance(value, (set, frozenset)):
+            value = sorted(value)
+        elif hasattr(value, "tolist") or isinstance(value, (pa.Array, pa.ChunkedArray)):
+            value = value.to_pylist() if hasattr(value, "to_pylist") else value.tolist()
+        return (column, operator, value)
+    return [_plain(each) for each in filters] if isinstance(filters, (list, tuple)) else filters
+
+
+def _named(expression: pc.Expression) -> Filter:
+    """With its text, and a digest where that was shortened."""
+    text = str(expression)
+    if "..." in text:
+        text += " " + hashlib.blake2b(pickle.dumps(expression), digest_size=8).hexdigest()
+    return Filter(expression, text)
 
 
 def parse_filter(filters: Any) -> Filter | None:
@@ -52,12 +72,11 @@ def parse_filter(filters: Any) -> Filter | None:
     if filters is None or (isinstance(filters, (list, tuple)) and not filters):
         return None
     if isinstance(filters, pc.Expression):
-        return Filter(filters, str(filters))
+        return _named(filters)
     import pyarrow.parquet as pq
 
     try:
-        expression = pq.filters_to_expression(_tuples(filters))
-        return Filter(expression, str(expression))
+        return _named(pq.filters_to_expression(_plain(filters)))
     except (ValueError, TypeError, IndexError) as problem:
         raise ValueError(
             f"filters must be a pyarrow expression or a list of (column, operator, value), got {filters!r}: {problem}"

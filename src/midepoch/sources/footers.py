@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +15,7 @@ from midepoch.errors import FormatError
 from midepoch.sources.storage import atomic_write
 
 _SUFFIX = ".midepoch-footers"
+_KEPT_SECONDS = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,14 @@ class Footers:
     path: str | None = None
     name: str = ""
     """Names the contents, so that an index and the footers of another one cannot be taken for each other."""
+
+    @staticmethod
+    def of(footers: Iterable[bytes]) -> Footers:
+        kept = tuple(footers)
+        digest = hashlib.blake2b(digest_size=8)
+        for one in kept:
+            digest.update(hashlib.blake2b(one, digest_size=16).digest())
+        return Footers(kept, None, digest.hexdigest())
 
     def __getitem__(self, number: int) -> bytes:
         if self.path is None:
@@ -46,12 +58,19 @@ class Footers:
         return table.column(0)
 
     def save(self, index: Path) -> Footers:
-        """Written beside the index; the caller holds its lock."""
-        path = index.with_suffix(_SUFFIX)
+        """Written beside the index, under a name of its own: an index in use keeps the ones it was made with."""
+        path = index.with_name(f"{index.stem}.{self.name}{_SUFFIX}")
+        if not path.exists():
+            atomic_write(path, self._serialised())
+        for old in index.parent.glob(f"{index.stem}.*{_SUFFIX}"):
+            if old != path and old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                old.unlink(missing_ok=True)
+        return Footers((), str(path), self.name)
+
+    def _serialised(self) -> bytes:
         stored = [len(one).to_bytes(8, "little") + pa.compress(one, codec="zstd", asbytes=True) for one in self.kept]
         table = pa.table({"footer": pa.array(stored, pa.binary())}).replace_schema_metadata({"midepoch": self.name})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-        atomic_write(path, bytes(sink.getvalue()))
-        return Footers((), str(path), self.name)
+        return bytes(sink.getvalue())

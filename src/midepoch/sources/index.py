@@ -10,10 +10,10 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,12 @@ from midepoch.sources.storage import atomic_write, locked
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
-VERSION = 2
+VERSION = 3
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
 
-@dataclass(frozen=True)
-class IndexedFile:
+class IndexedFile(NamedTuple):
     """One file as it was when indexed."""
 
     path: str
@@ -60,7 +59,7 @@ class Index:
     """Blocks of some files, in order: ``offsets[b]`` is the byte at which block b lies in its file.
 
     ``starts[b]`` is its first row; both arrays have one entry more than there are blocks. ``format`` says how a block
-    is decoded: files of Arrow batches on a local disk are mapped instead. Then ``ends`` and ``footers`` stay empty.
+    is decoded: files of Arrow batches on a local disk are mapped instead. Then the fields behind it stay empty.
     """
 
     files: tuple[IndexedFile, ...]
@@ -73,6 +72,7 @@ class Index:
     filter: str = ""
     ends: Int64Array | None = None
     footers: Footers = field(default_factory=Footers)
+    row_bytes: float = 0.0
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,7 +93,7 @@ class Index:
             return _reopen, (self.path, self.fingerprint)
         return Index, (
             self.files, self.offsets, self.starts, self.schema_bytes, self.nullable, None,
-            self.format, self.filter, self.ends, self.footers,
+            self.format, self.filter, self.ends, self.footers, self.row_bytes,
         )  # fmt: skip
 
 
@@ -223,8 +223,9 @@ def serialise(index: Index) -> bytes:
         "version": VERSION,
         "format": index.format,
         "filter": index.filter,
+        "row_bytes": index.row_bytes,
         "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
-        "files": [list(astuple(file)) for file in index.files],
+        "files": index.files,
         "schema": base64.b64encode(index.schema_bytes).decode(),
         "nullable": sorted(map(list, index.nullable)),
         "crc": _checksum(arrays),
@@ -260,6 +261,8 @@ def read_index(path: Path) -> Index | None:
         files = tuple(_file(file) for file in header["files"])
         schema = base64.b64decode(header["schema"])
         footers, name = header["footers"]
+        if footers and not path.with_name(footers).exists():
+            raise ValueError("its footers are gone")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
@@ -269,14 +272,26 @@ def read_index(path: Path) -> Index | None:
     kept = Footers((), str(path.with_name(footers)) if footers else None, name)
     ends = arrays[2] if len(arrays) > 2 else None
     return Index(
-        files, arrays[0], arrays[1], schema, nullable, str(path), header["format"], header["filter"], ends, kept
+        files,
+        arrays[0],
+        arrays[1],
+        schema,
+        nullable,
+        str(path),
+        header["format"],
+        header["filter"],
+        ends,
+        kept,
+        header["row_bytes"],
     )
 
 
 def _file(stored: list[Any]) -> IndexedFile:
-    path, size, mtime, rows, blocks, fingerprint, dictionaries, etag, partition = stored
-    values = tuple((key, value) for key, value in partition)
-    return IndexedFile(path, size, mtime, rows, blocks, fingerprint, tuple(dictionaries), etag, values)
+    if stored[6] or stored[8]:
+        stored[6], stored[8] = tuple(stored[6]), tuple(map(tuple, stored[8]))
+    else:
+        stored[6] = stored[8] = ()
+    return IndexedFile(*stored)
 
 
 def _checksum(arrays: Sequence[Int64Array]) -> int:

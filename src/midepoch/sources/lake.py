@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ def open_lake(
 def _with(index: Index, footers: Footers) -> Index:
     return Index(
         index.files, index.offsets, index.starts, index.schema_bytes, index.nullable, None,
-        index.format, index.filter, index.ends, footers,
+        index.format, index.filter, index.ends, footers, index.row_bytes,
     )  # fmt: skip
 
 
@@ -116,7 +116,9 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
 
     scans = _all(scanned, entries, progress, 2 * len(entries) if filtered else len(entries), 0)
     values, added = (
-        hive_values([e.path for e in entries]) if request.partitioning == "hive" else ([()] * len(entries), None)
+        hive_values([_below(request.paths, e.path) for e in entries])
+        if request.partitioning == "hive"
+        else ([()] * len(entries), None)
     )
     schema = _unified(store, entries, scans, added, text=found.format == "csv")
     usable(store.name(entries[0].path), schema)
@@ -127,7 +129,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     kept = [list(range(len(scan.rows))) for scan in scans]
     counts = [scan.rows for scan in scans]
     if request.filter is not None:
-        counter = _Counter(store, found.format, request.filter, schema)
+        counter = _Counter(store, found.format, request.filter, schema, request.skip_damage)
         work = list(zip(entries, scans, values, strict=True))
         counts = _all(lambda one: counter.count(*one), work, progress, 2 * len(entries), len(entries))
         kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
@@ -142,7 +144,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     ends = [scan.offsets[i + 1] if i + 1 < len(scan.offsets) else -1 for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    footers = Footers(tuple(scan.footer for scan in scans), None, os.urandom(8).hex())
+    footers = Footers.of(scan.footer for scan in scans)
     return Index(
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
@@ -154,7 +156,34 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
         request.filter.text if request.filter else "",
         np.array([*ends, 0], dtype=np.int64),
         footers,
+        _row_bytes(scans, schema),
     )
+
+
+def _row_bytes(scans: Sequence[Scanned], schema: pa.Schema) -> float:
+    """About how many bytes a row takes in memory: what files say, and at least the width of what has one."""
+    told = sum(scan.decoded_bytes for scan in scans) / max(1, sum(sum(scan.rows) for scan in scans))
+    return max(told, float(sum(_width(field.type) for field in schema)))
+
+
+def _width(kind: pa.DataType) -> float:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _width(kind.storage_type)
+    if pa.types.is_fixed_size_list(kind):
+        return float(kind.list_size) * _width(kind.value_type)
+    if pa.types.is_struct(kind):
+        return sum(_width(kind.field(i).type) for i in range(kind.num_fields))
+    try:
+        return float(kind.bit_width) / 8
+    except ValueError:  # text and lists
+        return 4.0
+
+
+def _below(given: Sequence[str], path: str) -> str:
+    """A file's path below what the user gave: folders above that are no partitions."""
+    bases = [re.split(r"[*?\[]", text)[0].rstrip("/") for text in given]
+    base = max((each for each in bases if path.startswith(each)), key=len, default="")
+    return path[len(base) :] if path != base else path.rsplit("/", 1)[-1]
 
 
 def _all(
@@ -181,7 +210,7 @@ def _unified(
         fields: dict[str, tuple[pa.Field, str]] = {}
         for entry, scan in zip(entries, scans, strict=True):
             for field in scan.schema:
-                plain = field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+                plain = field.with_type(plain_type(field.type))
                 before, where = fields.setdefault(field.name, (plain, store.name(entry.path)))
                 if before.type == pa.null():
                     fields[field.name] = (plain, store.name(entry.path))
@@ -201,6 +230,23 @@ def _unified(
     return schema
 
 
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type without dictionaries, and without promises that nothing inside is null: files differ in those."""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True))
+    if pa.types.is_fixed_size_list(kind):
+        inner = kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True)
+        return pa.list_(inner, kind.list_size)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([each.with_type(plain_type(each.type)).with_nullable(True) for each in fields])
+    return kind
+
+
 def _nullable(
     scans: Sequence[Scanned], schema: pa.Schema, values: Sequence[Values], added: pa.Schema | None
 ) -> frozenset[tuple[str, ...]]:
@@ -218,9 +264,11 @@ def _nullable(
 class _Counter:
     """Counts the rows of each block that pass a filter, reading no column but those that it asks for."""
 
-    def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema) -> None:
+    def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema, skip_damage: bool) -> None:
         self._store, self._form, self._filter, self._schema = store, FORMATS[form], chosen, schema
-        self._columns = chosen.columns(schema)
+        self._columns, self._skip_damage = chosen.columns(schema), skip_damage
+        floats = any(pa.types.is_floating(schema.field(name).type) for name in self._columns)
+        self._prunes = not floats or chosen.never_nan
 
     def count(self, entry: Entry, scan: Scanned, values: Values) -> list[int]:
         return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
@@ -228,10 +276,17 @@ class _Counter:
     def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
         end = scan.offsets[i + 1] if i + 1 < len(scan.offsets) else None
         block = Block(entry, scan.offsets[i], end, scan.footer, tuple(scan.dictionaries))
-        if self._form.excluded(block, self._filter.expression, self._schema, partition_expression(values)):
+        known = partition_expression(values)
+        if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known):
             return 0
         decode = decoder(self._store, self._form, block, values, self._schema, self._columns, scan.rows[i])
-        table = self._store.persist(entry.path, "read", decode)
+        try:
+            table = self._store.persist(entry.path, "read", decode)
+        except CorruptBlockError as problem:
+            if not self._skip_damage:
+                raise
+            _log.warning("skipped %d rows that cannot be filtered: %s", scan.rows[i], problem)
+            return 0
         return int(table.filter(self._filter.expression).num_rows)
 
 

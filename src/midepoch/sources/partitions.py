@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -34,7 +35,7 @@ def _texts(path: str) -> dict[str, str | None]:
 
 
 def _is_int(text: str | None) -> bool:
-    return text is None or (text.lstrip("-").isdigit() and abs(int(text)) < 1 << 63)
+    return text is None or (re.fullmatch(r"-?[0-9]{1,19}", text) is not None and abs(int(text)) < 1 << 63)
 
 
 def _typed(text: str | None, kind: pa.DataType) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, FetchError, FormatError
+from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.order import Layout
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import FORMATS, Block
@@ -119,6 +119,9 @@ class Source:
 
     @cached_property
     def bytes_per_row(self) -> float:
+        """About how many bytes a row takes in memory."""
+        if self.indexes[0].row_bytes:
+            return self.indexes[0].row_bytes
         return sum(file.size for file in self.files) / max(1, self.rows)
 
     @cached_property
@@ -170,10 +173,8 @@ class Source:
             table = table if chosen is None else table.filter(chosen.expression).select(list(columns))
             if table.num_rows != rows:
                 raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
-        except FetchError as problem:
-            if store.local:  # nothing was fetched: the bytes are bad
-                raise CorruptBlockError(f"{problem} {self._remedy(number)}") from None
-            raise
+        except CorruptBlockError as problem:
+            raise CorruptBlockError(f"{problem} {self._remedy(number)}") from None
         except pa.ArrowException as problem:
             raise CorruptBlockError(f"{store.name(file.path)}: {problem}. {self._remedy(number)}") from None
         return table

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qsl, unquote
 
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch.errors import DataChangedError, DataNotFoundError, FetchError, MidepochError
+from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
@@ -29,11 +29,11 @@ _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 _DENIED = re.compile(
     r"ACCESS_DENIED|AccessDenied|HTTP status 40[13]|InvalidAccessKeyId|SignatureDoesNotMatch|Forbidden"
 )
+_NETWORK = re.compile(r"AWS Error|curl|HTTP|[Cc]onnection|[Tt]imed? ?out|status")
 _GONE = re.compile(r"NO_SUCH_KEY|NoSuchKey|NO_SUCH_BUCKET|NoSuchBucket|HTTP status 404|Path does not exist")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One file as a listing shows it. ``etag`` is empty where the store has none, or does not show it in a listing."""
 
     path: str
@@ -124,7 +124,7 @@ class Store:
         if self.local:
             stat = os.stat(entry.path)
             self._compare(entry, Entry(entry.path, stat.st_size, stat.st_mtime_ns))
-            return OpenFile(pa.memory_map(entry.path))
+            return OpenFile(pa.OSFile(entry.path))  # not mapped: a file cut short meanwhile would end the process
         native = self.filesystem.open_input_file(entry.path)
         etag = self._etag(entry.path, native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
@@ -156,7 +156,8 @@ class Store:
             return
         raise DataChangedError(
             f"{self.name(expected.path)} has changed since it was indexed ({difference}). "
-            "Open the dataset again to use the new contents; a state saved before will then be refused."
+            "Open the dataset again, with force_reindex=True, to use the new contents; a state saved before will then "
+            "be refused."
         )
 
     def persist(self, path: str, what: str, action: Callable[[], T]) -> T:
@@ -182,10 +183,19 @@ class Store:
                 spent = time.monotonic() - started
                 if self.local or attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget:
                     tried = f"{attempt + 1} attempt{'s' if attempt else ''} in {spent:.1f} s"
+                    if self._is_damage(problem):
+                        raise CorruptBlockError(f"{self.name(path)} cannot be read ({tried}): {text}") from None
                     raise FetchError(f"{self.name(path)} could not be {what} ({tried}): {text}") from None
                 _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
                 time.sleep(pause)
         raise AssertionError("unreachable")
+
+    def _is_damage(self, problem: Exception) -> bool:
+        """Whether the bytes are bad, and not the way to them."""
+        if self.local or isinstance(problem, pa.ArrowInvalid):
+            return True
+        network = isinstance(problem, (ConnectionError, TimeoutError)) or _NETWORK.search(str(problem)) is not None
+        return not network and not isinstance(problem, _ShortError)
 
     def clean(self, text: str) -> str:
         """A message without anything that was given as a secret."""
@@ -217,6 +227,10 @@ class OpenFile:
 _MARK = 16
 
 
+class _ShortError(OSError):
+    """A store handed over less than it was asked for."""
+
+
 class _Checked:
     """A remote file as Python's own, for ``pa.PythonFile``, that notices when fewer bytes came than were asked for.
 
@@ -236,7 +250,7 @@ class _Checked:
         if data is None:
             data = self._once(wanted, os.urandom(_MARK))
         if data is None:
-            raise OSError(f"fewer bytes came than the {wanted} that were asked for from byte {self._at} on")
+            raise _ShortError(f"fewer bytes came than the {wanted} that were asked for from byte {self._at} on")
         self._at += wanted
         return data
 
@@ -297,7 +311,7 @@ def resolve(
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(os.path.expanduser(path))
     scheme = path.split("://", 1)[0].lower()
     if scheme == "file":
-        return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(path.split("://", 1)[1])
+        return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(unquote(path.split("://", 1)[1]))
     options = dict(storage_options or {})
     if scheme not in _NATIVE:
         return _fsspec(scheme, path, options, retry)
@@ -314,7 +328,7 @@ def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
         filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
     if isinstance(filesystem, fs.LocalFileSystem):
         return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
-    return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.split("@", 1)[-1]
+    return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.rstrip("/")
 
 
 def _secrets_of(filesystem: fs.FileSystem) -> tuple[str, ...]:
@@ -326,14 +340,20 @@ def _secrets_of(filesystem: fs.FileSystem) -> tuple[str, ...]:
 
 
 def _native(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
-    parts = urlsplit(path)
-    inner = (parts.netloc.rsplit("@", 1)[-1] + parts.path).rstrip("/")
-    if any(mark in parts.query for mark in "=&"):  # s3://bucket/folder?endpoint_override=…
-        options = {**dict(parse_qsl(parts.query)), **options}
-    elif "?" in path:  # a glob
-        inner = path.split("://", 1)[1].rsplit("@", 1)[-1]
-    if "@" in parts.netloc:
-        options = {"access_key": parts.username, "secret_key": parts.password, **options}
+    # By hand, because a key may hold all that means something in other addresses: # ? @ %
+    host, slash, key = path.split("://", 1)[1].partition("/")
+    if "@" in host:
+        user, host = host.rsplit("@", 1)
+        name, _, password = user.partition(":")
+        options = {"access_key": unquote(name), "secret_key": unquote(password), **options}
+    elif ":" in host and "@" in key:
+        raise ValueError("the address holds a secret with a '/': write it as %2F, or use storage_options")
+    inner = host + slash + key
+    before, mark, query = inner.rpartition("?")
+    given = dict(parse_qsl(query)) if mark else {}
+    if given and all(name in _URL_OPTIONS for name in given):  # s3://bucket/folder?endpoint_override=…
+        inner, options = before, {**given, **options}
+    inner = inner.rstrip("/")
     if scheme == "s3":
         made = _s3(tuple(sorted(_s3_options(options).items())))
     elif scheme in ("gs", "gcs"):
@@ -344,6 +364,9 @@ def _native(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tu
             raise ValueError("account_name is missing: give it, or set AZURE_STORAGE_ACCOUNT_NAME")
         made = fs.AzureFileSystem(account, **options)
     return Store(made, f"{scheme}://", _values([options]), retry), inner
+
+
+_URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
 
 
 @lru_cache(maxsize=16)

@@ -26,6 +26,8 @@ class Scanned:
     """What has to be known of the file to decode a block of it."""
     etag: str = ""
     dictionaries: list[int] = field(default_factory=list)
+    decoded_bytes: float = 0.0
+    """About how many bytes all rows take in memory, where the file tells."""
     inferred: bool = False
     """Whether the types were guessed from text, so that other files may make them wider."""
     complete: bool = True

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
+from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.formats.lines import contents, read_range, scan_lines
+from midepoch.sources.formats.lines import contents, first_row_end, read_range, scan_lines
 from midepoch.sources.stores import Entry, Store
 
 _HEADER = 1 << 20
@@ -24,11 +26,14 @@ class CsvFormat(NoStatistics):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         names, start = _header(store, entry)
         delimiter = _delimiter(entry.path)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise FormatError(f"{store.name(entry.path)}: several columns are called {', '.join(map(repr, twice))}.")
         found = scan_lines(
             store,
             entry,
             start=start,
-            quoted=True,
+            quoted=delimiter.encode(),
             parse=lambda data: _parse(data, names, delimiter),
             skip_damage=skip_damage,
         )
@@ -48,7 +53,9 @@ class CsvFormat(NoStatistics):
 
 
 def _delimiter(path: str) -> str:
-    return "\t" if ".tsv" in path.lower() else ","
+    name = path.lower()
+    stem, suffix = os.path.splitext(name)
+    return "\t" if (stem if suffix in COMPRESSIONS else name).endswith(".tsv") else ","
 
 
 def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
@@ -57,17 +64,14 @@ def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
         head = bytes(file.read(_HEADER))
     if not head.strip():
         raise FormatError(f"{store.name(entry.path)}: the file is empty: not even a header with names of columns.")
-    end, inside = len(head), False
-    for at, byte in enumerate(head):
-        if byte == ord('"'):
-            inside = not inside
-        elif byte == ord("\n") and not inside:
-            end = at + 1
-            break
+    blank = len(head) - len(head.lstrip(b"\xef\xbb\xbf\r\n"))
+    end = blank + (first_row_end(head[blank:], _delimiter(entry.path).encode()) or len(head) - blank)
     try:
-        text = head[:end].decode("utf-8-sig")
+        text = head[blank:end].decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise FormatError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
+    if "\r" in text.rstrip("\r\n") and "\n" not in text:
+        raise FormatError(f"{store.name(entry.path)}: its lines end with a carriage return only; write them with \\n.")
     names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=_delimiter(entry.path)), [])
     return names, end
 

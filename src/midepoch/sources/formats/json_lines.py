@@ -23,7 +23,7 @@ class JsonFormat(NoStatistics):
             raise FormatError(
                 f"{store.name(entry.path)}: this is one JSON array; write one object a line (JSON lines) instead."
             )
-        return scan_lines(store, entry, start=0, quoted=False, parse=_parse, skip_damage=skip_damage)
+        return scan_lines(store, entry, start=0, quoted=None, parse=_parse, skip_damage=skip_damage)
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         wanted = pa.schema([schema.field(name) for name in columns if name in schema.names])

@@ -7,13 +7,13 @@ beginning, which is why such a file is better kept small.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import FormatError
@@ -45,8 +45,12 @@ def contents(store: Store, entry: Entry) -> Iterator[Any]:
                 yield stream
 
 
-def scan_lines(store: Store, entry: Entry, *, start: int, quoted: bool, parse: Parse, skip_damage: bool) -> Scanned:
-    """Cut a file from byte ``start`` on and parse every block once. ``quoted``: a line end in quotes ends no row."""
+def scan_lines(
+    store: Store, entry: Entry, *, start: int, quoted: bytes | None, parse: Parse, skip_damage: bool
+) -> Scanned:
+    """Cut a file from byte ``start`` on and parse every block once. ``quoted``: the delimiter of a format in
+    which a line end in quotes ends no row.
+    """
     name = store.name(entry.path)
     digest = hashlib.blake2b(digest_size=16)
     found = Scanned(pa.schema([]), inferred=True)
@@ -67,7 +71,7 @@ def scan_lines(store: Store, entry: Entry, *, start: int, quoted: bool, parse: P
         found.complete = False
     if entry.size and not schemas and at > start:
         raise FormatError(f"{name}: no rows were found in {entry.size} bytes.")
-    found.schema = widest(name, schemas)
+    found.schema, found.decoded_bytes = widest(name, schemas, text=quoted is not None), float(at - start)
     found.fingerprint = digest.hexdigest()
     with store.open(entry) as file:
         found.etag = file.etag
@@ -84,32 +88,66 @@ def _parsed(name: str, at: int, data: bytes, parse: Parse) -> pa.Table:
         ) from None
 
 
-def _blocks(store: Store, entry: Entry, start: int, quoted: bool, digest: Any) -> Iterator[bytes]:
+def _blocks(store: Store, entry: Entry, start: int, quoted: bytes | None, digest: Any) -> Iterator[bytes]:
     """The contents in pieces that end with a row."""
-    rest, inside = b"", False
+    rest = b""
     with contents(store, entry) as file:
         skipped = bytes(file.read(start)) if start else b""
         digest.update(skipped)
         while data := bytes(file.read(_READ)):
             digest.update(data)
-            cut, inside = _last_row_end(data, quoted, inside)
-            if cut and len(rest) + cut >= BLOCK_BYTES:
-                yield rest + data[:cut]
-                rest = data[cut:]
-            else:
-                rest += data
+            rest += data
+            if len(rest) >= BLOCK_BYTES and (cut := _last_row_end(rest, quoted)):
+                yield rest[:cut]
+                rest = rest[cut:]
     if rest.strip(b"\r\n \t"):
         yield rest
 
 
-def _last_row_end(data: bytes, quoted: bool, inside: bool) -> tuple[int, bool]:
-    """Behind the last line end that ends a row (0: there is none), and whether the piece ends inside of quotes."""
-    if not quoted or b'"' not in data:
-        return (0 if inside else data.rfind(b"\n") + 1), inside
-    values = np.frombuffer(data, np.uint8)
-    quotes = np.cumsum(values == ord('"')) + inside
-    ends = np.flatnonzero((values == ord("\n")) & (quotes % 2 == 0))
-    return (int(ends[-1]) + 1 if len(ends) else 0), bool(quotes[-1] % 2)
+def _last_row_end(data: bytes, quoted: bytes | None) -> int:
+    """Behind the last line end that ends a row, of data that begins with one; 0 if there is none."""
+    if quoted is None or b'"' not in data:
+        return data.rfind(b"\n") + 1
+    spans = _quoted(data, quoted)
+    opened = [start for start, _ in spans]
+    at = len(data)
+    while (at := data.rfind(b"\n", 0, at)) >= 0:
+        i = bisect.bisect(opened, at) - 1
+        if i < 0 or spans[i][1] <= at:
+            return at + 1
+        at = spans[i][0]  # in quotes: go on before them
+    return 0
+
+
+def first_row_end(data: bytes, delimiter: bytes) -> int:
+    """Behind the line end that ends the first row; 0 if there is none."""
+    at = -1
+    for start, stop in [*_quoted(data, delimiter), (len(data), len(data))]:
+        found = data.find(b"\n", at + 1, start)
+        if found >= 0:
+            return found + 1
+        at = stop - 1
+    return 0
+
+
+def _quoted(data: bytes, delimiter: bytes) -> list[tuple[int, int]]:
+    """From the opening to behind the closing quote of each quoted value. A quote in the middle of a value is none."""
+    found = []
+    before = (delimiter[0], ord("\n"), ord("\r"))
+    at = data.find(b'"')
+    while at >= 0:
+        if at and data[at - 1] not in before:
+            at = data.find(b'"', at + 1)
+            continue
+        stop = data.find(b'"', at + 1)
+        while stop >= 0 and data[stop + 1 : stop + 2] == b'"':  # two of them stand for one
+            stop = data.find(b'"', stop + 2)
+        if stop < 0:
+            found.append((at, len(data) + 1))
+            break
+        found.append((at, stop + 1))
+        at = data.find(b'"', stop + 1)
+    return found
 
 
 def read_range(store: Store, block: Block) -> bytes:
@@ -163,9 +201,16 @@ def widest(name: str, schemas: list[pa.Schema], *, text: bool = False) -> pa.Sch
 def _wider(file: str, column: str, a: pa.DataType, b: pa.DataType, text: bool) -> pa.DataType:
     if a.equals(b):
         return a
-    pair = {str(a), str(b)}
-    if pa.types.is_temporal(a) != pa.types.is_temporal(b) and "string" in pair:
+    if pa.types.is_temporal(a) != pa.types.is_temporal(b) and pa.string() in (a, b):
         return pa.string()
+    if pa.types.is_list(a) and pa.types.is_list(b):
+        return pa.list_(_wider(file, column, a.value_type, b.value_type, text))
+    if pa.types.is_struct(a) and pa.types.is_struct(b):
+        fields = {a.field(i).name: a.field(i).type for i in range(a.num_fields)}
+        for other in (b.field(i) for i in range(b.num_fields)):
+            mine = fields.get(other.name)
+            fields[other.name] = other.type if mine is None else _wider(file, column, mine, other.type, text)
+        return pa.struct(list(fields.items()))
     try:
         merged = pa.unify_schemas([pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive")
         return merged.field("x").type

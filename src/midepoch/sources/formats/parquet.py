@@ -24,6 +24,10 @@ _VERIFIED = {"page_checksum_verification": True}
 """Where the writer left checksums, a flipped bit is an error and not a wrong value."""
 
 
+_SAMPLE = 32 << 10
+"""Bytes from the middle of a file, and before its footer, that are part of its fingerprint."""
+
+
 class ParquetFormat:
     """Row groups, with statistics that can exclude them from a filter."""
 
@@ -32,6 +36,9 @@ class ParquetFormat:
         with store.open(entry) as file:
             etag, size = file.etag, file.size
             footer = _read_footer(name, file, size)
+            sample = file.read_at(min(_SAMPLE, size), size // 2) + file.read_at(
+                min(_SAMPLE, size), max(0, size - 8 - len(footer) - _SAMPLE)
+            )
         metadata = _parsed(name, footer)
         found = Scanned(_schema(name, footer), footer=footer, etag=etag)
         for group in range(metadata.num_row_groups):
@@ -43,7 +50,8 @@ class ParquetFormat:
                 f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
             )
         found.nullable = _nullable(metadata, found.schema)
-        found.fingerprint = hashlib.blake2b(footer + struct.pack("<q", size), digest_size=16).hexdigest()
+        found.decoded_bytes = float(sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)))
+        found.fingerprint = hashlib.blake2b(footer + sample + struct.pack("<q", size), digest_size=16).hexdigest()
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
@@ -122,7 +130,9 @@ def _nullable(metadata: pq.FileMetaData, schema: pa.Schema) -> set[tuple[str, ..
         for number in range(about.num_columns):
             column = about.column(number)
             path = column.path_in_schema
-            name = path if path in schema.names else path.split(".", 1)[0]
+            name = max(
+                (each for each in schema.names if path == each or path.startswith(each + ".")), key=len, default=""
+            )
             if (name,) in found or name not in schema.names or not schema.field(name).nullable:
                 continue
             statistics = column.statistics
