@@ -165,7 +165,12 @@ def test_mismatches_are_explained(lake: Path) -> None:
         make(lake)[1].load_state_dict(state)
     with pytest.raises(CheckpointMismatchError, match="does not say at which row"):
         make(lake)[1].load_state_dict({"epoch": 0, "completed_shards": []})
-    for damage in ({"completed_shards": "abc"}, {"completed_shards": [{"path": "x"}]}, {"midepoch": 99}, {"epoch": None}):
+    for damage in (
+        {"completed_shards": "abc"},
+        {"completed_shards": [{"path": "x"}]},
+        {"midepoch": 99},
+        {"epoch": None},
+    ):
         with pytest.raises(StateError, match="damaged|upgrade"):
             make(lake)[1].load_state_dict({**state, **damage})
 

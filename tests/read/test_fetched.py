@@ -39,13 +39,15 @@ def ids(batches: Any) -> list[int]:
 
 
 def stored(folder: Path) -> list[Path]:
-    return list(folder.rglob("*.arrow"))
+    return list(folder.rglob("*.block"))
 
 
 def count_fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     fetched: list[int] = []
     fetch = Source.fetch
-    monkeypatch.setattr(Source, "fetch", lambda self, block, columns: (fetched.append(block), fetch(self, block, columns))[1])
+    monkeypatch.setattr(
+        Source, "fetch", lambda self, block, columns: (fetched.append(block), fetch(self, block, columns))[1]
+    )
     return fetched
 
 
@@ -169,7 +171,9 @@ def test_killed_readers_leave_nothing_that_matters(lake: Path, tmp_path: Path) -
     cache = tmp_path / "c"
     for pause in (0.3, 0.5, 0.8):
         readers = [
-            subprocess.Popen([sys.executable, "-c", READER, str(lake), str(cache)], stdout=subprocess.PIPE, start_new_session=True)
+            subprocess.Popen(
+                [sys.executable, "-c", READER, str(lake), str(cache)], stdout=subprocess.PIPE, start_new_session=True
+            )
             for _ in range(2)
         ]
         for reader in readers:

@@ -33,7 +33,9 @@ def write(path: Path, kind: str) -> None:
     elif kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in TABLE.to_pylist()))
     else:
-        path.write_text("id,text,maybe\n" + "".join(f"{r['id']},{r['text']},{r['maybe'] or ''}\n" for r in TABLE.to_pylist()))
+        path.write_text(
+            "id,text,maybe\n" + "".join(f"{r['id']},{r['text']},{r['maybe'] or ''}\n" for r in TABLE.to_pylist())
+        )
 
 
 KINDS = ["parquet", "orc", "jsonl", "csv"]

@@ -72,7 +72,7 @@ class BlockCache:
             os.close(self._fd)  # type: ignore[arg-type]
 
     def _path(self, block: int) -> Path:
-        return self._folder / f"{block}.arrow"
+        return self._folder / f"{block}.block"
 
     def has(self, block: int) -> bool:
         return self._usable and self._path(block).exists()
@@ -149,7 +149,7 @@ class BlockCache:
         if not self._lock(_EVICTING, wait=False):
             return
         try:
-            found = [(file, file.stat()) for file in self._root.glob("*/*.arrow")]
+            found = [(file, file.stat()) for file in self._root.glob("*/*.block")]
             total = sum(stat.st_size for _, stat in found)
             if total <= limit:
                 return
