@@ -42,7 +42,8 @@ def watch():
                 peak = max(peak, int(line.split()[1]) * 1024)
         time.sleep(0.02)
 threading.Thread(target=watch, daemon=True).start()
-ds = midepoch.from_files(sys.argv[1], index_dir=sys.argv[2], cache_bytes=int(sys.argv[3]), cache_dir=sys.argv[4] or None)
+where = {"index_dir": sys.argv[2], "cache_dir": sys.argv[4] or None}
+ds = midepoch.from_files(sys.argv[1], cache_bytes=int(sys.argv[3]), **where)
 loader = ds.shuffle(seed=1).with_format("numpy").loader(256)
 rows, until = 0, time.monotonic() + float(sys.argv[5])
 for batch in loader:
@@ -125,7 +126,7 @@ def resume(folder: Path) -> list[Measured]:
     path = _one(folder)
     loader = midepoch.from_files(path).loader(64)
     batches = iter(loader)
-    for _ in range(int(0.9 * len(loader))):
+    for _ in range(int(0.905 * len(loader))):  # inside of a row group
         next(batches)
     state = loader.state_dict()
     fresh, resumed = [], []

@@ -52,10 +52,11 @@ def test_truncated_files(kind: str, tmp_path: Path) -> None:
         try:
             found = list(midepoch.from_files(path))
         except MidepochError as problem:
-            assert path.name in str(problem) or "no rows" in str(problem)
+            named = path.name in str(problem) or "no rows" in str(problem)
         else:  # text that was cut behind a row is a shorter file, and nobody can know
             assert kind in ("jsonl", "csv")
-            assert [row["id"] for row in found[:-1]] == [row["id"] for row in expected[: len(found) - 1]]
+            named = [row["id"] for row in found[:-1]] == [row["id"] for row in expected[: len(found) - 1]]
+        assert named
 
 
 @pytest.mark.parametrize("kind", KINDS)

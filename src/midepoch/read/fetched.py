@@ -23,8 +23,12 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 
 _THREADS_LOCAL, _THREADS_REMOTE = 2, 4
-_AHEAD_SHARE = 0.75  # of the cache, for blocks in use and to come
+_AHEAD_SHARE = 0.7  # of the cache, for blocks in use and to come
 _LEAST_AHEAD = 2
+_KEPT_SHARE = 0.75  # of the cache; the rest is for what is being decoded
+_DECODING_BYTES = 96 << 20
+"""Of blocks that are decoded at once, when done: decoding takes several times as much."""
+_LARGE = 16 << 20
 _AHEAD_BYTES = 256 << 20
 """Blocks to come, decoded: as many bytes as are in use (the next window), and at least this many."""
 
@@ -39,7 +43,7 @@ class FetchedBlocks:
         assert source.access is not None
         self._source, self._columns = source, list(columns)
         spec = source.access.cache
-        self._limit = spec.limit
+        self._limit = int(spec.limit * _KEPT_SHARE)
         self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         self._open_bytes = 0
         self._plan = _Plan(source, sharers)
@@ -51,13 +55,18 @@ class FetchedBlocks:
             key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
             self._cache = BlockCache(spec, key, self._plan.next_use)
         else:
-            self._cache = KeptBlocks(spec.limit, self._plan.next_use)
+            self._cache = KeptBlocks(self._limit, self._plan.next_use)
+        self._gate = threading.BoundedSemaphore(max(1, int(_DECODING_BYTES // max(1.0, self._plan.block_bytes))))
         threads = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
         self._ahead = _Ahead(self._cache, self._make, threads)
         self._close = weakref.finalize(self, self._ahead.close)
 
     def _make(self, block: int) -> pa.Table:
-        return self._source.fetch(block, self._columns)
+        with self._gate:
+            table = self._source.fetch(block, self._columns)
+        if table.nbytes > _LARGE:
+            pa.default_memory_pool().release_unused()  # what decoding took besides
+        return table
 
     def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         """Rows from this position of an epoch on will be read next.
@@ -114,6 +123,11 @@ class _Plan:
         self._blocks = self._first = self._last = np.empty(0, dtype=np.int64)
         self._last_of: dict[int, int] = {}
         self._first_of: dict[int, int] = {}
+
+    @property
+    def block_bytes(self) -> float:
+        """Of a block, decoded, on average."""
+        return float(self._rows.mean()) * self._row_bytes if len(self._rows) else 0.0
 
     def move(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         with self._lock:
@@ -193,15 +207,18 @@ class _Ahead:
                 while self._asked == heard and not self._stop:
                     self._moved.wait()
                 heard, wanted = self._asked, self._wanted
-            if self._stop:
+            if self._over():
                 return
             for block in wanted():
-                if self._stop:
+                if self._over():
                     return
                 if self._asked != heard:
                     break
                 if block not in self._failed and not self._fetch(block):
                     return
+
+    def _over(self) -> bool:
+        return self._stop
 
     def _fetch(self, block: int) -> bool:
         """Whether to go on: not when there is nobody left to fetch for."""
