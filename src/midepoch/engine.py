@@ -30,14 +30,14 @@ _RUN_BYTES = 1 << 20
 
 
 class Engine:
-    """``shared``: other processes of this machine run the same pipeline.
+    """``shared``: other processes of this machine run the same pipeline. ``readers``: threads to decode with, at least.
 
     ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
     """
 
-    def __init__(self, pipeline: Pipeline, *, shared: bool = False) -> None:
+    def __init__(self, pipeline: Pipeline, *, shared: bool = False, readers: int = 0) -> None:
         self.pipeline = pipeline
-        self._sharers = max(pipeline.cut.count, 2 if shared else 1)
+        self._sharers, self._readers = max(pipeline.cut.count, 2 if shared else 1), readers
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
         self._process = os.getpid()
@@ -116,7 +116,9 @@ class Engine:
             self._process = os.getpid()
             wanted = list(self.pipeline.head.values())
             skip = self.pipeline.on_error == "skip"
-            self._reader = Reader(self.pipeline.source, wanted, skip_corrupt=skip, sharers=self._sharers)
+            self._reader = Reader(
+                self.pipeline.source, wanted, skip_corrupt=skip, sharers=self._sharers, threads=self._readers
+            )
         return self._reader
 
     @property

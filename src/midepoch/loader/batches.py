@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from midepoch.engine import Engine
 from midepoch.errors import MapError
 from midepoch.loader.options import Options
 from midepoch.order import epoch_end
 from midepoch.pipeline import Pipeline
-from midepoch.read.columns import Located
+from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch, finish, present, present_rows
 
 Int64Array = npt.NDArray[np.int64]
@@ -75,16 +76,31 @@ class Read(NamedTuple):
                 column.touch(start, stop)
 
 
+def only_numbers(pipeline: Pipeline) -> bool:
+    """Whether all columns that are read hold numbers, or lists of numbers."""
+    schema = pipeline.source.schema
+    for name in pipeline.head.values():
+        kind = schema.field(name).type
+        while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        if number_dtype(kind) is None and not pa.types.is_boolean(kind):
+            return False
+    return not pipeline.source.decoded.intersection(pipeline.head.values())
+
+
 class BatchMaker:
     """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
 
     def __init__(self, pipeline: Pipeline, options: Options) -> None:
-        self._engine = Engine(pipeline, shared=options.num_workers > 1)
-        self._collate, self._collate_columns = options.collate_fn, options.collate_columns
         plain = options.collate_fn is None or options.collate_columns
         self.format = pipeline.format or ("torch" if plain else "python")
-        # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
         as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
+        self.decodes_only = as_read and pipeline.source.access is not None and only_numbers(pipeline)
+        """Whether blocks have to be decoded and nothing else is to do: threads do that without the interpreter lock."""
+        shared = options.num_workers > 1 and not self.decodes_only
+        self._engine = Engine(pipeline, shared=shared, readers=options.num_workers if self.decodes_only else 0)
+        self._collate, self._collate_columns = options.collate_fn, options.collate_columns
+        # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
     @property

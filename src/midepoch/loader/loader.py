@@ -129,7 +129,7 @@ class Loader:
         self._maker = self._maker or BatchMaker(self._pipeline, options)
         if self._maker.direct:
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
-        if not options.num_workers:
+        if not options.num_workers or self._maker.decodes_only:
             return ThreadedBatches(self._maker, plan, options.prefetch)
         self._pool = self._pool or WorkerPool(self._pipeline, options)
         self._pool.begin(plan)

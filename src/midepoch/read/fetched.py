@@ -39,7 +39,7 @@ class FetchedBlocks:
     ``sharers``: how many processes may read the same, so that blocks are kept where all of them find them.
     """
 
-    def __init__(self, source: Source, columns: Sequence[str], sharers: int) -> None:
+    def __init__(self, source: Source, columns: Sequence[str], sharers: int, threads: int) -> None:
         assert source.access is not None
         self._source, self._columns = source, list(columns)
         spec = source.access.cache
@@ -57,8 +57,8 @@ class FetchedBlocks:
         else:
             self._cache = KeptBlocks(self._limit, self._plan.next_use)
         self._gate = threading.BoundedSemaphore(max(1, int(_DECODING_BYTES // max(1.0, self._plan.block_bytes))))
-        threads = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
-        self._ahead = _Ahead(self._cache, self._make, threads)
+        least = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
+        self._ahead = _Ahead(self._cache, self._make, max(least, threads))
         self._close = weakref.finalize(self, self._ahead.close)
 
     def _make(self, block: int) -> pa.Table:
