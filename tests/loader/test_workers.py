@@ -57,9 +57,13 @@ def test_start_methods(ds: midepoch.Dataset, method: str) -> None:
         assert [batch["double"].tolist() for batch in loader] == expected
 
 
-def test_spawn_needs_functions_with_a_name(ds: midepoch.Dataset) -> None:
-    with pytest.raises(MidepochError, match="top level of a module"):
-        list(ds.map(lambda row: {}).loader(5, num_workers=1, multiprocessing_context="spawn"))
+def test_spawn_takes_any_function_that_can_be_pickled(ds: midepoch.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = ds.map(lambda row: {"twice": 2 * row["id"]})
+    with mapped.loader(5, num_workers=1, multiprocessing_context="spawn") as loader:
+        assert next(iter(loader))["twice"].tolist() == [0, 2, 4, 6, 8]
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(MidepochError, match="top level of a module.*cloudpickle"):
+        list(mapped.loader(5, num_workers=1, multiprocessing_context="spawn"))
 
 
 def test_batches_of_any_size(ds: midepoch.Dataset) -> None:

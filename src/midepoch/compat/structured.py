@@ -317,7 +317,7 @@ class Splits:
         if listed and _is_shard(listed[-1]):
             head += "\n".join(f"    {_described(split)}" for split in listed[-1]["splits"])
         else:
-            head = "Checkpoint does not match this dataset.\n\n  Checkpoint shard:\n    (none was completed yet)"
+            head += "    (none was completed yet)"
         cause = cause or f"{name} changed: checkpoint={saved}, current={current}"
         problem = CheckpointMismatchError(
             f"{head}\n\n  Likely cause: {cause}\n\n"
