@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks import data
 from benchmarks.latency import Measured
 
 MANY = 10_000
@@ -157,7 +158,7 @@ def memory(folder: Path, seconds: float) -> list[Measured]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=Path("/tmp/midepoch-bench/lake"))
+    parser.add_argument("--data-dir", type=Path, default=data.DEFAULT_DIR / "lake")
     parser.add_argument("--seconds", type=float, default=30.0, help="longest measurement of memory")
     parser.add_argument("--json", type=Path, help="write all measurements here")
     options = parser.parse_args()
