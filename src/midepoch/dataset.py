@@ -15,7 +15,6 @@ from midepoch.engine import Engine
 from midepoch.errors import DataNotFoundError
 from midepoch.iterate import BatchIterator, RowIterator
 from midepoch.order import Cut, Order, Selection, Shuffle
-from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
 from midepoch.seeds import check_agreed, draw_seed
@@ -34,15 +33,6 @@ Self = TypeVar("Self", bound="Dataset")
 
 _LOOK = 64
 """Rows to look at for the columns that a map makes: the first ones may be skipped."""
-
-
-_WINDOW_BYTES = 256 << 20
-
-
-def _window_for(source: Source) -> int:
-    """How many blocks to shuffle together: as many as take 256 MB in memory, within reason."""
-    block = source.rows * source.bytes_per_row / max(1, len(source.layout.block_starts) - 1)
-    return int(min(DEFAULT_WINDOW, max(2, _WINDOW_BYTES // max(1.0, block))))
 
 
 class Dataset:
@@ -154,11 +144,11 @@ class Dataset:
         """
         drawn = seed is None
         check_agreed(drawn, self.pipeline.cut.count)
-        fetched = self.pipeline.source.access is not None
-        scope = scope or self._default_scope or ("window" if fetched else "rows")
-        if window is None:
-            window = _window_for(self.pipeline.source) if fetched else DEFAULT_WINDOW
-        shuffle = Shuffle(draw_seed() if seed is None else seed, scope, window, aligned=fetched and scope == "window")
+        source = self.pipeline.source
+        scope = scope or self._default_scope or ("window" if source.fetched else "rows")
+        aligned = source.fetched and scope == "window"
+        window = source.window if window is None else window
+        shuffle = Shuffle(draw_seed() if seed is None else seed, scope, window, aligned)
         order = replace(self.pipeline.order, shuffle=shuffle)
         return self._derive(replace(self.pipeline, order=order, seed_drawn=drawn), same_positions=False)
 
@@ -190,8 +180,9 @@ class Dataset:
         if num_shards > self.pipeline.rows:
             raise ValueError(f"{self.pipeline.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
-        # A position that a state was loaded for is one of that state's lanes: they stay.
-        lanes = self.pipeline.order.lanes if self._standing.start else num_shards if by_file else 1
+        # A position that a state was loaded for is one of that state's lanes: they stay. So do lanes that were given.
+        chosen = self._standing.start or self.pipeline.lanes_given
+        lanes = self.pipeline.order.lanes if chosen else num_shards if by_file else 1
         order = replace(self.pipeline.order, lanes=lanes)
         return self._derive(replace(self.pipeline, order=order, cut=cut))
 
@@ -360,7 +351,7 @@ class Dataset:
         )
         cursor = Cursor(self.epoch, self._standing.start)
         pipeline = replace(self.pipeline, cut=world)
-        if pipeline.source.access is not None and not pipeline.lanes_given and not cursor.position:
+        if pipeline.source.fetched and not pipeline.lanes_given and not cursor.position:
             pipeline = replace(pipeline, order=replace(pipeline.order, lanes=world.count))
         return Loader(pipeline, options, cursor, asked=self._standing.shared.asked)
 

@@ -44,7 +44,7 @@ class Engine:
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
-        self._expects = pipeline.source.access is not None
+        self._expects = pipeline.source.fetched
         nullable = pipeline.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in pipeline.head.items()}
         self._names = list(pipeline.head)

@@ -13,6 +13,7 @@ from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Selection
 from midepoch.progress import shown
 from midepoch.sources import Access, CacheSpec, Source
+from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import Found, PathLike, check_format, find_files, paths_of
 from midepoch.sources.filters import parse_filter
@@ -20,7 +21,7 @@ from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, open_lake
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
-from midepoch.sources.stores import Retry, resolve
+from midepoch.sources.stores import Retry
 
 DEFAULT_CACHE_BYTES = 4 << 30
 
@@ -76,7 +77,7 @@ def from_files(
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
-    if store.local and not request.plan(folder).exists() and request.plain and find().format == "arrow":
+    if store.local and not request.index_path(folder).exists() and request.plain and find().format == "arrow":
         with suppress(DifferentSchemasError):  # then they cannot be mapped as one, and are read like the others
             index = _index([Path(entry.path) for entry in find().entries], index_dir, force_reindex, on_error)
             source = Source((index,))

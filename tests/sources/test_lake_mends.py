@@ -17,10 +17,10 @@ import pytest
 import midepoch
 from midepoch.errors import CheckpointMismatchError, FormatError
 from midepoch.sources import lake as lake_module
+from midepoch.sources.addresses import resolve
 from midepoch.sources.files import find_files
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.formats import lines
-from midepoch.sources.stores import resolve
 
 
 def test_a_rewritten_file_is_not_served_from_the_cache(tmp_path: Path) -> None:
@@ -155,6 +155,36 @@ def test_secrets_in_addresses(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as raised:
             midepoch.from_files(paths)  # type: ignore[arg-type]
         assert "SECRET77" not in str(raised.value)
+
+
+def test_a_signed_address_is_refused_and_not_shown() -> None:
+    for url in ("https://h/x.parquet?X-Amz-Signature=TOPSECRET77", "https://me:TOPSECRET77@h/x.parquet"):
+        with pytest.raises(
+            ValueError, match="https://h/x.parquet comes with a query or a user name.*storage_options"
+        ) as raised:
+            midepoch.from_files(url)
+        assert "TOPSECRET77" not in str(raised.value)
+
+
+def test_lanes_that_were_given_stay_when_sharded(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(60)}), tmp_path / "a.parquet", row_group_size=10)
+    ds = midepoch.from_files(tmp_path).shuffle(seed=1, window=2).with_lanes(6)
+    whole = [row["x"] for row in ds]
+    shards = [[row["x"] for row in ds.shard(3, index)] for index in range(3)]
+    assert [shards[i % 3][i // 3] for i in range(60)] == whole
+
+
+def test_one_huge_row_group_is_sought_by_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(100_000)}), tmp_path / "a.parquet", row_group_size=1 << 20)
+    ds = midepoch.from_files(tmp_path, cache_bytes=1)
+    assert ds[77_777]["x"] == 77_777
+    loader = ds.loader(1000)
+    batches = iter(loader)
+    for _ in range(60):
+        next(batches)
+    again = ds.loader(1000)
+    again.load_state_dict(loader.state_dict())
+    assert next(iter(again))["x"].tolist() == list(range(60_000, 61_000))
 
 
 def test_hive_values_and_roots(tmp_path: Path) -> None:

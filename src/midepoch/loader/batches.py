@@ -95,7 +95,7 @@ class BatchMaker:
         plain = options.collate_fn is None or options.collate_columns
         self.format = pipeline.format or ("torch" if plain else "python")
         as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
-        self.decodes_only = as_read and pipeline.source.access is not None and only_numbers(pipeline)
+        self.decodes_only = as_read and pipeline.source.fetched and only_numbers(pipeline)
         """Whether blocks have to be decoded and nothing else is to do: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
         self._engine = Engine(pipeline, shared=shared, readers=options.num_workers if self.decodes_only else 0)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.sources.stores import Entry, Retry, Store, resolve
+from midepoch.sources.addresses import resolve
+from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
 

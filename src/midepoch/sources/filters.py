@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from midepoch.errors import ColumnError
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +73,11 @@ def parse_filter(filters: Any) -> Filter | None:
     """What the user gave, or None for no filter."""
     if filters is None or (isinstance(filters, (list, tuple)) and not filters):
         return None
+    import pyarrow.compute as pc  # 35 ms, of which a dataset without a filter has no use
+    import pyarrow.parquet as pq
+
     if isinstance(filters, pc.Expression):
         return _named(filters)
-    import pyarrow.parquet as pq
 
     try:
         return _named(pq.filters_to_expression(_plain(filters)))

@@ -22,7 +22,7 @@ from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.sources.files import Found
 from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
-from midepoch.sources.formats import FORMATS, Block, Scanned
+from midepoch.sources.formats import Block, Scanned, format_named
 from midepoch.sources.formats.lines import widest
 from midepoch.sources.index import Index, IndexedFile, Progress, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, hive_values
@@ -51,7 +51,7 @@ class Request:
         """Whether all rows and columns of the files are asked for."""
         return self.filter is None and self.partitioning is None
 
-    def plan(self, index_dir: Path | None) -> Path:
+    def index_path(self, index_dir: Path | None) -> Path:
         """Where the index is kept."""
         return (index_dir or default_index_dir()) / f"{self.key}.midepoch-index"
 
@@ -72,7 +72,7 @@ def open_lake(
     progress: Progress | None = None,
 ) -> Index:
     """The index: read if it is there and fresh (by one listing, or unseen with ``validate=False``), else made."""
-    path = request.plan(index_dir)
+    path = request.index_path(index_dir)
     index = None if force else read_index(path)
     if index is not None and not validate:
         return index
@@ -108,7 +108,7 @@ def _fresh(index: Index, found: Found) -> bool:
 
 
 def _build(request: Request, found: Found, progress: Progress | None) -> Index:
-    store, entries, form = found.store, found.entries, FORMATS[found.format]
+    store, entries, form = found.store, found.entries, format_named(found.format)
     filtered = request.filter is not None
 
     def scanned(entry: Entry) -> Scanned:
@@ -265,7 +265,7 @@ class _Counter:
     """Counts the rows of each block that pass a filter, reading no column but those that it asks for."""
 
     def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema, skip_damage: bool) -> None:
-        self._store, self._form, self._filter, self._schema = store, FORMATS[form], chosen, schema
+        self._store, self._form, self._filter, self._schema = store, format_named(form), chosen, schema
         self._columns, self._skip_damage = chosen.columns(schema), skip_damage
         floats = any(pa.types.is_floating(schema.field(name).type) for name in self._columns)
         self._prunes = not floats or chosen.never_nan

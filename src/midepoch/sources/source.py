@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.order import Layout
+from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.filters import Filter
-from midepoch.sources.formats import FORMATS, Block
+from midepoch.sources.formats import Block, format_named
 from midepoch.sources.index import Index, IndexedFile
 from midepoch.sources.lake import decoder
 from midepoch.sources.stores import Entry, Store
@@ -30,6 +31,9 @@ _PLAIN_FEATURES = {
     "Translation",
     "TranslationVariableLanguages",
 }
+
+
+_WINDOW_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,19 @@ class Source:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (self.indexes, self.access)  # not what was computed from them
+
+    @property
+    def fetched(self) -> bool:
+        """Whether blocks have to be fetched or decoded, and are not mapped where they lie."""
+        return self.access is not None
+
+    @property
+    def window(self) -> int:
+        """How many blocks to shuffle together by default: those that take 256 MB in memory, if they have to be kept."""
+        if not self.fetched:
+            return DEFAULT_WINDOW
+        block = self.rows * self.bytes_per_row / max(1, len(self.layout.block_starts) - 1)
+        return int(min(DEFAULT_WINDOW, max(2, _WINDOW_BYTES // max(1.0, block))))
 
     @cached_property
     def files(self) -> tuple[IndexedFile, ...]:
@@ -155,11 +172,15 @@ class Source:
             entry, int(index.offsets[number]), None if end < 0 else end, index.footers[of_file], file.dictionaries
         )
         rows = int(index.starts[number + 1] - index.starts[number])
-        read = (
-            list(columns) + [name for name in chosen.columns(self.schema) if name not in columns] if chosen else columns
-        )
+        read = [*columns, *(name for name in self._filter_columns if name not in columns)]
         decode = decoder(
-            store, FORMATS[index.format], block, file.partition, self.schema, read, rows if chosen is None else None
+            store,
+            format_named(index.format),
+            block,
+            file.partition,
+            self.schema,
+            read,
+            rows if chosen is None else None,
         )
 
         def checked() -> pa.Table:
@@ -178,6 +199,11 @@ class Source:
         except pa.ArrowException as problem:
             raise CorruptBlockError(f"{store.name(file.path)}: {problem}. {self._remedy(number)}") from None
         return table
+
+    @cached_property
+    def _filter_columns(self) -> list[str]:
+        chosen = self.access.filter if self.access is not None else None
+        return chosen.columns(self.schema) if chosen is not None else []
 
     def _remedy(self, number: int) -> str:
         first, stop = self.layout.block_starts[number : number + 2].tolist()

@@ -1,7 +1,6 @@
-"""Where files lie: a local disk, an object store, or anything fsspec knows, behind one small interface with retries.
+"""Files of a local disk, an object store, or anything fsspec knows, behind one small interface with retries.
 
-What is secret stays in memory: paths are kept without user names, passwords and queries, and every message that leaves
-here has been searched for the values of the options that were given.
+Every message that leaves here has been searched for the values of the options that were given (``addresses.py``).
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import parse_qsl, unquote
 
 import pyarrow as pa
 import pyarrow.fs as fs
@@ -25,7 +22,6 @@ from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundErr
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
 
-_NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 _DENIED = re.compile(
     r"ACCESS_DENIED|AccessDenied|HTTP status 40[13]|InvalidAccessKeyId|SignatureDoesNotMatch|Forbidden"
 )
@@ -122,8 +118,7 @@ class Store:
         Raises DataChangedError if it is not what the entry says.
         """
         if self.local:
-            stat = os.stat(entry.path)
-            self._compare(entry, Entry(entry.path, stat.st_size, stat.st_mtime_ns))
+            self._compare(entry, _local_entry(entry.path))
             return OpenFile(pa.OSFile(entry.path))  # not mapped: a file cut short meanwhile would end the process
         native = self.filesystem.open_input_file(entry.path)
         etag = self._etag(entry.path, native)
@@ -143,7 +138,10 @@ class Store:
 
     def check(self, expected: Entry) -> None:
         """Raise DataChangedError unless a file is what it was when it was indexed."""
-        self.open(expected).close()
+        if self.local:
+            self._compare(expected, _local_entry(expected.path))
+        else:
+            self.open(expected).close()
 
     def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
@@ -166,7 +164,7 @@ class Store:
         for attempt in range(self.retry.attempts):
             try:
                 return action()
-            except (DataChangedError, MidepochError):
+            except MidepochError:
                 raise
             except FileNotFoundError:
                 raise DataNotFoundError(f"{self.name(path)} does not exist.") from None
@@ -286,6 +284,11 @@ class _Checked:
         return False
 
 
+def _local_entry(path: str) -> Entry:
+    stat = os.stat(path)
+    return Entry(path, stat.st_size, stat.st_mtime_ns)
+
+
 def _entry(info: fs.FileInfo) -> Entry:
     return Entry(info.path, info.size or 0, info.mtime_ns or 0)
 
@@ -296,162 +299,3 @@ def _fsspec_etag(filesystem: Any, path: str) -> str:
     except Exception:
         return ""
     return str(found.get("ETag") or found.get("etag") or found.get("created") or "")
-
-
-def resolve(
-    path: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any = None, retry: Retry | None = None
-) -> tuple[Store, str]:
-    """The store that a path or URL means, and the path in it, without credentials."""
-    retry = retry or Retry()
-    if filesystem is not None:
-        return _given(filesystem, path, retry)
-    if "://" not in path:
-        if storage_options:
-            raise ValueError(f"storage_options were given, but {path!r} is a local path: it needs a scheme like s3://")
-        return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(os.path.expanduser(path))
-    scheme = path.split("://", 1)[0].lower()
-    if scheme == "file":
-        return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(unquote(path.split("://", 1)[1]))
-    options = dict(storage_options or {})
-    if scheme not in _NATIVE:
-        return _fsspec(scheme, path, options, retry)
-    try:
-        return _native(scheme, path, options, retry)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"storage_options for {scheme}:// cannot be used: {_without(problem, options)}") from None
-
-
-def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
-    scheme = path.split("://", 1)[0] + "://" if "://" in path else ""
-    inner = path.split("://", 1)[-1]
-    if not isinstance(filesystem, fs.FileSystem):
-        filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
-    if isinstance(filesystem, fs.LocalFileSystem):
-        return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
-    return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.rstrip("/")
-
-
-def _secrets_of(filesystem: fs.FileSystem) -> tuple[str, ...]:
-    try:
-        options = filesystem.__reduce__()[1]
-    except Exception:
-        return ()
-    return _values([each for each in options if isinstance(each, dict)])
-
-
-def _native(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
-    # By hand, because a key may hold all that means something in other addresses: # ? @ %
-    host, slash, key = path.split("://", 1)[1].partition("/")
-    if "@" in host:
-        user, host = host.rsplit("@", 1)
-        name, _, password = user.partition(":")
-        options = {"access_key": unquote(name), "secret_key": unquote(password), **options}
-    elif ":" in host and "@" in key:
-        raise ValueError("the address holds a secret with a '/': write it as %2F, or use storage_options")
-    inner = host + slash + key
-    before, mark, query = inner.rpartition("?")
-    given = dict(parse_qsl(query)) if mark else {}
-    if given and all(name in _URL_OPTIONS for name in given):  # s3://bucket/folder?endpoint_override=…
-        inner, options = before, {**given, **options}
-    inner = inner.rstrip("/")
-    if scheme == "s3":
-        made = _s3(tuple(sorted(_s3_options(options).items())))
-    elif scheme in ("gs", "gcs"):
-        made = fs.GcsFileSystem(**options)
-    else:
-        account = options.pop("account_name", None) or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-        if not account:
-            raise ValueError("account_name is missing: give it, or set AZURE_STORAGE_ACCOUNT_NAME")
-        made = fs.AzureFileSystem(account, **options)
-    return Store(made, f"{scheme}://", _values([options]), retry), inner
-
-
-_URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
-
-
-@lru_cache(maxsize=16)
-def _s3(options: tuple[tuple[str, Any], ...]) -> fs.S3FileSystem:
-    """One file system for equal options: it keeps connections."""
-    # The waiting is done in Store.persist, where it has a budget; the SDK only tries again at once.
-    return fs.S3FileSystem(**{"retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=1), **dict(options)})
-
-
-_S3_NAMES = {
-    "key": "access_key",
-    "aws_access_key_id": "access_key",
-    "secret": "secret_key",
-    "aws_secret_access_key": "secret_key",
-    "token": "session_token",
-    "aws_session_token": "session_token",
-    "anon": "anonymous",
-    "endpoint_url": "endpoint_override",
-    "endpoint": "endpoint_override",
-    "region_name": "region",
-    "aws_region": "region",
-}
-
-
-def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under pyarrow's names; fsspec's and boto's are understood as well."""
-    given = {**options, **options.get("client_kwargs", {})}
-    given.pop("client_kwargs", None)
-    found = {_S3_NAMES.get(name.lower(), name): value for name, value in given.items() if value is not None}
-    endpoint = (
-        found.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    )
-    if endpoint:
-        found["endpoint_override"] = endpoint.split("://", 1)[-1].rstrip("/")
-        if "://" in endpoint:
-            found.setdefault("scheme", endpoint.split("://", 1)[0])
-        found.setdefault("region", os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1")
-    found.setdefault("connect_timeout", 10.0)
-    found.setdefault("request_timeout", 30.0)
-    for name in ("connect_timeout", "request_timeout"):
-        found[name] = float(found[name])
-    return found
-
-
-def _fsspec(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
-    try:
-        filesystem, inner = fsspec.core.url_to_fs(path, **options)
-    except (ImportError, ValueError) as problem:
-        raise MidepochError(f"{scheme}:// cannot be opened: {_without(problem, options)}") from None
-    keep = scheme in ("http", "https")  # there the path is the whole address
-    return Store(
-        fs.PyFileSystem(fs.FSSpecHandler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry
-    ), inner
-
-
-def _without(problem: Exception, options: Mapping[str, Any]) -> str:
-    text = str(problem)
-    for secret in _values([dict(options)]):
-        text = text.replace(secret, "***")
-    return text
-
-
-_PUBLIC = {
-    "region",
-    "scheme",
-    "endpoint_override",
-    "endpoint_url",
-    "endpoint",
-    "region_name",
-    "account_name",
-    "aws_region",
-}
-
-
-def _values(options: list[dict[str, Any]]) -> tuple[str, ...]:
-    """All texts in the options that may be secret."""
-    found: list[str] = []
-    for each in options:
-        for name, value in each.items():
-            if isinstance(value, dict):
-                found += _values([value])
-            elif isinstance(value, str) and len(value) > 3 and name not in _PUBLIC:
-                found.append(value)
-    return tuple(found)

@@ -1,20 +1,30 @@
-"""How each format is cut into blocks, and how a block becomes a table."""
+"""How each format is cut into blocks, and how a block becomes a table.
+
+A format is imported when the first file of it is opened: most datasets have one, and mapped Arrow files need none.
+"""
 
 from __future__ import annotations
 
-from midepoch.sources.formats.base import Block, Format, Scanned
-from midepoch.sources.formats.csv_lines import CsvFormat
-from midepoch.sources.formats.ipc import ArrowFormat
-from midepoch.sources.formats.json_lines import JsonFormat
-from midepoch.sources.formats.orc import OrcFormat
-from midepoch.sources.formats.parquet import ParquetFormat
+from functools import lru_cache
+from importlib import import_module
 
-FORMATS: dict[str, Format] = {
-    "arrow": ArrowFormat(),
-    "parquet": ParquetFormat(),
-    "orc": OrcFormat(),
-    "csv": CsvFormat(),
-    "jsonl": JsonFormat(),
+from midepoch.sources.formats.base import Block, Format, Scanned
+
+_WHERE = {
+    "arrow": ("ipc", "ArrowFormat"),
+    "parquet": ("parquet", "ParquetFormat"),
+    "orc": ("orc", "OrcFormat"),
+    "csv": ("csv_lines", "CsvFormat"),
+    "jsonl": ("json_lines", "JsonFormat"),
 }
 
-__all__ = ["FORMATS", "Block", "Format", "Scanned"]
+
+@lru_cache(maxsize=len(_WHERE))
+def format_named(name: str) -> Format:
+    """The format of a name in ``files.FORMATS``."""
+    module, kind = _WHERE[name]
+    found: Format = getattr(import_module(f"{__name__}.{module}"), kind)()
+    return found
+
+
+__all__ = ["Block", "Format", "Scanned", "format_named"]

@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.arrow_ipc import node_paths
 from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.stores import Entry, Store
@@ -220,6 +219,3 @@ def _wider(file: str, column: str, a: pa.DataType, b: pa.DataType, text: bool) -
         raise FormatError(
             f"{file}: column {column!r} holds {a} in some rows and {b} in others. Write values of one type."
         ) from None
-
-
-__all__ = ["Parse", "compression", "contents", "node_paths", "read_range", "scan_lines", "widest"]
