@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,7 @@ from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
 from midepoch.seeds import check_agreed, draw_seed
 from midepoch.sources import Source
-from midepoch.standing import Standing
+from midepoch.standing import Standing, register_with_torch
 from midepoch.state import Cursor
 from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
 from midepoch.transforms.columns import check_columns
@@ -45,7 +44,7 @@ class Dataset:
     def __init__(self, pipeline: Pipeline, cursor: Cursor | None = None, *, asked: bool = False) -> None:
         self._standing = self._standing_type(pipeline, cursor or Cursor(), asked)
         self._engine: Engine | None = None
-        _register_with_torch()
+        register_with_torch(Dataset)
 
     _standing_type: type[Standing] = Standing
 
@@ -380,13 +379,15 @@ class Dataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._standing, self._engine = state["standing"], None
-        _register_with_torch()
+        register_with_torch(Dataset)
 
 
 def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
     """All rows of a source (or those selected), in the order in which they lie."""
     if not source.rows:
-        raise DataNotFoundError(f"there are no rows in {', '.join(file.path for file in source.files[:3])}.")
+        where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
+        filtered = source.access is not None and source.access.filter is not None
+        raise DataNotFoundError(f"there are no rows {'that pass the filter ' if filtered else ''}in {where}.")
     order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
     if not len(order):
         raise DataNotFoundError(f"the split means none of the {source.rows} rows.")
@@ -395,15 +396,3 @@ def make_dataset(source: Source, selection: Selection | None = None, *, on_error
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-_registered = False
-
-
-def _register_with_torch() -> None:
-    """Let torch's DataLoader see an iterable dataset, if torch has been imported; never import it for that."""
-    global _registered
-    data = sys.modules.get("torch.utils.data")
-    if not _registered and data is not None and hasattr(data, "IterableDataset"):
-        data.IterableDataset.register(Dataset)
-        _registered = True

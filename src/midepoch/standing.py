@@ -200,3 +200,14 @@ class Standing:
         """An epoch was gone through: the next ``iter()`` starts at the beginning."""
         if iterator is self._latest:  # not one that was left behind by a newer one
             self._latest, self._delivered, self.start = None, cursor, 0
+
+
+_registered: set[type] = set()
+
+
+def register_with_torch(kind: type) -> None:
+    """Let torch's DataLoader see an iterable dataset, if torch has been imported; never import it for that."""
+    data = sys.modules.get("torch.utils.data")
+    if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
+        data.IterableDataset.register(kind)
+        _registered.add(kind)

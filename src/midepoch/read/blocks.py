@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError
 from midepoch.sources import Source
+from midepoch.sources.arrow_ipc import message_block
 
 HEAP_BYTES = 256 << 20
 """How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
@@ -71,15 +72,10 @@ class Blocks:
         return batch, mapped
 
     def _decode(self, file: pa.Buffer, number: int, offset: int) -> pa.RecordBatch:
-        message = pa.ipc.read_message(file.slice(offset))
         if not self._has_dictionaries:
-            return pa.ipc.read_record_batch(message, self._source.schema)
-        # pyarrow reads dictionaries only as part of a stream: hand it one of just the messages that this block needs.
-        start = 8 if file[:6].to_pybytes() == b"ARROW1" else 0
-        needed = [start, *(at for at in self._source.files[number].dictionaries if at < offset)]
-        stream = b"".join(pa.ipc.read_message(file.slice(at)).serialize().to_pybytes() for at in needed)
-        with pa.ipc.open_stream(stream + message.serialize().to_pybytes()) as reader:
-            batch = reader.read_next_batch()
+            return pa.ipc.read_record_batch(pa.ipc.read_message(file.slice(offset)), self._source.schema)
+        read = lambda size, at: file.slice(at, min(size, file.size - at)).to_pybytes()  # noqa: E731
+        batch = message_block(read, file.size, offset, None, self._source.files[number].dictionaries)
         columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
         return pa.RecordBatch.from_arrays(columns, schema=plain_schema(self._source.schema))
 

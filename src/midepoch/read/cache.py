@@ -20,6 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.read.turns import Turns
 from midepoch.sources.source import CacheSpec
 from midepoch.sources.storage import alive
 
@@ -44,8 +45,7 @@ class BlockCache:
         self._root = Path(spec.folder) / _machine()
         self._folder = self._root / key
         self._limit, self._next_use = spec.limit, next_use
-        self._busy: set[int] = set()
-        self._done = threading.Condition()
+        self._turns = Turns()
         self._written = 0
         self._fd: int | None = None
         self._usable = self._prepare(Path(spec.folder))
@@ -173,25 +173,14 @@ class BlockCache:
 
     @contextlib.contextmanager
     def _held(self, block: int, *, wait: bool) -> Iterator[bool]:
-        """A block for this thread alone: in this process by a set, on the machine by a lock that dies with it."""
-        with self._done:
-            while block in self._busy:
-                if not wait:
-                    yield False
-                    return
-                self._done.wait()
-            self._busy.add(block)
-        try:
-            locked = self._lock(block, wait=wait)
+        """A block for this thread alone: in this process by turns, on the machine by a lock that dies with it."""
+        with self._turns.held(block, wait=wait) as mine:
+            locked = mine and self._lock(block, wait=wait)
             try:
                 yield locked
             finally:
                 if locked:
                     self._unlock(block)
-        finally:
-            with self._done:
-                self._busy.discard(block)
-                self._done.notify_all()
 
     def _lock(self, byte: int, *, wait: bool) -> bool:
         """Whether the lock is held. Waits only so long: its holder may be stopped, and a block may be made twice."""

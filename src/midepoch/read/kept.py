@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from midepoch.read.cache import NextUse, one_batch
+from midepoch.read.turns import Turns
 
 
 class KeptBlocks:
@@ -17,44 +18,27 @@ class KeptBlocks:
         self._limit, self._next_use = limit, next_use
         self._blocks: dict[int, pa.RecordBatch] = {}
         self._bytes = 0
-        self._busy: set[int] = set()
-        self._done = threading.Condition()
+        self._turns, self._lock = Turns(), threading.Lock()
 
     def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
         """The block, made by one thread at a time."""
-        with self._done:
-            while block in self._busy:
-                self._done.wait()
+        with self._turns.held(block, wait=True):
             found = self._blocks.get(block)
-            if found is not None:
-                return found
-            self._busy.add(block)
-        return self._make(block, make)
+            return found if found is not None else self._keep(block, one_batch(make()))
 
     def prefetch(self, block: int, make: Callable[[], pa.Table]) -> bool:
         """See to it that the block is there, unless somebody is at it already. Whether it was made."""
-        with self._done:
-            if block in self._busy or block in self._blocks:
+        with self._turns.held(block, wait=False) as mine:
+            if not mine or block in self._blocks:
                 return False
-            self._busy.add(block)
-        self._make(block, make)
-        return True
+            self._keep(block, one_batch(make()))
+            return True
 
-    def _make(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
-        batch = None
-        try:
-            batch = one_batch(make())
-            return batch
-        finally:
-            with self._done:
-                self._busy.discard(block)
-                if batch is not None:
-                    self._keep(block, batch)
-                self._done.notify_all()
-
-    def _keep(self, block: int, batch: pa.RecordBatch) -> None:
-        self._blocks[block] = batch
-        self._bytes += batch.nbytes
-        while self._bytes > self._limit and len(self._blocks) > 1:
-            farthest = max((each for each in self._blocks if each != block), key=self._next_use)
-            self._bytes -= self._blocks.pop(farthest).nbytes
+    def _keep(self, block: int, batch: pa.RecordBatch) -> pa.RecordBatch:
+        with self._lock:
+            self._blocks[block] = batch
+            self._bytes += batch.nbytes
+            while self._bytes > self._limit and len(self._blocks) > 1:
+                farthest = max((each for each in self._blocks if each != block), key=self._next_use)
+                self._bytes -= self._blocks.pop(farthest).nbytes
+        return batch

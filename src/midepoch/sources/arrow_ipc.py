@@ -269,7 +269,9 @@ def _damage(path: str, at: int, size: int, problem: Exception | str) -> str:
 
 
 def message_block(read: Read, size: int, offset: int, end: int | None, dictionaries: Sequence[int]) -> pa.RecordBatch:
-    """The record batch at an offset, with the schema and dictionaries that stand before it."""
+    """The record batch at an offset, with the schema and dictionaries that stand before it: pyarrow reads those only as
+    part of a stream, so it is handed one of just the messages that this block needs.
+    """
     start = 8 if read(6, 0) == MAGIC else 0
     parts = [start, *(at for at in dictionaries if at < offset)]
     stream = b"".join(_whole_message(read, at, size, None) for at in parts)
