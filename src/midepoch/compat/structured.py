@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import length_hint
 from typing import Any
@@ -207,6 +207,7 @@ class Splits:
     target_rows: int | None
     seed: int
     partitioning: str | None = None
+    _known: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.int64]]] = field(default_factory=dict, repr=False)
 
     @property
     def sizes(self) -> list[int | None]:
@@ -256,15 +257,14 @@ class Splits:
 
     def _ends(self, epoch: int, lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The last position at which a row of each shard may stand."""
-        cached = self.__dict__.get("_cached")
-        if cached is None or cached[0] != (epoch, lanes):
+        if (epoch, lanes) not in self._known:
             order = replace(self.pipeline.order, lanes=lanes)
             uses = order.at(epoch, self.pipeline.source.layout).uses()
             last = np.zeros(int(self._bounds[-1]), dtype=np.int64)
             np.maximum.at(last, uses.blocks, uses.last)
-            cached = ((epoch, lanes), np.maximum.reduceat(last, self._bounds[:-1]))
-            self.__dict__["_cached"] = cached
-        return cached[1]
+            self._known.clear()  # of one epoch at a time
+            self._known[epoch, lanes] = np.maximum.reduceat(last, self._bounds[:-1])
+        return self._known[epoch, lanes]
 
     @cached_property
     def files(self) -> list[str] | str:

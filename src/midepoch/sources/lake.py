@@ -18,14 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, FormatError
+from midepoch.errors import CorruptBlockError
+from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import Found
 from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
 from midepoch.sources.formats import Block, Scanned, format_named
-from midepoch.sources.formats.lines import widest
 from midepoch.sources.index import Index, IndexedFile, Progress, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, hive_values
+from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.sources.storage import atomic_write, locked
 from midepoch.sources.stores import Entry, Store
 
@@ -120,9 +121,9 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
         if request.partitioning == "hive"
         else ([()] * len(entries), None)
     )
-    schema = _unified(store, entries, scans, added, text=found.format == "csv")
+    schema = unified(store, entries, scans, added, text=found.format == "csv")
     usable(store.name(entries[0].path), schema)
-    nullable = _nullable(scans, schema, values, added)
+    nullable = nullable_paths(scans, schema, values, added)
     for entry, scan in zip(entries, scans, strict=True):
         if not scan.complete:
             _log.warning("%s is damaged: only its first %d rows are used", store.name(entry.path), sum(scan.rows))
@@ -141,7 +142,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
         for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
     )  # fmt: skip
     pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
-    ends = [scan.offsets[i + 1] if i + 1 < len(scan.offsets) else -1 for scan, i in pairs]
+    ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
     footers = Footers.of(scan.footer for scan in scans)
@@ -156,27 +157,8 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
         request.filter.text if request.filter else "",
         np.array([*ends, 0], dtype=np.int64),
         footers,
-        _row_bytes(scans, schema),
+        row_bytes(scans, schema),
     )
-
-
-def _row_bytes(scans: Sequence[Scanned], schema: pa.Schema) -> float:
-    """About how many bytes a row takes in memory: what files say, and at least the width of what has one."""
-    told = sum(scan.decoded_bytes for scan in scans) / max(1, sum(sum(scan.rows) for scan in scans))
-    return max(told, float(sum(_width(field.type) for field in schema)))
-
-
-def _width(kind: pa.DataType) -> float:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _width(kind.storage_type)
-    if pa.types.is_fixed_size_list(kind):
-        return float(kind.list_size) * _width(kind.value_type)
-    if pa.types.is_struct(kind):
-        return sum(_width(kind.field(i).type) for i in range(kind.num_fields))
-    try:
-        return float(kind.bit_width) / 8
-    except ValueError:  # text and lists
-        return 4.0
 
 
 def _below(given: Sequence[str], path: str) -> str:
@@ -199,68 +181,6 @@ def _all(
     return results
 
 
-def _unified(
-    store: Store, entries: Sequence[Entry], scans: Sequence[Scanned], added: pa.Schema | None, *, text: bool
-) -> pa.Schema:
-    """One schema for all files: the union of their columns."""
-    if scans[0].inferred:
-        schema = widest(store.name(entries[0].path), [scan.schema for scan in scans], text=text)
-        schema = pa.schema([field.with_type(pa.string()) if field.type == pa.null() else field for field in schema])
-    else:
-        fields: dict[str, tuple[pa.Field, str]] = {}
-        for entry, scan in zip(entries, scans, strict=True):
-            for field in scan.schema:
-                plain = field.with_type(plain_type(field.type))
-                before, where = fields.setdefault(field.name, (plain, store.name(entry.path)))
-                if before.type == pa.null():
-                    fields[field.name] = (plain, store.name(entry.path))
-                elif plain.type not in (before.type, pa.null()):
-                    raise FormatError(
-                        f"the files do not have one schema: column {field.name!r} is {before.type} in {where} but "
-                        f"{plain.type} in {store.name(entry.path)}. Load them as separate datasets, or write one again."
-                    )
-        schema = pa.schema(
-            [field.with_nullable(True) for field, _ in fields.values()], metadata=scans[0].schema.metadata
-        )
-    if added is not None:
-        known = [field for field in schema if field.name not in added.names]
-        schema = pa.schema([*known, *added], metadata=schema.metadata)
-    if not len(schema):
-        raise FormatError(f"{store.name(entries[0].path)}: no columns were found.")
-    return schema
-
-
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """A type without dictionaries, and without promises that nothing inside is null: files differ in those."""
-    if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True))
-    if pa.types.is_fixed_size_list(kind):
-        inner = kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True)
-        return pa.list_(inner, kind.list_size)
-    if pa.types.is_struct(kind):
-        fields = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.struct([each.with_type(plain_type(each.type)).with_nullable(True) for each in fields])
-    return kind
-
-
-def _nullable(
-    scans: Sequence[Scanned], schema: pa.Schema, values: Sequence[Values], added: pa.Schema | None
-) -> frozenset[tuple[str, ...]]:
-    found = set().union(*(scan.nullable for scan in scans))
-    for name in schema.names:
-        if added is not None and name in added.names:
-            found = {path for path in found if path[0] != name}
-            if any(dict(value)[name] is None for value in values):
-                found.add((name,))
-        elif any(name not in scan.schema.names for scan in scans):
-            found.add((name,))
-    return frozenset(found)
-
-
 class _Counter:
     """Counts the rows of each block that pass a filter, reading no column but those that it asks for."""
 
@@ -274,8 +194,7 @@ class _Counter:
         return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
 
     def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
-        end = scan.offsets[i + 1] if i + 1 < len(scan.offsets) else None
-        block = Block(entry, scan.offsets[i], end, scan.footer, tuple(scan.dictionaries))
+        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer, tuple(scan.dictionaries))
         known = partition_expression(values)
         if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known):
             return 0
@@ -288,53 +207,3 @@ class _Counter:
             _log.warning("skipped %d rows that cannot be filtered: %s", scan.rows[i], problem)
             return 0
         return int(table.filter(self._filter.expression).num_rows)
-
-
-def partition_expression(values: Values) -> Any:
-    """What is known of all rows of a file, as an expression; None if nothing is."""
-    import pyarrow.compute as pc
-
-    known = None
-    for name, value in values:
-        one = pc.field(name).is_null() if value is None else pc.field(name) == value
-        known = one if known is None else known & one
-    return known
-
-
-def decoder(
-    store: Store, form: Any, block: Block, values: Values, schema: pa.Schema, columns: Sequence[str], rows: int | None
-) -> Callable[[], pa.Table]:
-    """A function that decodes a block: exactly these columns, in the types of the schema, nulls where a file has none.
-
-    ``rows``: how many there must be, where no filter makes them fewer.
-    """
-    constants = dict(values)
-
-    def decode() -> pa.Table:
-        own = [name for name in columns if name not in constants]
-        table = form.decode(store, block, schema, own) if own or rows is None else None
-        count = rows if table is None else table.num_rows
-        assert count is not None
-        if rows is not None and count != rows and (table is None or table.num_columns):
-            raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
-        arrays = []
-        for name in columns:
-            kind = schema.field(name).type
-            if name in constants:
-                arrays.append(pa.repeat(pa.scalar(constants[name], kind), rows if rows is not None else count))
-            elif table is None or name not in table.schema.names:
-                arrays.append(pa.nulls(rows if rows is not None else count, kind))
-            else:
-                arrays.append(_cast(store, block, name, table.column(name), kind))
-        return pa.table(arrays, schema=pa.schema([schema.field(name) for name in columns]))
-
-    return decode
-
-
-def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    if column.type.equals(kind):
-        return column
-    try:
-        return column.cast(kind)
-    except pa.ArrowException as problem:
-        raise CorruptBlockError(f"{store.name(block.entry.path)}: column {name!r} is not {kind}: {problem}") from None

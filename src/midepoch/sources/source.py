@@ -16,10 +16,10 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.order import Layout
 from midepoch.order.shuffle import DEFAULT_WINDOW
+from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Block, format_named
 from midepoch.sources.index import Index, IndexedFile
-from midepoch.sources.lake import decoder
 from midepoch.sources.stores import Entry, Store
 
 _PLAIN_FEATURES = {

@@ -32,6 +32,10 @@ class Scanned:
     """Whether the types were guessed from text, so that other files may make them wider."""
     complete: bool = True
 
+    def end(self, i: int) -> int | None:
+        """Where the block after the i-th begins; None for the last."""
+        return self.offsets[i + 1] if i + 1 < len(self.offsets) else None
+
 
 @dataclass(frozen=True)
 class Block:

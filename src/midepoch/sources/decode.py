@@ -1,0 +1,69 @@
+"""A block as a table of exactly the columns asked for, whatever its file has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from midepoch.errors import CorruptBlockError
+from midepoch.sources.formats import Block, Format
+from midepoch.sources.partitions import Values
+from midepoch.sources.stores import Store
+
+
+def partition_expression(values: Values) -> Any:
+    """What is known of all rows of a file, as an expression; None if nothing is."""
+    import pyarrow.compute as pc
+
+    known = None
+    for name, value in values:
+        one = pc.field(name).is_null() if value is None else pc.field(name) == value
+        known = one if known is None else known & one
+    return known
+
+
+def decoder(
+    store: Store,
+    form: Format,
+    block: Block,
+    values: Values,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    rows: int | None,
+) -> Callable[[], pa.Table]:
+    """A function that decodes a block: exactly these columns, in the types of the schema, nulls where a file has none.
+
+    ``rows``: how many there must be, where no filter makes them fewer.
+    """
+    constants = dict(values)
+
+    def decode() -> pa.Table:
+        own = [name for name in columns if name not in constants]
+        table = form.decode(store, block, schema, own) if own or rows is None else None
+        count = rows if table is None else table.num_rows
+        assert count is not None
+        if rows is not None and count != rows and (table is None or table.num_columns):
+            raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
+        arrays = []
+        for name in columns:
+            kind = schema.field(name).type
+            if name in constants:
+                arrays.append(pa.repeat(pa.scalar(constants[name], kind), rows if rows is not None else count))
+            elif table is None or name not in table.schema.names:
+                arrays.append(pa.nulls(rows if rows is not None else count, kind))
+            else:
+                arrays.append(_cast(store, block, name, table.column(name), kind))
+        return pa.table(arrays, schema=pa.schema([schema.field(name) for name in columns]))
+
+    return decode
+
+
+def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if column.type.equals(kind):
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowException as problem:
+        raise CorruptBlockError(f"{store.name(block.entry.path)}: column {name!r} is not {kind}: {problem}") from None
