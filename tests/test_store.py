@@ -65,10 +65,6 @@ def ids(batches: Any) -> list[int]:
     return sum((batch["id"].tolist() for batch in batches), [])
 
 
-def heads(proxy: Proxy) -> int:
-    return sum(request.method == "HEAD" for request in proxy.requests)
-
-
 def column_bytes(bucket: Path, *names: str) -> int:
     total = 0
     for path in bucket.glob("*.parquet"):

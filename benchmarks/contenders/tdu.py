@@ -6,7 +6,7 @@ holds at least two batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,16 +77,7 @@ def _tokens_plain(data: Data, folder: Path, *, workers: int) -> Iterator[int]:
 
 
 def _tokens_arrow(data: Data, folder: Path, *, size: int, workers: int = 0, buffer: int = BUFFER) -> Iterator[int]:
-    loader = _loader(
-        data.tokens,
-        size=size,
-        columns=["tokens"],
-        output_format="arrow",
-        collate_fn=arrow_tokens,
-        num_workers=workers,
-        **_shuffle(buffer),
-    )
-    return walk_tensors(cut(loader))
+    return _tokens(data, size, workers, arrow_tokens, _shuffle(buffer))
 
 
 def _parquet_arrow(
@@ -96,16 +87,13 @@ def _parquet_arrow(
     options = _shuffle(buffer)
     if whole_files:
         options["split_strategy"] = RoundRobinSplitStrategy(shuffle=True, seed=1)
-    loader = _loader(
-        data.tokens,
-        size=size,
-        columns=["tokens"],
-        output_format="arrow",
-        collate_fn=decoded_tokens,
-        num_workers=workers,
-        **options,
-    )
-    return walk_tensors(cut(loader))
+    return _tokens(data, size, workers, decoded_tokens, options)
+
+
+def _tokens(data: Data, size: int, workers: int, collate: Callable[..., Any], options: dict[str, Any]) -> Iterator[int]:
+    """Batches of 64 cut from larger ones in the Arrow format."""
+    given = {"columns": ["tokens"], "output_format": "arrow", "collate_fn": collate, "num_workers": workers}
+    return walk_tensors(cut(_loader(data.tokens, size=size, **given, **options)))
 
 
 ROUTES = {

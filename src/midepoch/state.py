@@ -139,7 +139,8 @@ def _parse(state: Any) -> dict[str, Any]:
     if isinstance(version, bool) or not isinstance(version, int):
         raise StateError(
             f"this is not a state of midepoch: it has no whole number under {KEY!r}. "
-            f"It has: {', '.join(map(str, list(state)[:8])) or 'nothing'}."
+            f"It has: {', '.join(map(str, list(state)[:8])) or 'nothing'}. "
+            "Pass what state_dict() returned, not what it was saved in."
         )
     if version < 1:
         raise StateError(f"the state is damaged: {KEY!r} is {version}.")

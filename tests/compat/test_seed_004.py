@@ -13,34 +13,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from toy import MODEL
 
 from s3 import KEY, SECRET, Server
 
 ROWS = 2400
 
-SETUP = """
-import warnings; warnings.filterwarnings("ignore")
+SETUP = (
+    MODEL
+    + """
 import os, sys, logging
-import torch, torch.nn as nn
 from midepoch import StructuredDataset, CheckpointMismatchError
 
-class MyModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-    def forward(self, batch):
-        SEEN.append(batch["number"].tolist())
-        return self.layer(batch["number"].float().reshape(-1, 1)).mean()
-
-SEEN = []
-torch.manual_seed(0)
-model = MyModel()
-optimizer = torch.optim.AdamW(model.parameters())
 flat = lambda lists: [i for one in lists for i in one]
 num_epochs = 2
 WORKERS = int(os.environ.get("WORKERS", "8"))
 """
+)
 
 SAVING = """
 loader, dataset = StructuredDataset.create_dataloader(

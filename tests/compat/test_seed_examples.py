@@ -13,25 +13,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from toy import MODEL
 
-SETUP = """
-import warnings; warnings.filterwarnings("ignore")
-import torch, torch.nn as nn
+SETUP = (
+    MODEL
+    + """
 from pathlib import Path
 
-class MyModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-    def forward(self, batch):
-        SEEN.append(batch["number"].tolist())
-        return self.layer(batch["number"].float().reshape(-1, 1)).mean()
-
-SEEN = []
-torch.manual_seed(0)
-model = MyModel()
-optimizer = torch.optim.AdamW(model.parameters())
 
 def tokenize(example):
     return {"length": len(example["text"])}
@@ -39,6 +27,7 @@ def tokenize(example):
 tokenize_function = tokenize
 PATH, DATA = "parquet", dict(data_files=DATA_FILES, cache_dir=CACHE)
 """
+)
 
 BASIC_USAGE = """
 from fast_hf_loader_simple import fast_load_iterable_dataset

@@ -154,7 +154,10 @@ def _fsspec(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tu
     try:
         filesystem, inner = fsspec.core.url_to_fs(path, **options)
     except (ImportError, ValueError) as problem:
-        raise MidepochError(f"{scheme}:// cannot be opened: {_without(problem, options)}") from None
+        raise MidepochError(
+            f"{scheme}:// cannot be opened: {_without(problem, options)}. s3://, gs:// and az:// are read natively, "
+            "others by fsspec, which needs the package for them."
+        ) from None
     keep = scheme in ("http", "https")  # there the path is the whole address
     return Store(
         fs.PyFileSystem(fs.FSSpecHandler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry

@@ -227,7 +227,10 @@ def _first_message(path: str, head: bytes, size: int) -> int:
         # Before Arrow 0.15 there was no marker: the length came first. Anything larger is another format.
         (length,) = struct.unpack_from("<i", head)
         if not 0 < length < min(size, 1 << 24):
-            raise FormatError(f"{path}: not an Arrow IPC file (it begins with {head[:8]!r}).")
+            raise FormatError(
+                f"{path}: not an Arrow IPC file (it begins with {head[:8]!r}). If it is of another format, say so with "
+                "format=…; else write it again."
+            )
     return 0
 
 

@@ -109,13 +109,13 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         matches = re.compile(_translated(path)).fullmatch
         found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
         if not found:
-            raise DataNotFoundError(f"no file matches {name!r}{where}.")
+            raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
         return sorted(found, key=lambda each: each.path)
     found = _below(store, path)
     if not found and not store.is_folder(path):
         entry = None if named else _stat(store, path)
         if entry is None:
-            raise DataNotFoundError(f"{name!r} does not exist{where}.")
+            raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return [entry]
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
     formats = [format_of(each.path) for each in visible]
@@ -127,6 +127,18 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         what = f"it holds only {others}" if others else "it is empty"
         raise DataNotFoundError(f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {what}.")
     return typed
+
+
+def _nearest(store: Store, path: str) -> str:
+    """What is there instead, for people."""
+    if not store.local:
+        return "Check the bucket and the key, and that the credentials may list them."
+    folder = path
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"The folder {folder} is there and holds {held or 'nothing'}."
 
 
 def _stat(store: Store, path: str) -> Entry | None:
@@ -216,6 +228,7 @@ def _sniffed(store: Store, entry: Entry) -> str:
     for magic, kind in _MAGIC.items():
         if found.startswith(magic):
             return kind
-    if not entry.size or store.local:
-        return "arrow"  # whose reader says what is wrong with it
-    raise FormatError(f"{store.name(entry.path)}: its format cannot be told from its name; pass format=….")
+    raise FormatError(
+        f"{store.name(entry.path)}: its format shows neither in its name nor in its first bytes ({found!r}). "
+        f"Say it with format=…: {', '.join(map(repr, FORMATS))}."
+    )
