@@ -187,6 +187,27 @@ def test_one_huge_row_group_is_sought_by_row(tmp_path: Path) -> None:
     assert next(iter(again))["x"].tolist() == list(range(60_000, 61_000))
 
 
+def test_errors_name_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "there.parquet").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("hello")
+    for path, text in (
+        ("gone.parquet", "does not exist.* The folder .* is there and holds notes.txt, there.parquet"),
+        ("deep/er/gone.parquet", "The folder .* is there and holds"),
+        ("*.orc", "no file matches.* holds notes.txt"),
+    ):
+        with pytest.raises(midepoch.DataNotFoundError, match=text):
+            midepoch.from_files(tmp_path / path)
+    with pytest.raises(FormatError, match="neither in its name nor in its first bytes.*format=…: 'arrow', 'parquet'"):
+        midepoch.from_files(tmp_path / "notes.txt")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "there.parquet")
+    with pytest.raises(midepoch.DataNotFoundError, match="no rows that pass the filter in .*there.parquet"):
+        midepoch.from_files(tmp_path / "there.parquet", filters=[("x", ">", 5)])
+    with pytest.raises(midepoch.StateError, match="Pass what state_dict"):
+        midepoch.from_files(tmp_path / "there.parquet").loader(1).load_state_dict({"model": 1, "data": {}})
+    with pytest.raises(midepoch.MidepochError, match="s3://, gs:// and az:// are read natively"):
+        midepoch.from_files("blah://x/y")
+
+
 def test_hive_values_and_roots(tmp_path: Path) -> None:
     root = tmp_path / "exp=7" / "lake"
     for value in ("²", "--1", "5"):
