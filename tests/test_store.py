@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import midepoch
 from midepoch.errors import DataChangedError, DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.stores import Retry
 from proxy import Fault, Proxy, reads
-from s3 import KEY, SECRET, Server, storage_options
+from s3 import KEY, SECRET, Server, rclone, storage_options
 
 FILES, ROWS, GROUP = 4, 500, 50
 QUICK = Retry(attempts=5, first_pause=0.01, longest_pause=0.05, budget=30)
@@ -353,3 +354,27 @@ def test_other_formats_in_a_store(bucket: Path, proxy: Proxy, kind: str) -> None
     ds = midepoch.from_files(f"s3://{bucket.name}", storage_options=storage_options(proxy.endpoint), retry=QUICK)
     proxy.add(Fault("cut", times=1, match=reads))
     assert list(ds) == table.to_pylist()
+
+
+def test_a_web_server_is_read_by_listing_too(tmp_path: Path) -> None:
+    """Its listings tell no sizes: they are asked for one by one, not taken for 0."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for number in range(2):
+        pq.write_table(pa.table({"id": range(number * 100, number * 100 + 100)}), folder / f"{number}.parquet")
+    server = subprocess.Popen(
+        [rclone(), "serve", "http", "--config=", "--addr=127.0.0.1:0", str(folder)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stderr is not None
+        address = next(found.group(0) for line in server.stderr if (found := re.search(r"http://127[^\s\]\"]+", line)))
+        for what in (
+            address,
+            f"{address.rstrip('/')}/*.parquet",
+            [f"{address.rstrip('/')}/{n}.parquet" for n in (0, 1)],
+        ):
+            assert [row["id"] for row in midepoch.from_files(what)] == list(range(200))
+    finally:
+        server.terminate()
+        server.communicate()

@@ -101,7 +101,15 @@ class Store:
         """All files below a folder, at any depth, in one listing."""
         selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
         infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
-        return [_entry(info) for info in infos if info.type == fs.FileType.File]
+        files = [info for info in infos if info.type == fs.FileType.File]
+        return [_entry(info) if info.size is not None else self._sized(info.path) for info in files]
+
+    def _sized(self, path: str) -> Entry:
+        """A file whose listing tells no size, as that of a web server."""
+        entry = self.stat(path)
+        if entry is None:
+            raise DataNotFoundError(f"{self.name(path)} was listed, and does not exist.")
+        return entry
 
     def stat(self, path: str) -> Entry | None:
         """One file, or None if it is not one."""
