@@ -16,6 +16,7 @@ from midepoch.iterate import BatchIterator, RowIterator
 from midepoch.order import Cut, Order, Selection, Shuffle
 from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
+from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed, draw_seed
 from midepoch.sources import Source
 from midepoch.standing import Standing, register_with_torch
@@ -34,7 +35,7 @@ _LOOK = 64
 """Rows to look at for the columns that a map makes: the first ones may be skipped."""
 
 
-class Dataset:
+class Dataset(Resumable):
     """Rows of a source, in an order, through some steps; iterable, indexable, resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
@@ -84,8 +85,17 @@ class Dataset:
 
     @property
     def epoch(self) -> int:
-        """The epoch that ``iter()`` will go through."""
+        """The epoch that ``iter()`` will go through. Setting it is ``set_epoch``."""
         return self._standing.shared.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """How many rows of the epoch all shards together have been handed."""
+        return self._standing.cursor().position
 
     @property
     def num_files(self) -> int:
@@ -297,7 +307,7 @@ class Dataset:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        here = self._standing
+        here, self._pass = self._standing, None
         return here.follow(RowIterator(here.start_from(here.begin()), here))
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
@@ -329,12 +339,12 @@ class Dataset:
         batches are made ahead by each worker: 2 to 8, by their size, unless given.
         """
         from midepoch.loader import Loader, Options, ahead_for
-        from midepoch.loader.world import find_world
+        from midepoch.loader.world import find_cut
 
         if not self.pipeline.rows:
             raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
         batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-        world = find_world(self.pipeline.cut, rank, world_size)
+        world = find_cut(self.pipeline.cut, rank, world_size)
         check_agreed(self.pipeline.seed_drawn, world.count)
         ahead = ahead_for(batch_size * self.pipeline.source.bytes_per_row)
         options = Options(
@@ -359,6 +369,7 @@ class Dataset:
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
         self._standing.set_epoch(whole(epoch, "set_epoch"))
+        self._pass = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands, just behind the last row handed over: small, flat, JSON-able."""
@@ -370,7 +381,16 @@ class Dataset:
         Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
         """
         self._standing.load(state)
-        self._engine = None
+        self._engine = self._pass = None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        self._standing.check(state)
+
+    @property
+    def state_is_global(self) -> bool:
+        """Whether the state of one shard restores every shard: not if each skips rows of its own."""
+        return not (self.pipeline.cut.count > 1 and self.pipeline.can_skip)
 
     # Pickling: the spec and the cursor, never the engine
 

@@ -11,7 +11,11 @@
     │   └── FetchError                a store did not hand over an object, after all retries
     ├── MapError                      a user's function raised or returned something unusable; names the row
     ├── StateError                    a state cannot be read: garbage, or written by a newer version
-    │   └── CheckpointMismatchError   a state of other data, another order or another pipeline
+    │   └── CheckpointMismatchError   a state of other data, another order, pipeline or model
+    ├── CheckpointError               a checkpoint cannot be used as it is asked for
+    │   ├── CheckpointSaveError       a step was not saved; the steps before it are as they were
+    │   ├── CheckpointDamagedError    a step is not what its manifest says
+    │   └── CheckpointNotFoundError   there is no such step, or no such part of it (also a FileNotFoundError)
     └── WorkerError                   a worker process died or failed; names the worker
 
 Bad arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
@@ -88,6 +92,22 @@ class CheckpointMismatchError(StateError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.saved, self.current, self.cause)
+
+
+class CheckpointError(MidepochError):
+    """A checkpoint cannot be used as it is asked for."""
+
+
+class CheckpointSaveError(CheckpointError):
+    """A step was not saved. The steps saved before it are as they were."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A step is not what its manifest says: cut, changed, incomplete."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no such step, or no such part of it."""
 
 
 class WorkerError(MidepochError):

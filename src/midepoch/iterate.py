@@ -17,6 +17,7 @@ import numpy.typing as npt
 from midepoch.engine import Engine
 from midepoch.errors import StateError
 from midepoch.order import Cut
+from midepoch.resumable import HasState
 from midepoch.state import Cursor
 from midepoch.transforms import Batch
 
@@ -90,7 +91,7 @@ class Follower(Protocol):
     def epoch_over(self, iterator: Any, cursor: Cursor) -> None: ...
 
 
-class RowIterator(chain[Any]):
+class RowIterator(chain[Any], HasState):
     """Rows from a cursor to the end of the epoch, Stateful in the sense of torchdata.
 
     ``next`` is that of ``itertools.chain`` over iterators of chunks: no Python code runs for a row, which would cost a
@@ -228,13 +229,17 @@ class _Failed:
         raise self._problem
 
 
-class BatchIterator:
+class BatchIterator(HasState):
     """Batches of a share's rows from a cursor to the end of the epoch, as columns."""
 
     round = batch = 0
 
     def __init__(self, start: Start, owner: Follower, size: int, drop_last: bool) -> None:
-        self._engine, self._owner, self._size, self._drop_last = start.engine, owner, size, drop_last
+        self._owner, self._size, self._drop_last = owner, size, drop_last
+        self._begin(start)
+
+    def _begin(self, start: Start) -> None:
+        self._engine = start.engine
         self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
         self._ahead = Lookahead(start.engine, self._progress)
         self._next = self._progress.first
@@ -260,3 +265,11 @@ class BatchIterator:
     @property
     def cursor(self) -> Cursor:
         return self._progress.end if self._ended else self._progress.cursor(self._next)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Just behind the last batch handed over."""
+        return self._owner.save_at(self.cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was saved."""
+        self._begin(self._owner.start_at(state))

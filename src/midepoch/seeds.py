@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
-from typing import Any
+
+from midepoch.world import process_group
 
 _log = logging.getLogger("midepoch")
 _draws = 0
@@ -35,9 +35,3 @@ def check_agreed(drawn: bool, shards: int) -> None:
             f"shuffle() without a seed cannot be cut into {shards} shards: each process would draw its own seed. "
             "Pass a seed, or initialise torch.distributed before shuffle()."
         )
-
-
-def process_group() -> Any:
-    """torch.distributed if it is in use, else None; never imports it."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None

@@ -87,6 +87,10 @@ class Standing:
             )
         return resumed, states.adopt(resumed, self.pipeline)
 
+    def check(self, state: Any) -> None:
+        """Raise what loading a state would raise; one of a worker of any number of them passes."""
+        states.load(self.state_in(state), self.pipeline)
+
     def state_in(self, state: Any) -> Any:
         """A hook for interfaces whose states look different."""
         return state

@@ -22,6 +22,7 @@ from midepoch.loader import Loader
 from midepoch.order.keys import check_seed
 from midepoch.pipeline import Pipeline
 from midepoch.progress import shown
+from midepoch.resumable import Resumable
 from midepoch.sources.files import PathLike
 
 OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python"}
@@ -32,7 +33,7 @@ _LISTED_FILES = 64
 Shard = dict[str, Any]
 
 
-class StructuredDataset:
+class StructuredDataset(Resumable):
     """What ``create_dataloader`` returns beside the loader: the place of the epoch, the state, and the schema.
 
     ``state_dict()`` says what the training loop has received, wherever it is called. Its documented keys tell people
@@ -112,13 +113,14 @@ class StructuredDataset:
         )
         splits = Splits(dataset.pipeline, target_bytes, target_rows, shuffle_seed, partitioning)
         made = cls(dataset, loader, splits, num_workers)
-        return StructuredLoader(loader, show_progress), made
+        return StructuredLoader(loader, made, show_progress), made
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self._pass = None
         return iter(self._loader)
 
     @property
@@ -159,31 +161,51 @@ class StructuredDataset:
 
         Raises CheckpointMismatchError, and changes nothing, if the data, the seed or the splits differ.
         """
+        self.check_state(state)
+        self._loader.load_state_dict(state)
+        self._pass = None
+        # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
+        self._loader.set_epoch(state["epoch"])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
         if isinstance(state, Mapping) and states.KEY not in state and "completed_shards" in state:
             cause = "it was saved by another library, and does not say at which row to go on"
             raise self._splits.mismatch(state, "state", None, None, cause)
         states.check(state)
         self._splits.check(state)
         try:
-            self._loader.load_state_dict(state)
+            self._loader.check_state(state)
         except CheckpointMismatchError as problem:
             name = _ARGUMENTS.get(problem.field, problem.field)
             raise self._splits.mismatch(state, name, problem.saved, problem.current) from None
-        # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
-        self._loader.set_epoch(state["epoch"])
 
 
-class StructuredLoader:
+class StructuredLoader(Resumable):
     """Batches of one epoch for each ``iter()``; a ``break`` loses nothing."""
 
-    def __init__(self, loader: Loader, progress: bool) -> None:
-        self._loader, self._progress = loader, progress
+    def __init__(self, loader: Loader, dataset: StructuredDataset, progress: bool) -> None:
+        self._loader, self._dataset, self._progress = loader, dataset, progress
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self._pass = None
         return self._shown() if self._progress else iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same as the dataset's."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The same as the dataset's."""
+        self._dataset.load_state_dict(state)
+        self._pass = None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """The same as the dataset's."""
+        self._dataset.check_state(state)
 
     def _shown(self) -> Iterator[Any]:
         with shown(f"epoch {self._loader.epoch}", "batches") as report:

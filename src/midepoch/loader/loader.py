@@ -16,13 +16,14 @@ from midepoch.loader.options import Options
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
 from midepoch.pipeline import Pipeline
+from midepoch.resumable import HasState, Resumable
 from midepoch.state import Cursor
 from midepoch.transforms import finish
 
 _Source = DirectBatches | ThreadedBatches | WorkerPool
 
 
-class Loader:
+class Loader(Resumable):
     """Batches of a dataset, epoch after epoch. Made by ``Dataset.loader``.
 
     Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
@@ -57,9 +58,13 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
+        """The epoch of the next batch. Setting it is ``set_epoch``."""
         at = self._where()
         return at.epoch + 1 if self._over(at) else at.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
 
     @property
     def position(self) -> int:
@@ -70,6 +75,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
         epoch = whole(epoch, "set_epoch")
+        self._pass = None
         if epoch != self._cursor.epoch:
             self._cursor, self._delivered = Cursor(epoch), None
         elif self._delivered is not None and self._delivered.epoch != epoch:
@@ -85,16 +91,24 @@ class Loader:
 
         Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
         """
-        resumed = states.load(state, self._pipeline)
-        if resumed.worker is not None:
-            raise CheckpointMismatchError(
-                "worker", f"worker {resumed.worker[0]} of {resumed.worker[1]}", None, "a state of one DataLoader worker"
-            )
+        resumed = self._resumed(state)
         self.close()
         self._pipeline = states.adopt(resumed, self._pipeline)
         self._identity = states.identity(self._pipeline)
         self._maker, self._delivered, self._asked = None, None, False
         self._cursor = resumed.cursor
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        self._resumed(state)
+
+    def _resumed(self, state: Mapping[str, Any]) -> states.Resumed:
+        resumed = states.load(state, self._pipeline)
+        if resumed.worker is not None:
+            raise CheckpointMismatchError(
+                "worker", f"worker {resumed.worker[0]} of {resumed.worker[1]}", None, "a state of one DataLoader worker"
+            )
+        return resumed
 
     def _where(self) -> Cursor:
         return self._delivered or self._cursor
@@ -107,14 +121,18 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
+        batches = _Batches(self, *self._next_plan())
+        self._iterator = weakref.ref(batches)
+        return batches
+
+    def _next_plan(self) -> tuple[Plan, bool]:
+        """What the next pass goes through, and whether it is the epoch after the one that the cursor is in."""
         cursor, rolled = self._cursor, False
         if self._over(cursor) and not self._asked:
             # A state saved behind the last batch: going on means the next epoch, not an empty one.
             cursor, rolled = Cursor(cursor.epoch + 1), True
         self._delivered = cursor if rolled else None
-        batches = _Batches(self, self._plan(cursor), rolled)
-        self._iterator = weakref.ref(batches)
-        return batches
+        return self._plan(cursor), rolled
 
     def _epoch_over(self, plan: Plan, rolled: bool) -> None:
         """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
@@ -139,7 +157,7 @@ class Loader:
         live = self._iterator() if self._iterator is not None else None
         if live is not None:
             live.close()
-        self._iterator = None
+        self._iterator = self._pass = None
 
     def close(self) -> None:
         """End threads and workers now; they also end with the loader, and with the process however it ends."""
@@ -162,18 +180,32 @@ class Loader:
             self._close_pool()
 
 
-class _Batches:
+class _Batches(HasState):
     """One pass over (the rest of) an epoch."""
 
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
-        self._loader, self._plan, self._rolled = loader, plan, rolled
+        self._loader = loader
+        self._begin(plan, rolled)
+        pipeline, options = loader._pipeline, loader._options
+        self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
+        self._pin = _pinner() if options.pin_memory else None
+
+    def _begin(self, plan: Plan, rolled: bool) -> None:
+        self._plan, self._rolled = plan, rolled
         self._source: _Source | None = None
         self._step = 0
         self._closed = self._over = False
         self._failure: BaseException | None = None
-        pipeline, options = loader._pipeline, loader._options
-        self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
-        self._pin = _pinner() if options.pin_memory else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loader: just behind the last batch handed over."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state into the loader, and go on from there with this iterator."""
+        self._loader.load_state_dict(state)
+        self._begin(*self._loader._next_plan())
+        self._loader._iterator = weakref.ref(self)
 
     def __iter__(self) -> _Batches:
         return self

@@ -1,0 +1,55 @@
+"""Who writes models and optimizers: midepoch's own files, Orbax, or torch's distributed checkpoints.
+
+Data, RNG and extras are always midepoch's own files; the commit is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from midepoch.checkpoint.tree import Encoded
+from midepoch.world import World
+
+_EXTRAS = {"orbax": "jax", "dcp": "torch"}
+
+ReadJson = Callable[[str], Any]
+"""The JSON that a backend has given for a thing of this name."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Things as they were at the moment of the call: JSON for midepoch to keep, and what writes the rest."""
+
+    parts: dict[str, Encoded]
+    write: Callable[[Path], None]
+
+
+class Backend(Protocol):
+    """Writes and reads models and optimizers in a folder. All ranks call each method, with the same names."""
+
+    def take(self, things: Mapping[str, Any], copy: bool) -> Taken:
+        """With ``copy`` the things may change while they are being written."""
+
+    def restore(self, folder: Path, things: Mapping[str, Any], read: ReadJson) -> None:
+        """Restore from a folder whose files have been checked. CheckpointMismatchError, before any change."""
+
+    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
+        """The values of one thing, as a tree."""
+
+
+def backend_named(name: str, world: World) -> Backend | None:
+    """A backend; None for midepoch's own files."""
+    if name == "files":
+        return None
+    if name not in _EXTRAS:
+        raise ValueError(f"backend: expected 'files', 'orbax' or 'dcp', got {name!r}")
+    try:
+        found: Backend = import_module(f"midepoch.checkpoint.backends.{name}").make_backend(world)
+    except ImportError as problem:
+        needed = f'pip install "midepoch[{_EXTRAS[name]}]"'
+        raise ImportError(f"backend={name!r} needs more packages: {needed} ({problem})") from problem
+    return found

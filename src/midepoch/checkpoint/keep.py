@@ -1,0 +1,69 @@
+"""Which steps to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midepoch.checkpoint.manifest import Manifest
+from midepoch.checks import whole
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Rules that add up: a step stays if any of them wants it. Without a rule, all stay.
+
+    ``last``: so many of the newest. ``every``: those whose number it divides. ``best``: so many with the best
+    ``metadata[metric]``, the smallest or (``mode="max"``) the largest. ``hours``: those no older.
+
+    >>> Keep(last=3, every=10_000)
+    Keep(last=3, every=10000, best=None, metric=None, mode='min', hours=None)
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    metric: str | None = None
+    mode: str = "min"
+    hours: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            if getattr(self, name) is not None:
+                whole(getattr(self, name), f"Keep({name}=…)", 1)
+        if (self.best is None) != (self.metric is None):
+            raise ValueError(f"Keep: give best and metric together, got best={self.best}, metric={self.metric!r}")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Keep: mode is 'min' or 'max', got {self.mode!r}")
+        if self.hours is not None and not self.hours > 0:
+            raise ValueError(f"Keep: hours must be more than 0, got {self.hours}")
+
+    def dropped(self, good: Sequence[Manifest], now: float) -> list[int]:
+        """The steps that no rule wants, of the good ones in the order of their commits. The newest always stays."""
+        if not good or all(rule is None for rule in (self.last, self.every, self.best, self.hours)):
+            return []
+        kept = {manifest.step for manifest in good[-(self.last or 1) :]}
+        if self.every:
+            kept |= {manifest.step for manifest in good if not manifest.step % self.every}
+        if self.hours is not None:
+            kept |= {manifest.step for manifest in good if manifest.time >= now - 3600 * self.hours}
+        if self.best:
+            scored = [manifest for manifest in good if _score(manifest, self.metric) is not None]
+            scored.sort(key=lambda manifest: _score(manifest, self.metric), reverse=self.mode == "max")
+            kept |= {manifest.step for manifest in scored[: self.best]}
+        return [manifest.step for manifest in good if manifest.step not in kept]
+
+
+def keep_from(given: int | Keep | None, what: str) -> Keep:
+    """``keep=3`` means the last three."""
+    if isinstance(given, Keep):
+        return given
+    return Keep() if given is None else Keep(last=whole(given, what, 1))
+
+
+def _score(manifest: Manifest, metric: str | None) -> Any:
+    value = manifest.metadata.get(metric or "")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if number else None

@@ -1,0 +1,106 @@
+"""Giving restored values the shape of a template: its classes, libraries and devices; refusing what does not fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from midepoch.checkpoint.arrays import bytes_of, is_array, kind_of, make
+from midepoch.checkpoint.tree import node_children
+from midepoch.errors import CheckpointMismatchError
+
+
+def imposed(like: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
+    """``tree`` as ``like`` is: raises CheckpointMismatchError where it cannot be.
+
+    ``in_place``: dicts and lists of ``like`` are filled, its torch and numpy arrays written to.
+    """
+    if is_array(like):
+        return _array(like, tree, name, in_place)
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        values = _children(like, dict(zip(like._fields, like, strict=True)), tree, name, in_place)
+        return type(like)(**values)
+    if isinstance(like, Mapping) and (isinstance(like, dict) or node_children(like) is None):
+        return _mapping(like, tree, name, in_place)
+    if isinstance(like, (list, tuple)):
+        return _sequence(like, tree, name, in_place)
+    if (children := node_children(like)) is not None:
+        values = _children(like, dict(children), tree, name, in_place)
+        jax = sys.modules["jax"]
+        structure = jax.tree_util.tree_structure(like, is_leaf=lambda inner: inner is not like)
+        return jax.tree_util.tree_unflatten(structure, list(values.values()))
+    if is_array(tree) and tree.ndim and not isinstance(like, (list, tuple)):
+        raise _mismatch(name, "an array", type(like).__name__)
+    return tree
+
+
+def _mapping(like: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> Any:
+    values = _children(like, like, tree, name, in_place)
+    if in_place and isinstance(like, MutableMapping):
+        for key, value in values.items():
+            like[key] = value
+        return like
+    return values
+
+
+def _sequence(like: Any, tree: Any, name: str, in_place: bool) -> Any:
+    if not isinstance(tree, (list, tuple)) or len(tree) != len(like):
+        found = f"{len(tree)} values" if isinstance(tree, (list, tuple)) else type(tree).__name__
+        raise _mismatch(name, found, f"{len(like)} values")
+    pairs = enumerate(zip(like, tree, strict=True))
+    values = [imposed(one, two, f"{name}.{number}", in_place=in_place) for number, (one, two) in pairs]
+    if in_place and isinstance(like, list):
+        like[:] = values
+        return like
+    return values if isinstance(like, list) else tuple(values)
+
+
+def _children(like: Any, children: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> dict[Any, Any]:
+    if isinstance(tree, (list, tuple)):
+        tree = dict(zip(children, tree, strict=False)) if len(tree) == len(children) else {}
+    if not isinstance(tree, Mapping):
+        raise _mismatch(name, type(tree).__name__, type(like).__name__)
+    if not children and not tree:
+        return {}
+    if not children and isinstance(like, dict):
+        return dict(tree)  # an empty dict takes everything: what a fresh optimizer's state looks like
+    by_text = {str(key): value for key, value in tree.items()}
+    if set(by_text) != {str(key) for key in children}:
+        raise _mismatch(name, sorted(by_text)[:8], sorted(map(str, children))[:8])
+    return {
+        key: imposed(child, by_text[str(key)], f"{name}.{key}", in_place=in_place) for key, child in children.items()
+    }
+
+
+def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
+    if not is_array(tree):
+        raise _mismatch(name, type(tree).__name__, f"an array of shape {tuple(like.shape)}")
+    ours, theirs = kind_of(like), kind_of(tree)
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (ours.library == "key") != (theirs.library == "key"):
+        raise _mismatch(name, f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}")
+    if ours.library == "torch":
+        return _torch(like, make(ours, bytes_of(tree)), in_place)
+    if ours.library == "numpy":
+        value = make(ours, bytes_of(tree))
+        if in_place and isinstance(like, np.ndarray) and like.flags.writeable:
+            like[...] = value
+            return like
+        return value[()] if isinstance(like, np.generic) else value
+    jax = sys.modules["jax"]
+    return jax.device_put(make(ours, bytes_of(tree)), like.sharding)
+
+
+def _torch(like: Any, value: Any, in_place: bool) -> Any:
+    if not in_place:
+        return value.to(like.device)
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        like.copy_(value)
+    return like
+
+
+def _mismatch(name: str, saved: Any, current: Any) -> CheckpointMismatchError:
+    return CheckpointMismatchError(name, saved, current, "another model, optimizer or tree than when it was saved")

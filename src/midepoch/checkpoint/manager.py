@@ -1,0 +1,369 @@
+"""PipelineCheckpoint: where a training run keeps its life."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from midepoch.checkpoint import loading, parts, rng, saving
+from midepoch.checkpoint.arrays import is_array
+from midepoch.checkpoint.backends import backend_named
+from midepoch.checkpoint.background import Background, Snapshots
+from midepoch.checkpoint.directory import Directory
+from midepoch.checkpoint.keep import Keep, keep_from
+from midepoch.checkpoint.local import LocalDirectory
+from midepoch.checkpoint.manifest import Manifest, checked_name
+from midepoch.checkpoint.ranks import Follower, Leader, lead
+from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
+from midepoch.checkpoint.tree import INLINE, Encoded, encode
+from midepoch.checks import whole
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from midepoch.world import World, find_world
+
+_log = logging.getLogger("midepoch")
+
+
+class PipelineCheckpoint:
+    """Data, model, optimizer and random generators of a run, committed together or not at all.
+
+    checkpoint = PipelineCheckpoint("checkpoints", keep=3)
+    step = checkpoint.restore_latest(loader, model, optimizer) or 0
+    for batch in loader:
+        step += 1
+        train_step(model, optimizer, batch)
+        if step % 1000 == 0:
+            checkpoint.save(loader, model, optimizer, step=step, metadata={"loss": loss})
+
+    ``directory`` is a folder or an address like ``s3://bucket/run`` (with ``storage_options`` or ``filesystem`` as for
+    ``from_files``). Every rank makes one and calls ``save`` and ``restore_latest``; rank and world size are found, or
+    given. ``keep``: how many of the newest steps stay, or a ``Keep``. ``timeout``: how many seconds ranks wait for each
+    other.
+    """
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        keep: int | Keep | None = None,
+        backend: str = "files",
+        async_save: bool = False,
+        *,
+        allow_pickle: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout: float = 600.0,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+    ) -> None:
+        self._directory = _open(directory, storage_options, filesystem)
+        self._keep = keep_from(keep, "PipelineCheckpoint(keep=…)")
+        self._given_world = (rank, world_size)
+        self._backend_name, self._async, self._allow_pickle = backend, async_save, allow_pickle
+        self._timeout = timeout
+        find_world(rank, world_size)
+        self._backend = backend_named(backend, self._world)
+        self._background, self._snapshots = Background(), Snapshots()
+
+    def __repr__(self) -> str:
+        return f"PipelineCheckpoint({self._directory.name!r}, backend={self._backend_name!r}, async_save={self._async})"
+
+    @property
+    def _world(self) -> World:
+        return find_world(*self._given_world)
+
+    # Saving
+
+    def save(
+        self,
+        pipeline: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        keep: int | Keep | None = None,
+        extra: Mapping[str, Any] | None = None,
+        rng: bool = True,
+    ) -> int:
+        """Save a step, on every rank, and return its number: the one after the last, unless given.
+
+        Each of ``pipeline``, ``model``, ``optimizer`` and the values of ``extra`` has a state of its own (``get_state``
+        or ``state_dict``, a flax module) or is a tree of values and arrays. ``rng``: also the random generators of
+        Python, numpy and torch. ``keep`` holds for this call. With ``async_save`` it returns when all has been copied;
+        an error is raised by the next call. Raises CheckpointSaveError, and leaves what was there as it was.
+        """
+        self._background.wait()
+        rules = self._keep if keep is None else keep_from(keep, "save(keep=…)")
+        number = self._next_step() if step is None else whole(step, "save(step=…)")
+        world = self._world
+        job = self._job(number, pipeline, model, optimizer, metadata, extra, rng, world)
+
+        def run() -> None:
+            committed = saving.save(self._directory, job, world, self._timeout)
+            if committed is not None:
+                self._prune(rules)
+
+        if self._async:
+            job.parts = self._snapshots.take(job.parts)
+            self._background.start(f"saving step {number}", run)
+        else:
+            run()
+        return number
+
+    def _next_step(self) -> int:
+        return max(self._directory.steps(), default=0) + 1
+
+    def _job(
+        self,
+        step: int,
+        pipeline: Any,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any] | None,
+        extra: Mapping[str, Any] | None,
+        with_rng: bool,
+        world: World,
+    ) -> saving.Job:
+        things = {"model": model, "optimizer": optimizer}
+        things = {name: thing for name, thing in things.items() if thing is not None}
+        extras = {f"extra.{checked_name(name)}": thing for name, thing in (extra or {}).items()}
+        job = saving.Job(step, {}, self._backend_name, _plain(metadata or {}), {})
+        job.about = {name: parts.class_of(thing) for name, thing in {**things, **extras}.items()}
+        if pipeline is not None:
+            state = parts.tree_of(pipeline)
+            everyone = world.size == 1 or parts.is_global(pipeline, state)
+            part = "data" if everyone else loading.rank_part("data", world.rank)
+            job.parts[part] = self._encoded(state, "data")
+            job.about["data"] = parts.class_of(pipeline)
+            job.state = job.parts[part].json if everyone and world.size > 1 else None
+        if self._backend is not None and things:
+            taken = self._backend.take(things, self._async)
+            job.parts |= taken.parts
+            job.write_arrays = taken.write
+        own = extras if self._backend is not None else {**things, **extras}
+        if not world.rank:
+            for part, thing in own.items():
+                job.parts[part] = self._encoded(parts.tree_of(thing), part, INLINE if part in extras else 0)
+        if with_rng:
+            part = "rng" if world.size == 1 else loading.rank_part("rng", world.rank)
+            job.parts[part] = self._encoded(rng.capture(), "rng")
+        job.shared = frozenset({"data", *things, *extras})
+        return job
+
+    def _encoded(self, value: Any, name: str, inline: int = INLINE) -> Encoded:
+        return encode(value, name, allow_pickle=self._allow_pickle, inline=inline)
+
+    def _prune(self, rules: Keep) -> None:
+        """Drop what no rule wants. The newest step that is whole stays; without one, everything does."""
+        good = [found for found in saving.readable(self._directory) if self._is_whole(found)]
+        for step in rules.dropped(good, time.time()):
+            try:
+                self._directory.remove(step)
+            except (OSError, CheckpointError) as problem:
+                _log.warning("step %d could not be removed from %s: %s", step, self._directory.name, problem)
+
+    def _is_whole(self, manifest: Manifest) -> bool:
+        sizes = self._directory.sizes(manifest)
+        return all(sizes.get(name) == sums.size for name, sums in manifest.files.items())
+
+    # Restoring
+
+    def restore_latest(
+        self,
+        pipeline: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        rng: bool = True,
+    ) -> int | None:
+        """Restore the step that was saved last, and return its number; None if there is none.
+
+        A damaged step is reported and passed over for the one before; if all are damaged, CheckpointDamagedError. If
+        it belongs to other data, another pipeline or model: CheckpointMismatchError, and nothing is restored.
+        """
+        self._background.wait()
+        loaded = self._agreed_latest(_wanted(pipeline, model, optimizer, extra, rng))
+        if loaded is None:
+            return None
+        loaded.restore(self._backend_of)
+        return loaded.manifest.step
+
+    def restore(
+        self,
+        pipeline: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        rng: bool = True,
+    ) -> int:
+        """Restore a certain step. Raises CheckpointNotFoundError or CheckpointDamagedError where there is no such."""
+        self._background.wait()
+        self._restore(whole(step, "restore(step=…)"), _wanted(pipeline, model, optimizer, extra, rng))
+        return step
+
+    def read(self, step: int, part: str, *, like: Any = None) -> Any:
+        """The values of a part ("data", "model", "optimizer", the name of an extra), restored into nothing.
+
+        ``like``: a tree whose classes, libraries and devices they get, as a JAX tree of named tuples needs.
+        """
+        from midepoch.checkpoint.like import imposed
+
+        self._background.wait()
+        manifest = self._manifest(step)
+        name = part if part in ("data", "model", "optimizer") else f"extra.{part}"
+        if part in ("model", "optimizer") and manifest.backend != "files":
+            loading.check_arrays_of(manifest, [part])
+            loading.verify(self._directory, manifest)
+            with self._directory.fetched(manifest) as folder:
+                tree = self._backend_of(manifest).read(
+                    folder / saving.BACKEND_PART, part, lambda name: loading.read_json(self._directory, manifest, name)
+                )
+            return tree if like is None else imposed(like, tree, part)
+        if name == "data":
+            name = loading.data_part(manifest, self._world)
+        tree = loading.read_part(self._directory, manifest, name, allow_pickle=self._allow_pickle)
+        return tree if like is None else imposed(like, tree, part)
+
+    # Looking
+
+    def steps(self) -> list[int]:
+        """The numbers of the steps that are there, in order."""
+        self._background.wait()
+        return self._directory.steps()
+
+    def latest_step(self) -> int | None:
+        """The step that was saved last, or None. (Not always the largest number: a run may have gone back.)"""
+        self._background.wait()
+        found = saving.readable(self._directory)
+        return found[-1].step if found else None
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """What was given as metadata when a step was saved."""
+        self._background.wait()
+        return dict(self._manifest(step).metadata)
+
+    def verify(self, step: int) -> None:
+        """Read all of a step; raises CheckpointDamagedError if anything is not as it was written."""
+        self._background.wait()
+        loading.verify(self._directory, self._manifest(step))
+
+    def delete(self, step: int) -> None:
+        """Remove a step."""
+        self._background.wait()
+        if step not in self._directory.steps():
+            raise CheckpointNotFoundError(f"{self._directory.name} has no step {step}.")
+        self._directory.remove(step)
+
+    def wait(self) -> None:
+        """Wait until what is being saved is saved; raises what went wrong."""
+        self._background.wait()
+
+    def __enter__(self) -> PipelineCheckpoint:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        else:
+            self._background.report()
+
+    # Inside
+
+    def _manifest(self, step: int) -> Manifest:
+        try:
+            return self._directory.manifest(whole(step, "step"))
+        except CheckpointNotFoundError as problem:
+            there = ", ".join(map(str, self._directory.steps()[-8:])) or "none"
+            raise CheckpointNotFoundError(f"{problem}. The steps there are: {there}.") from None
+        except CheckpointDamagedError as problem:
+            raise CheckpointDamagedError(f"step {step} of {self._directory.name}: {problem}.") from None
+
+    def _restore(self, step: int, wanted: Wanted) -> None:
+        manifest = self._manifest(step)
+        try:
+            loaded = load(self._directory, manifest, wanted, self._world, self._allow_pickle)
+        except CheckpointDamagedError as problem:
+            raise CheckpointDamagedError(f"step {step} of {self._directory.name}: {problem}.") from None
+        loaded.restore(self._backend_of)
+
+    def _agreed_latest(self, wanted: Wanted) -> Loaded | None:
+        """The latest step that is not damaged: rank 0 finds it for all."""
+        world = self._world
+
+        def find() -> Loaded | None:
+            return latest(self._directory, wanted, world, self._allow_pickle)
+
+        if world.size == 1:
+            return find()
+        if world.rank:
+            follower = Follower(self._directory.board, "restore", world, self._timeout)
+            follower.join(None)
+            step = follower.outcome()["step"]
+            return (
+                None if step is None else load(self._directory, self._manifest(step), wanted, world, self._allow_pickle)
+            )
+        leader = Leader(self._directory.board, "restore", world, self._timeout, secrets.token_hex(8))
+        found: list[Loaded | None] = []
+
+        def action() -> dict[str, Any]:
+            leader.admit()
+            found.append(find())
+            return {"step": found[0].manifest.step if found[0] is not None else None}
+
+        lead(leader, action)
+        return found[0]
+
+    def _backend_of(self, manifest: Manifest) -> Any:
+        if manifest.backend == self._backend_name and self._backend is not None:
+            return self._backend
+        found = backend_named(manifest.backend, self._world)
+        if found is None:
+            raise CheckpointDamagedError(f"the backend {manifest.backend!r} has no folder")
+        return found
+
+
+def _wanted(pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, with_rng: bool) -> Wanted:
+    models = {name: thing for name, thing in (("model", model), ("optimizer", optimizer)) if thing is not None}
+    return Wanted(pipeline, models, extra or {}, with_rng)
+
+
+def _open(directory: str | PathLike[str], storage_options: Mapping[str, Any] | None, filesystem: Any) -> Directory:
+    if filesystem is None and "://" not in str(directory):
+        if storage_options:
+            raise ValueError(f"storage_options were given, but {str(directory)!r} is a local folder")
+        return LocalDirectory(directory)
+    from midepoch.checkpoint.remote import RemoteDirectory
+    from midepoch.sources.addresses import resolve
+
+    store, path = resolve(str(directory), storage_options, filesystem)
+    return LocalDirectory(path) if store.local else RemoteDirectory(store, path)
+
+
+def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as JSON: numbers of any library become Python's. TypeError that names what cannot be kept."""
+
+    def convert(value: Any, where: str) -> Any:
+        if is_array(value) and not getattr(value, "ndim", 0):
+            value = value.item()
+        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+            return str(value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Mapping):
+            return {str(key): convert(inner, f"{where}.{key}") for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [convert(inner, f"{where}.{number}") for number, inner in enumerate(value)]
+        if isinstance(value, PathLike):
+            return str(value)
+        raise TypeError(f"{where}: metadata is plain JSON, got a {type(value).__qualname__}; use extra for arrays")
+
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata is a dict, got a {type(metadata).__qualname__}")
+    found: dict[str, Any] = convert(metadata, "metadata")
+    return found

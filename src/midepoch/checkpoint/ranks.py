@@ -1,0 +1,200 @@
+"""How the ranks of a run meet, through notes in the checkpoint folder: no collective, so that it works in a thread,
+under any launcher, and so that nobody waits for ever for a rank that has died.
+
+A note of an earlier run cannot be mistaken for one of this: who joins draws a number of their own, and goes on only
+when rank 0 has answered to that number.
+
+    join-RANK-NUMBER          I am here
+    answer-RANK-NUMBER        rank 0: this is the attempt
+    here-RANK-NUMBER          I have seen that, and have this to say
+    done-RANK-NUMBER          what I have written, or why I could not
+    outcome-TOKEN             rank 0: how it ended
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from midepoch.checkpoint.directory import Board, Process
+from midepoch.errors import CheckpointSaveError
+from midepoch.world import World
+
+_FIRST_PAUSE = 0.001
+
+
+class RankError(CheckpointSaveError):
+    """A rank died, stayed away or failed."""
+
+
+@dataclass
+class Leader:
+    """Rank 0 of a meeting."""
+
+    board: Board
+    group: str
+    world: World
+    timeout: float
+    token: str
+    _answered: set[str] = field(default_factory=set)
+    _here: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)  # by rank: number, note
+
+    def admit(self) -> dict[int, Any]:
+        """Wait for all ranks; what each had to say. Raises RankError."""
+        waiting = _Waiting(self.timeout, self.board.patience)
+        while len(self._here) < self.world.size - 1:
+            for name in self.board.names(self.group):
+                self._look_at(name)
+            missing = sorted(set(range(1, self.world.size)) - set(self._here))
+            if missing and not waiting.pause():
+                raise RankError(
+                    f"rank {', '.join(map(str, missing[:8]))} of {self.world.size} did not come to {self.group} within "
+                    f"{self.timeout:g} s: it has died, stands at another step, or does not see {self.board!r}."
+                )
+        return {rank: note.get("says") for rank, (_, note) in self._here.items()}
+
+    def _look_at(self, name: str) -> None:
+        what, rank, number = _parts(name)
+        if not 0 < rank < self.world.size:
+            return
+        if what == "join" and number not in self._answered:
+            self._answered.add(number)
+            answer = {"token": self.token, "process": Process.here().note()}
+            self.board.put(f"{self.group}/answer-{rank}-{number}", json.dumps(answer).encode())
+        elif what == "here" and number in self._answered and (note := _read(self.board, name)):
+            self._here[rank] = (number, note)
+
+    def gather(self) -> dict[int, Any]:
+        """Wait until all ranks are done; what each has to say. Raises RankError."""
+        waiting = _Waiting(self.timeout, self.board.patience)
+        done: dict[int, Any] = {}
+        while True:
+            for rank, (number, _) in self._here.items():
+                if rank not in done and (note := _read(self.board, f"{self.group}/done-{rank}-{number}")):
+                    done[rank] = note
+            for rank, note in done.items():
+                if "error" in note:
+                    raise RankError(f"rank {rank}: {note['error']}")
+            if len(done) == len(self._here):
+                return {rank: note.get("says") for rank, note in done.items()}
+            for rank, (_, note) in self._here.items():
+                if rank not in done and _is_dead(note):
+                    raise RankError(f"rank {rank} of {self.world.size} has died.")
+            if not waiting.pause():
+                late = sorted(set(self._here) - set(done))
+                raise RankError(f"rank {', '.join(map(str, late[:8]))} was not done within {self.timeout:g} s.")
+
+    def close(self, outcome: dict[str, Any]) -> None:
+        """Tell all how it ended."""
+        self.board.put(f"{self.group}/outcome-{self.token}", json.dumps(outcome).encode())
+
+    def forget(self) -> None:
+        """Remove all notes: when the ranks have met again, or will not."""
+        self.board.remove(self.board.names(self.group))
+
+
+@dataclass
+class Follower:
+    """Any other rank."""
+
+    board: Board
+    group: str
+    world: World
+    timeout: float
+    _number: str = field(default_factory=lambda: secrets.token_hex(8))
+    _leader: Process | None = None
+    token: str = ""
+
+    def join(self, says: Any) -> str:
+        """Say that this rank is here; the token of the attempt. Raises RankError."""
+        self.board.put(self._name("join"), b"{}")
+        answer = self._wait_for(self._name("answer"), "answer")
+        self.token, self._leader = str(answer["token"]), Process.of(answer.get("process"))
+        note = {"process": Process.here().note(), "says": says}
+        self.board.put(self._name("here"), json.dumps(note).encode())
+        return self.token
+
+    def done(self, says: Any = None, error: str | None = None) -> None:
+        note = {"says": says} if error is None else {"error": error}
+        self.board.put(self._name("done"), json.dumps(note).encode())
+
+    def outcome(self) -> dict[str, Any]:
+        """How it ended; raises RankError if rank 0 failed, has died or says nothing."""
+        found = self._wait_for(f"{self.group}/outcome-{self.token}", "finish")
+        self._leave()
+        if "error" in found:
+            raise RankError(str(found["error"]))
+        return found
+
+    def _leave(self) -> None:
+        self.board.remove([self._name(what) for what in ("join", "answer", "here", "done")])
+
+    def _wait_for(self, name: str, what: str) -> dict[str, Any]:
+        waiting = _Waiting(self.timeout, self.board.patience)
+        while not (found := _read(self.board, name)):
+            dead = self._leader is not None and self._leader.is_dead()
+            if dead and not (found := _read(self.board, name)):
+                self._leave()
+                raise RankError(f"rank 0 has died before it could {what} ({self.group}).")
+            if dead:
+                break
+            if not waiting.pause():
+                self._leave()
+                raise RankError(
+                    f"rank 0 did not {what} within {self.timeout:g} s ({self.group}): it has died, stands at another "
+                    f"step, or does not see {self.board!r}."
+                )
+        return found
+
+    def _name(self, what: str) -> str:
+        return f"{self.group}/{what}-{self.world.rank}-{self._number}"
+
+
+class _Waiting:
+    """Pauses that get longer, until the time is up."""
+
+    def __init__(self, timeout: float, longest: float) -> None:
+        self._end, self._longest, self._next = time.monotonic() + timeout, longest, _FIRST_PAUSE
+
+    def pause(self) -> bool:
+        if time.monotonic() > self._end:
+            return False
+        time.sleep(self._next)
+        self._next = min(self._longest, self._next * 1.5)
+        return True
+
+
+def lead(meeting: Leader | None, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do what rank 0 has to do, and tell the others how it ended, also if it failed."""
+    try:
+        outcome = action()
+    except BaseException as problem:
+        if meeting is not None:
+            meeting.close({"error": f"{type(problem).__name__}: {problem}"})
+        raise
+    if meeting is not None:
+        meeting.close(outcome)
+    return outcome
+
+
+def _parts(name: str) -> tuple[str, int, str]:
+    what, _, rest = name.rsplit("/", 1)[-1].partition("-")
+    rank, _, number = rest.partition("-")
+    return what, int(rank) if rank.isdigit() else -1, number
+
+
+def _read(board: Board, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(board.get(name) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_dead(note: dict[str, Any]) -> bool:
+    process = Process.of(note.get("process"))
+    return process is not None and process.is_dead()

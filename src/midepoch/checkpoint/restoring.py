@@ -1,0 +1,154 @@
+"""Restoring a step: all that is wanted of it is read and checked before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from midepoch.checkpoint import loading, parts, rng
+from midepoch.checkpoint.backends import Backend
+from midepoch.checkpoint.directory import Directory
+from midepoch.checkpoint.manifest import Manifest, checked_name
+from midepoch.checkpoint.saving import BACKEND_PART
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from midepoch.world import World
+
+_log = logging.getLogger("midepoch")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to restore into."""
+
+    pipeline: Any = None
+    models: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    rng: bool = True
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A step, read and found whole; nothing has been restored yet."""
+
+    directory: Directory
+    manifest: Manifest
+    trees: list[tuple[str, Any, Any]]  # name, thing, its values
+    models: Mapping[str, Any]  # those that a backend restores
+    generators: Callable[[], None] | None
+    read_json: Callable[[str], Any]
+
+    def restore(self, backend_of: Callable[[Manifest], Backend]) -> None:
+        """Restore everything, or raise and leave the pipeline as it was. CheckpointMismatchError if it does not fit."""
+        for name, thing, tree in self.trees:
+            parts.check(thing, tree, name)
+        undo: list[Callable[[], None]] = []
+        try:
+            for name, thing, tree in self.trees:
+                if name == "data":
+                    undo.append(_undo(thing))
+                    parts.give(thing, tree, name)
+            if self.models:
+                with self.directory.fetched(self.manifest) as folder:
+                    backend_of(self.manifest).restore(folder / BACKEND_PART, self.models, self.read_json)
+            for name, thing, tree in self.trees:
+                if name != "data":
+                    _give(self.manifest, name, thing, tree)
+        except BaseException:
+            for back in undo:
+                back()
+            raise
+        if self.generators is not None:
+            self.generators()
+
+
+def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded:
+    """Read what is wanted of a step, and check all of it. Raises CheckpointDamagedError."""
+
+    def read(part: str) -> Any:
+        seen.update((f"{part}.json", f"{part}.safetensors"))
+        return loading.read_part(directory, manifest, part, allow_pickle=allow_pickle)
+
+    seen: set[str] = set()
+    trees: list[tuple[str, Any, Any]] = []
+    if wanted.pipeline is not None:
+        trees.append(("data", wanted.pipeline, read(loading.data_part(manifest, world))))
+    trees += [(name, thing, read(f"extra.{checked_name(name)}")) for name, thing in wanted.extra.items()]
+    own = manifest.backend == "files"
+    if own:
+        trees += [(name, thing, read(name)) for name, thing in wanted.models.items()]
+    else:
+        loading.check_arrays_of(manifest, wanted.models)
+    generators = _generators(manifest, world, read) if wanted.rng else None
+    loading.verify(directory, manifest, besides=seen)
+    return Loaded(
+        directory,
+        manifest,
+        trees,
+        {} if own else wanted.models,
+        generators,
+        lambda part: loading.read_json(directory, manifest, part),
+    )
+
+
+def latest(directory: Directory, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded | None:
+    """The step that was committed last and is not damaged. Passing over one is logged; all damaged is an error."""
+    damaged: list[str] = []
+    manifests: list[Manifest] = []
+    for step in directory.steps():
+        try:
+            manifests.append(directory.manifest(step))
+        except loading.VanishedError:
+            continue
+        except CheckpointDamagedError as problem:
+            damaged.append(f"step {step}: {problem}")
+    for manifest in sorted(manifests, key=lambda one: one.sequence, reverse=True):
+        try:
+            found = load(directory, manifest, wanted, world, allow_pickle)
+        except loading.VanishedError:
+            continue
+        except CheckpointDamagedError as problem:
+            damaged.append(f"step {manifest.step}: {problem}")
+            continue
+        for text in damaged:
+            _log.error("%s: %s. It was passed over for step %d.", directory.name, text, manifest.step)
+        return found
+    if damaged:
+        raise CheckpointDamagedError(
+            f"no step of {directory.name} can be restored: {'; '.join(damaged)}. To start without, name another folder."
+        )
+    return None
+
+
+def _undo(pipeline: Any) -> Callable[[], None]:
+    try:
+        before = parts.tree_of(pipeline)
+    except Exception:  # one that has no state yet
+        return lambda: None
+    return lambda: parts.give(pipeline, before, "data")
+
+
+def _give(manifest: Manifest, name: str, thing: Any, tree: Any) -> None:
+    try:
+        parts.give(thing, tree, name)
+    except CheckpointMismatchError:
+        raise
+    except Exception as problem:
+        raise CheckpointError(
+            f"step {manifest.step}: {name} refused its state ({type(problem).__name__}: {problem}). It may be restored "
+            "in part: make it anew."
+        ) from problem
+
+
+def _generators(manifest: Manifest, world: World, read: Callable[[str], Any]) -> Callable[[], None] | None:
+    """What sets the random generators: those of this rank, or fresh ones for a rank that was not there."""
+    own = "rng" if world.rank == 0 and loading.has_part(manifest, "rng") else loading.rank_part("rng", world.rank)
+    if loading.has_part(manifest, own):
+        state = rng.checked(read(own))
+        return lambda: rng.restore(state)
+    for part in ("rng", loading.rank_part("rng", 0)):
+        if loading.has_part(manifest, part):
+            state = rng.checked(read(part))
+            return lambda: rng.reseed(state, world.rank)
+    return None

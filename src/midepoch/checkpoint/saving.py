@@ -1,0 +1,221 @@
+"""Saving one step: every rank writes what is its own, rank 0 commits when all are in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from midepoch.checkpoint import manifest as manifests
+from midepoch.checkpoint import tensors
+from midepoch.checkpoint.directory import Directory
+from midepoch.checkpoint.files import PIECE, Summing, Sums, helper_for
+from midepoch.checkpoint.manifest import Manifest
+from midepoch.checkpoint.ranks import Follower, Leader, lead
+from midepoch.checkpoint.tree import Encoded
+from midepoch.errors import CheckpointError, CheckpointSaveError
+from midepoch.world import World
+
+_log = logging.getLogger("midepoch")
+_LIBRARIES = ("midepoch", "numpy", "pyarrow", "torch", "jax", "flax", "optax")
+BACKEND_PART = "arrays"
+"""The folder that a backend fills."""
+
+
+@dataclass
+class Job:
+    """All that goes into a step, taken at the moment of the call."""
+
+    step: int
+    parts: dict[str, Encoded]
+    backend: str
+    metadata: dict[str, Any]
+    about: dict[str, Any]
+    state: Any = None
+    """The state of the pipeline where one holds for all ranks: they are compared before anything is written."""
+    shared: frozenset[str] = field(default_factory=frozenset)
+    """Parts that are the same on all ranks: rank 0 alone writes them."""
+    write_arrays: Callable[[Path], None] | None = None
+    """What the backend has to write, on all ranks."""
+
+
+def save(directory: Directory, job: Job, world: World, timeout: float) -> Manifest | None:
+    """Write and commit a step: its manifest, on rank 0. Raises CheckpointSaveError; what was there is as it was."""
+    started = time.monotonic()
+    try:
+        if world.rank:
+            _follow(directory, job, world, timeout)
+            return None
+        found = _lead(directory, job, world, timeout)
+    except (CheckpointSaveError, KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as problem:
+        raise CheckpointSaveError(
+            f"step {job.step} was not saved to {directory.name}: {problem}. {_intact(directory)}"
+        ) from problem
+    seconds = time.monotonic() - started
+    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, found.nbytes / 1e6, seconds, directory.name)
+    return found
+
+
+def _intact(directory: Directory) -> str:
+    try:
+        steps = directory.steps()
+    except Exception:
+        return "The steps saved before are as they were."
+    return f"The steps saved before are as they were ({len(steps)}, up to {steps[-1]})." if steps else "There are none."
+
+
+def _lead(directory: Directory, job: Job, world: World, timeout: float) -> Manifest:
+    token = secrets.token_hex(8)
+    directory.begin(job.step, token)
+    meeting = Leader(directory.board, f"save-{job.step}", world, timeout, token) if world.size > 1 else None
+    committed: list[Manifest] = []
+
+    def action() -> dict[str, Any]:
+        if meeting is not None:
+            _compare(job, meeting.admit())
+        files = _write(directory, job, token, world)
+        if meeting is not None:
+            for says in meeting.gather().values():
+                files |= {name: Sums(size, tuple(crc32)) for name, (size, crc32) in says.items()}
+        found = _manifest(directory, job, token, world, files)
+        directory.commit(job.step, token, manifests.to_bytes(found, _words(found.time)))
+        committed.append(found)
+        return {"step": job.step}
+
+    try:
+        lead(meeting, action)
+    except BaseException:
+        directory.abandon(job.step, token)
+        raise
+    return committed[0]
+
+
+def _follow(directory: Directory, job: Job, world: World, timeout: float) -> None:
+    meeting = Follower(directory.board, f"save-{job.step}", world, timeout)
+    token = meeting.join(job.state)
+    try:
+        files = _write(directory, job, token, world)
+    except BaseException as problem:
+        meeting.done(error=f"{type(problem).__name__}: {problem}")
+        raise
+    meeting.done({name: (sums.size, sums.crc32) for name, sums in files.items()})
+    meeting.outcome()
+
+
+def _compare(job: Job, others: Mapping[int, Any]) -> None:
+    """Ranks whose pipelines stand at different places would come back with rows lost or repeated."""
+    state = json.loads(json.dumps(job.state))
+    for rank, other in sorted(others.items()):
+        if other != state:
+            raise CheckpointSaveError(
+                f"step {job.step} was not saved: the pipelines stand at different places. Rank 0: {_place(state)}. "
+                f"Rank {rank}: {_place(other)}. Save where all ranks have had the same number of batches."
+            )
+
+
+def _place(state: Any) -> str:
+    if not isinstance(state, Mapping):
+        return "no pipeline" if state is None else "a pipeline of its own"
+    return ", ".join(f"{name} {state[name]}" for name in ("epoch", "position") if name in state) or f"{state!r:.200}"
+
+
+def _write(directory: Directory, job: Job, token: str, world: World) -> dict[str, Sums]:
+    """Write this rank's files; their sums by name."""
+    written: dict[str, Sums] = {}
+    for part, encoded in job.parts.items():
+        if world.rank and part in job.shared:
+            continue
+        written |= _write_part(directory, job.step, token, part, encoded)
+    if job.write_arrays is not None:
+        written |= _write_arrays(directory, job, token, world)
+    return written
+
+
+def _write_part(directory: Directory, step: int, token: str, part: str, encoded: Encoded) -> dict[str, Sums]:
+    written: dict[str, Sums] = {}
+    text = json.dumps(encoded.json, allow_nan=False).encode()
+    with directory.sink(step, token, f"{part}.json") as sink:
+        summing = Summing(sink)
+        summing.write(text)
+        written[f"{part}.json"] = summing.sums
+    if encoded.arrays:
+        with helper_for(encoded.nbytes) as helper, directory.sink(step, token, f"{part}.safetensors") as sink:
+            summing = Summing(sink, helper)
+            tensors.write(summing, encoded.arrays)
+            written[f"{part}.safetensors"] = summing.sums
+    return written
+
+
+def _write_arrays(directory: Directory, job: Job, token: str, world: World) -> dict[str, Sums]:
+    """Let the backend write. Who shares a folder with others takes the files that nobody had before."""
+    assert job.write_arrays is not None
+    with directory.scratch(job.step, token, BACKEND_PART) as folder:
+        job.write_arrays(folder)
+        if world.rank and not directory.scratch_is_own:
+            return {}
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {f"{BACKEND_PART}/{path.relative_to(folder).as_posix()}": sums_of(path) for path in paths}
+
+
+def sums_of(path: Path) -> Sums:
+    """The sums of a file of this machine."""
+    summing = Summing(_Nowhere())
+    piece = bytearray(min(PIECE, max(1, path.stat().st_size)))
+    with path.open("rb", buffering=0) as file:
+        while came := file.readinto(piece):
+            summing.write(memoryview(piece)[:came])
+    return summing.sums
+
+
+class _Nowhere:
+    def write(self, data: memoryview, /) -> None:
+        pass
+
+
+def _manifest(directory: Directory, job: Job, token: str, world: World, files: dict[str, Sums]) -> Manifest:
+    sequences = [found.sequence for found in readable(directory)]
+    return Manifest(
+        step=job.step,
+        sequence=max(sequences, default=0) + 1,
+        time=time.time(),
+        backend=job.backend,
+        world_size=world.size,
+        files=files,
+        metadata=job.metadata,
+        versions=_versions(),
+        parts=job.about,
+        folder=directory.folder_of(token),
+    )
+
+
+def readable(directory: Directory) -> list[Manifest]:
+    """The manifests that can be read, in the order of their commits."""
+    found = []
+    for step in directory.steps():
+        try:
+            found.append(directory.manifest(step))
+        except CheckpointError:
+            continue
+    return sorted(found, key=lambda manifest: (manifest.sequence, manifest.step))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "__version__"):
+            versions[name] = str(module.__version__)
+    return versions
+
+
+def _words(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
