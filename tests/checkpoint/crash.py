@@ -1,0 +1,167 @@
+"""Kills a save before every single call that changes the folder, and looks what is left. Run by test_crash.py, as a
+process of its own: everything is forked from here, before any library has threads.
+
+    python crash.py BACKEND sync|async new|replace kill|power [EVERY]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tracer
+
+from midepoch.checkpoint import PipelineCheckpoint
+
+ROWS = 3000
+
+
+class Numbers:
+    """A pipeline of a user's own."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def model_at(step: int) -> dict[str, Any]:
+    return {"weight": np.arange(ROWS, dtype=np.float32) * step, "bias": np.full(5, step, np.float64)}
+
+
+def torch_model_at(step: int) -> Any:
+    import torch
+
+    layer = torch.nn.Linear(50, 60)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(3000.0).reshape(60, 50) * step)
+        layer.bias.fill_(step)
+    return layer
+
+
+def save(folder: Path, backend: str, asynchronous: bool, step: int, *, value: int, keep: int | None, trace: bool) -> None:
+    checkpoint = PipelineCheckpoint(folder, backend=backend, async_save=asynchronous)
+    model = torch_model_at(value) if backend == "dcp" else model_at(value)
+    if trace:
+        tracer.begin()
+    checkpoint.save(Numbers(value), model, step=step, metadata={"value": value}, keep=keep)
+    checkpoint.wait()
+
+
+def look(folder: Path, backend: str, allowed: list[tuple[int, int]]) -> None:
+    """A restart: restores one of the allowed (step, value), whole; saves again; leaves nothing behind."""
+    checkpoint = PipelineCheckpoint(folder, backend=backend)
+    numbers, model = Numbers(), torch_model_at(0) if backend == "dcp" else model_at(0)
+    step = checkpoint.restore_latest(numbers, model)
+    assert step is not None, "no step is left"
+    value = checkpoint.metadata(step)["value"]
+    assert (step, value) in allowed, f"step {step} with {value}"
+    assert numbers.at == value
+    if backend == "dcp":
+        assert float(model.bias[0].detach()) == value
+        assert float(model.weight[1, 0].detach()) == 50.0 * value
+    else:
+        assert np.array_equal(model["weight"], model_at(value)["weight"])
+        assert np.array_equal(model["bias"], model_at(value)["bias"])
+    for each in checkpoint.steps():
+        checkpoint.verify(each)
+    checkpoint.save(Numbers(9), model, step=9, metadata={"value": 9}, keep=1)
+    left = sorted(os.listdir(folder))
+    assert left == ["step_9"], f"left behind: {left}"
+
+
+def forked(action: Callable[[], None]) -> None:
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            action()
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitpid(pid, 0)[1]
+    if status:
+        raise SystemExit(f"failed with {status}")
+
+
+def main(backend: str, mode: str, case: str, how: str, every: int) -> None:
+    if backend == "dcp":
+        import torch.distributed.checkpoint  # noqa: F401  once, not in every fork
+    elif backend == "orbax":
+        import flax.nnx  # noqa: F401
+        import orbax.checkpoint  # noqa: F401
+    root = Path(tempfile.mkdtemp(prefix="crash-"))
+    asynchronous, second = mode == "async", 1 if case == "replace" else 2
+    before = root / "before"
+    forked(lambda: save(before, backend, asynchronous, 1, value=1, keep=None, trace=False))
+    allowed = [(1, 1), (second, 2)]
+
+    def attempt(folder: Path) -> Callable[[], None]:
+        return lambda: save(folder, backend, asynchronous, second, value=2, keep=1, trace=True)
+
+    if how == "kill":
+        point = points = 1
+        while True:
+            folder = root / f"point-{point}"
+            shutil.copytree(before, folder)
+            found = tracer.traced(attempt(folder), folder, point)
+            assert found.killed or found.code == 0, f"point {point}: the save itself failed ({found.code})"
+            forked(lambda folder=folder: look(folder, backend, allowed))  # type: ignore[misc]
+            shutil.rmtree(folder)
+            if not found.killed:
+                break
+            point += every
+            points += 1
+        print(json.dumps({"calls": point - 1, "points": points}))
+    else:
+        folder = root / "lost"
+        shutil.copytree(before, folder)
+        ops = tracer.traced(attempt(folder), folder).ops
+        shutil.rmtree(folder)
+        points = 0
+        for count in range(0, len(ops) + 1, every):
+            disk = tracer.Disk(before)
+            for op in ops[:count]:
+                disk.apply(_moved(op, folder, before))
+            for names_survive in (False, True):
+                after = root / f"after-{count}-{names_survive}"
+                disk.after_power_loss(after, names_survive=names_survive)
+                forked(lambda after=after: look(after, backend, allowed if count < len(ops) else allowed[1:]))  # type: ignore[misc]
+                shutil.rmtree(after)
+                points += 1
+        print(json.dumps({"calls": len(ops), "points": points}))
+    shutil.rmtree(root)
+
+
+def _moved(op: tracer.Op, old: Path, new: Path) -> tracer.Op:
+    def path(text: str) -> str:
+        return str(new) + text[len(str(old)) :] if text else ""
+
+    return tracer.Op(op.what, path(op.path), path(op.to), op.offset, op.data)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5], every=int(sys.argv[5]) if len(sys.argv) > 5 else 1)  # type: ignore[call-arg]
