@@ -57,7 +57,9 @@ def torch_model_at(step: int) -> Any:
     return layer
 
 
-def save(folder: Path, backend: str, asynchronous: bool, step: int, *, value: int, keep: int | None, trace: bool) -> None:
+def save(
+    folder: Path, backend: str, asynchronous: bool, step: int, *, value: int, keep: int | None, trace: bool
+) -> None:
     checkpoint = PipelineCheckpoint(folder, backend=backend, async_save=asynchronous)
     model = torch_model_at(value) if backend == "dcp" else model_at(value)
     if trace:
@@ -149,7 +151,8 @@ def main(backend: str, mode: str, case: str, how: str, every: int) -> None:
             for names_survive in (False, True):
                 after = root / f"after-{count}-{names_survive}"
                 disk.after_power_loss(after, names_survive=names_survive)
-                forked(lambda after=after: look(after, backend, allowed if count < len(ops) else allowed[1:]))  # type: ignore[misc]
+                fits = allowed if count < len(ops) else allowed[1:]
+                forked(lambda after=after, fits=fits: look(after, backend, fits))  # type: ignore[misc]
                 shutil.rmtree(after)
                 points += 1
         print(json.dumps({"calls": len(ops), "points": points}))

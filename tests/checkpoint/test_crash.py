@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import tracer
 
 unavailable = tracer.available()
@@ -42,7 +41,8 @@ def test_torch_distributed_checkpoints(mode: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "every"), [("sync", "2"), ("async", "5"), *(pytest.param(mode, "1", marks=pytest.mark.slow) for mode in ("sync", "async"))]
+    ("mode", "every"),
+    [("sync", "2"), ("async", "5"), *(pytest.param(mode, "1", marks=pytest.mark.slow) for mode in ("sync", "async"))],
 )
 @pytest.mark.parametrize("how", ["kill", "power"])
 def test_orbax(mode: str, every: str, how: str) -> None:

@@ -28,7 +28,15 @@ _WRITE, _PWRITE, _WRITEV, _FSYNC, _FDATASYNC, _FTRUNCATE = 1, 18, 20, 74, 75, 77
 _OPEN, _OPENAT, _CREAT = 2, 257, 85
 _RENAME, _RENAMEAT, _RENAMEAT2 = 82, 264, 316
 _MKDIR, _MKDIRAT, _RMDIR, _UNLINK, _UNLINKAT = 83, 258, 84, 87, 263
-_OTHERS = {40: "sendfile", 326: "copy_file_range", 296: "pwritev", 328: "pwritev2", 86: "link", 265: "linkat", 285: "fallocate"}
+_OTHERS = {
+    40: "sendfile",
+    326: "copy_file_range",
+    296: "pwritev",
+    328: "pwritev2",
+    86: "link",
+    265: "linkat",
+    285: "fallocate",
+}
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -183,7 +191,9 @@ class _Tracer:
         elif number == _FTRUNCATE:
             op = Op("truncate", self._of(tid, a[0]), offset=a[1])
         elif number in (_OPEN, _OPENAT, _CREAT):
-            path, flags = (self._path(tid, a[0], a[1]), a[2]) if number == _OPENAT else (self._path(tid, None, a[0]), a[1])
+            path, flags = (
+                (self._path(tid, a[0], a[1]), a[2]) if number == _OPENAT else (self._path(tid, None, a[0]), a[1])
+            )
             creates, truncates = bool(flags & os.O_CREAT), bool(flags & os.O_TRUNC)
             if number == _CREAT or creates or truncates:
                 op = Op("create" if not truncates else "create anew", path)

@@ -22,7 +22,7 @@ from midepoch.errors import CheckpointNotFoundError
 
 
 class VanishedError(CheckpointNotFoundError):
-    """A step that was there a moment ago, and has been removed by another process."""
+    """A step that is not there, or not any more."""
 
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,18})\Z")

@@ -8,12 +8,10 @@ from typing import Any
 
 from midepoch.checkpoint import files, tensors, tree
 from midepoch.checkpoint.arrays import Bytes
-from midepoch.checkpoint.directory import Directory, VanishedError
+from midepoch.checkpoint.directory import Directory
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 from midepoch.world import World
-
-__all__ = ["VanishedError"]
 
 
 def verify(directory: Directory, manifest: Manifest, besides: Collection[str] = ()) -> None:

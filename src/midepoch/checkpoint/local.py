@@ -25,7 +25,7 @@ from typing import Any
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.directory import STALE, STEP, Board, VanishedError
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
+from midepoch.errors import CheckpointDamagedError
 
 # Windows has none: attempts of dead processes are then swept by their age.
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
@@ -78,7 +78,7 @@ class LocalDirectory:
     def manifest(self, step: int) -> Manifest:
         folder = self._folders().get(step)
         if folder is None:
-            raise CheckpointNotFoundError(f"{self.name} has no step {step}")
+            raise VanishedError(f"{self.name} has no step {step}")
         try:
             with _opened(folder, manifests.NAME) as source:
                 if source.size > manifests.LARGEST:
@@ -158,14 +158,10 @@ class LocalDirectory:
                 os.rename(attempt / "files", final)
                 break
             except OSError as problem:
-                if problem.errno not in (
-                    errno.EEXIST,
-                    errno.ENOTEMPTY,
-                    errno.ENOTDIR,
-                    errno.EACCES,
-                ) or not os.path.lexists(final):
+                if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
-            os.rename(final, self._hidden(step, "old"))
+            with suppress(FileNotFoundError):  # another process is replacing it at the same time
+                os.rename(final, self._hidden(step, "old"))
         _sync(self.path)
         self.abandon(step, token)
         self._sweep()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint.directory import STALE, STEP, Board, Process
+from midepoch.checkpoint.directory import STALE, STEP, Board, Process, VanishedError
 from midepoch.checkpoint.files import Source
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, DataNotFoundError
@@ -84,7 +84,7 @@ class RemoteDirectory:
     def manifest(self, step: int) -> Manifest:
         data = self.get(f"step_{step}/{manifests.NAME}")
         if data is None:
-            raise CheckpointNotFoundError(f"{self.name} has no step {step}")
+            raise VanishedError(f"{self.name} has no step {step}")
         found = manifests.from_bytes(data)
         if found.step != step:
             raise CheckpointDamagedError(f"the manifest is that of step {found.step}")

@@ -9,13 +9,14 @@ from typing import Any
 
 from midepoch.checkpoint import loading, parts, rng
 from midepoch.checkpoint.backends import Backend
-from midepoch.checkpoint.directory import Directory
+from midepoch.checkpoint.directory import Directory, VanishedError
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.saving import BACKEND_PART
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
+_LOOKS = 100
 
 
 @dataclass(frozen=True)
@@ -94,20 +95,25 @@ def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World,
 
 def latest(directory: Directory, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded | None:
     """The step that was committed last and is not damaged. Passing over one is logged; all damaged is an error."""
+    for _ in range(_LOOKS):
+        try:
+            return _latest_of(directory, wanted, world, allow_pickle)
+        except VanishedError:  # pruned by another process, which has committed a newer one before
+            continue
+    raise CheckpointError(f"the steps of {directory.name} are removed faster than they can be read.")
+
+
+def _latest_of(directory: Directory, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded | None:
     damaged: list[str] = []
     manifests: list[Manifest] = []
     for step in directory.steps():
         try:
             manifests.append(directory.manifest(step))
-        except loading.VanishedError:
-            continue
         except CheckpointDamagedError as problem:
             damaged.append(f"step {step}: {problem}")
     for manifest in sorted(manifests, key=lambda one: one.sequence, reverse=True):
         try:
             found = load(directory, manifest, wanted, world, allow_pickle)
-        except loading.VanishedError:
-            continue
         except CheckpointDamagedError as problem:
             damaged.append(f"step {manifest.step}: {problem}")
             continue

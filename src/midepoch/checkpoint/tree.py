@@ -205,7 +205,9 @@ def array_kinds(json: Any) -> dict[str, Kind]:
                 visit(inner, depth + 1)
         elif isinstance(node, dict):
             if node.get("$") == "array" and "name" in node:
-                found[_text(node["name"])] = _kind(node)
+                if not isinstance(node["name"], str):
+                    raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
+                found[node["name"]] = _kind(node)
             for inner in node.values():
                 visit(inner, depth + 1)
 
@@ -219,7 +221,7 @@ def decode(json: Any, arrays: Mapping[str, Any], *, allow_pickle: bool = False) 
         return _Decoder(arrays, allow_pickle).value(json)
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, ImportError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, ImportError) as problem:
         raise CheckpointDamagedError(f"a tree of values cannot be read: {problem!r:.200}") from None
 
 

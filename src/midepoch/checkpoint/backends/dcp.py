@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ from midepoch.checkpoint import parts
 from midepoch.checkpoint.backends import ReadJson, Taken
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError
 from midepoch.world import World
-
-# One process is what is meant here, and torch says at every save that it assumes so.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _HARMLESS = {
     ("torch", "Size"),
@@ -65,12 +63,9 @@ class DcpBackend:
             state = pytree.tree_map(_copied, state)
 
         def write(folder: Path) -> None:
-            dcp.save(
-                state,
-                storage_writer=dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False),
-                process_group=self._group,
-                no_dist=self._alone,
-            )
+            writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
+            with _quiet():
+                dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._alone)
 
         return Taken({}, write)
 
@@ -78,13 +73,25 @@ class DcpBackend:
         state = _states(things)
         reader = _Reader(str(folder))
         _check(reader.read_metadata(), state)
-        dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=self._group, no_dist=self._alone)
+        with _quiet():
+            dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=self._group, no_dist=self._alone)
         _give(things, state)
 
     def read(self, folder: Path, name: str, read: ReadJson) -> Any:  # noqa: ARG002
         state: dict[str, Any] = {}
-        _load_state_dict(state, storage_reader=_Reader(str(folder)), planner=_EmptyPlanner(keys={name}), no_dist=True)
+        with _quiet():
+            _load_state_dict(
+                state, storage_reader=_Reader(str(folder)), planner=_EmptyPlanner(keys={name}), no_dist=True
+            )
         return state[name]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """One process is what is meant, and torch says at every save that it assumes so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def make_backend(world: World) -> DcpBackend:
