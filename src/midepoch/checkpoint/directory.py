@@ -33,6 +33,7 @@ STALE = 24 * 3600.0
 class Board(Protocol):
     """Small notes by which ranks find each other: written whole, seen by all after a moment."""
 
+    name: str
     patience: float  # seconds between two looks, at most
 
     def put(self, name: str, data: bytes) -> None: ...
@@ -40,6 +41,8 @@ class Board(Protocol):
     def get(self, name: str) -> bytes | None: ...
 
     def names(self, group: str) -> list[str]: ...
+
+    def groups(self) -> list[str]: ...
 
     def remove(self, names: Sequence[str]) -> None: ...
 

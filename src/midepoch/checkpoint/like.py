@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import bytes_of, is_array, kind_of, make
+from midepoch.checkpoint.arrays import Kind, bytes_of, is_array, kind_of, make
 from midepoch.checkpoint.tree import node_children
 from midepoch.errors import CheckpointMismatchError
 
@@ -78,7 +78,7 @@ def _children(like: Any, children: Mapping[Any, Any], tree: Any, name: str, in_p
 def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
     if not is_array(tree):
         raise _mismatch(name, type(tree).__name__, f"an array of shape {tuple(like.shape)}")
-    ours, theirs = kind_of(like), kind_of(tree)
+    ours, theirs = kind_of(like, distributed=True), kind_of(tree, distributed=True)
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (ours.library == "key") != (theirs.library == "key"):
         raise _mismatch(name, f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}")
     if ours.library == "torch":
@@ -89,8 +89,18 @@ def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
             like[...] = value
             return like
         return value[()] if isinstance(like, np.generic) else value
-    jax = sys.modules["jax"]
-    return jax.device_put(make(ours, bytes_of(tree)), like.sharding)
+    return _jax(like, tree, ours)
+
+
+def _jax(like: Any, tree: Any, kind: Kind) -> Any:
+    """On the devices of ``like``, also where those are several processes'."""
+    jax: Any = sys.modules["jax"]
+    if isinstance(tree, jax.Array) and tree.sharding == like.sharding:
+        return tree
+    if like.is_fully_addressable:
+        return jax.device_put(make(kind, bytes_of(tree)), like.sharding)
+    host = np.asarray(tree)
+    return jax.make_array_from_callback(host.shape, like.sharding, lambda index: host[index])
 
 
 def _torch(like: Any, value: Any, in_place: bool) -> Any:

@@ -211,14 +211,23 @@ class LocalBoard:
     patience = 0.05
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.name = path, str(path.parent)
+
+    def groups(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._path))
+        except FileNotFoundError:
+            return []
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # who left last has just removed the folder
+                temporary.write_bytes(data)
+                os.replace(temporary, path)
+                return
 
     def get(self, name: str) -> bytes | None:
         try:

@@ -54,7 +54,7 @@ class PipelineCheckpoint:
         allow_pickle: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
-        timeout: float = 600.0,
+        timeout: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
     ) -> None:

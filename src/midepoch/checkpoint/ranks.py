@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from midepoch.checkpoint.directory import Board, Process
+from midepoch.checkpoint.directory import STALE, Board, Process
 from midepoch.errors import CheckpointSaveError
 from midepoch.world import World
 
@@ -53,7 +53,7 @@ class Leader:
             if missing and not waiting.pause():
                 raise RankError(
                     f"rank {', '.join(map(str, missing[:8]))} of {self.world.size} did not come to {self.group} within "
-                    f"{self.timeout:g} s: it has died, stands at another step, or does not see {self.board!r}."
+                    f"{self.timeout:g} s: it has died, stands at another step, or does not see {self.board.name}."
                 )
         return {rank: note.get("says") for rank, (_, note) in self._here.items()}
 
@@ -63,9 +63,8 @@ class Leader:
             return
         if what == "join" and number not in self._answered:
             self._answered.add(number)
-            answer = {"token": self.token, "process": Process.here().note()}
-            self.board.put(f"{self.group}/answer-{rank}-{number}", json.dumps(answer).encode())
-        elif what == "here" and number in self._answered and (note := _read(self.board, name)):
+            self.board.put(f"{self.group}/answer-{rank}-{number}", _note(token=self.token))
+        elif what == "here" and (note := _read(self.board, name)).get("token") == self.token:
             self._here[rank] = (number, note)
 
     def gather(self) -> dict[int, Any]:
@@ -90,11 +89,10 @@ class Leader:
 
     def close(self, outcome: dict[str, Any]) -> None:
         """Tell all how it ended."""
-        self.board.put(f"{self.group}/outcome-{self.token}", json.dumps(outcome).encode())
-
-    def forget(self) -> None:
-        """Remove all notes: when the ranks have met again, or will not."""
-        self.board.remove(self.board.names(self.group))
+        self.board.put(f"{self.group}/outcome-{self.token}", _note(**outcome))
+        for group in self.board.groups():
+            left = [name for name in self.board.names(group) if _is_left(_read(self.board, name))]
+            self.board.remove(left)
 
 
 @dataclass
@@ -111,16 +109,14 @@ class Follower:
 
     def join(self, says: Any) -> str:
         """Say that this rank is here; the token of the attempt. Raises RankError."""
-        self.board.put(self._name("join"), b"{}")
+        self.board.put(self._name("join"), _note())
         answer = self._wait_for(self._name("answer"), "answer")
         self.token, self._leader = str(answer["token"]), Process.of(answer.get("process"))
-        note = {"process": Process.here().note(), "says": says}
-        self.board.put(self._name("here"), json.dumps(note).encode())
+        self.board.put(self._name("here"), _note(token=self.token, says=says))
         return self.token
 
     def done(self, says: Any = None, error: str | None = None) -> None:
-        note = {"says": says} if error is None else {"error": error}
-        self.board.put(self._name("done"), json.dumps(note).encode())
+        self.board.put(self._name("done"), _note(says=says) if error is None else _note(error=error))
 
     def outcome(self) -> dict[str, Any]:
         """How it ended; raises RankError if rank 0 failed, has died or says nothing."""
@@ -132,6 +128,9 @@ class Follower:
 
     def _leave(self) -> None:
         self.board.remove([self._name(what) for what in ("join", "answer", "here", "done")])
+        outcome = f"{self.group}/outcome-{self.token}"
+        if self.board.names(self.group) == [outcome]:  # the last to leave
+            self.board.remove([outcome])
 
     def _wait_for(self, name: str, what: str) -> dict[str, Any]:
         waiting = _Waiting(self.timeout, self.board.patience)
@@ -146,7 +145,7 @@ class Follower:
                 self._leave()
                 raise RankError(
                     f"rank 0 did not {what} within {self.timeout:g} s ({self.group}): it has died, stands at another "
-                    f"step, or does not see {self.board!r}."
+                    f"step, or does not see {self.board.name}."
                 )
         return found
 
@@ -193,6 +192,16 @@ def _read(board: Board, name: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _note(**content: Any) -> bytes:
+    return json.dumps({"process": Process.here().note(), "time": time.time(), **content}).encode()
+
+
+def _is_left(note: dict[str, Any]) -> bool:
+    """Whether a note is one of the dead, or so old that it must be."""
+    written = note.get("time")
+    return _is_dead(note) or (isinstance(written, float) and written < time.time() - STALE)
 
 
 def _is_dead(note: dict[str, Any]) -> bool:

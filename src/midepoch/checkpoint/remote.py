@@ -207,7 +207,10 @@ class RemoteBoard:
     patience = 0.5
 
     def __init__(self, directory: RemoteDirectory) -> None:
-        self._directory = directory
+        self._directory, self.name = directory, directory.name
+
+    def groups(self) -> list[str]:
+        return sorted({name.split("/")[1] for name in self._directory.listed(".ranks")})
 
     def put(self, name: str, data: bytes) -> None:
         self._directory.put(f".ranks/{name}", data)

@@ -1,0 +1,341 @@
+"""Checkpoints of several ranks: real processes, real deaths, torchrun, JAX."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
+
+JOB = Path(__file__).with_name("rank_job.py")
+ROWS = 48
+
+
+@pytest.fixture(scope="module")
+def data(make_files: Any) -> str:
+    return str(Path(make_files([20, 28])[0]).parent)
+
+
+def start(folder: Path, data: str, size: int, how: str, step: int = 0, when: str = "") -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, str(JOB), str(folder), data, str(rank), str(size), how, str(step), when],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def run(*arguments: Any, **options: Any) -> list[str]:
+    """What each rank said."""
+    said = []
+    for process in start(*arguments, **options):
+        out, err = process.communicate(timeout=100)
+        said.append(out.strip() or f"rc {process.returncode}: {err[-2000:]}")
+    return said
+
+
+@pytest.mark.parametrize("how", ["save", "async"])
+def test_saved_on_three_restored_on_any_number(how: str, data: str, tmp_path: Path) -> None:
+    assert run(tmp_path, data, 3, how, 10) == ["saved [10]"] * 3
+    assert sorted(os.listdir(tmp_path)) in (["step_10"], [".ranks", "step_10"])
+    files = sorted(os.listdir(tmp_path / "step_10"))
+    assert files == sorted(
+        ["data.json", "model.json", "model.safetensors", "manifest.json", *(f"rng-{r:05d}.json" for r in range(3))]
+    )
+    for size in (1, 2, 4) if how == "save" else (3,):
+        said = run(tmp_path, data, size, "restore")
+        rows: list[int] = []
+        draws = set()
+        for text in said:
+            match = re.fullmatch(r"restored 10 10 10.0 (\[.*\]) (\S+)", text)
+            assert match, text
+            rows += [row for batch in eval(match[1]) for row in batch]
+            draws.add(match[2])
+        assert len(rows) == len(set(rows)) == ROWS - 12, "3 ranks have had 2 batches of 2 rows"
+        assert len(draws) == size, "every rank has a generator of its own"
+
+
+DEATHS = ["1:join", "1:done", "1:outcome", "2:sink", "0:admit", "0:gather", "0:commit", "0:close"]
+
+
+@pytest.mark.parametrize("when", DEATHS)
+def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str, tmp_path: Path) -> None:
+    PipelineCheckpoint(tmp_path).save(step=1)
+    said = run(tmp_path, data, 3, "save", 2, when=when)
+    dead = int(when[0])
+    assert said[dead].startswith("rc -9")
+    checkpoint = PipelineCheckpoint(tmp_path)
+    committed = when in ("0:close", "1:outcome")
+    assert checkpoint.steps() == ([1, 2] if committed else [1])
+    for rank, text in enumerate(said):
+        if rank != dead and when != "1:outcome":
+            assert text.startswith("refused RankError"), said
+    for step in checkpoint.steps():
+        checkpoint.verify(step)
+    assert run(tmp_path, data, 2, "save", 2) == [f"saved {[1, 2]}"] * 2, "the next run, of another size, goes on"
+    left = [name for name in os.listdir(tmp_path) if name != ".ranks"]
+    assert sorted(left) == ["step_1", "step_2"]
+
+
+def test_a_rank_that_stays_away(data: str, tmp_path: Path) -> None:
+    processes = start(tmp_path, data, 2, "save", 1, "alone")
+    processes[1].kill()
+    said = processes[0].communicate(timeout=60)[0]
+    processes[1].communicate()
+    assert "did not come to save-1 within 6 s" in said
+    assert PipelineCheckpoint(tmp_path).steps() == []
+
+
+def test_ranks_at_different_places_are_told(data: str, tmp_path: Path) -> None:
+    said = run(tmp_path, data, 3, "save", 1, when="ahead")
+    assert all(
+        "different places. Rank 0: epoch 0, position 12. Rank 2: epoch 0, position 18" in text for text in said
+    ), said
+    assert PipelineCheckpoint(tmp_path).steps() == []
+
+
+class PerRank:
+    """A pipeline of a user's own, that knows nothing of other ranks."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def threads(size: int, action: Any) -> list[Any]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(action, rank) for rank in range(size)]]
+
+
+def test_pipelines_of_users_keep_a_state_for_each_rank(tmp_path: Path) -> None:
+    threads(
+        3,
+        lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=20).save(PerRank(10 + rank), step=1),
+    )
+
+    def restore(rank: int, size: int) -> int:
+        pipeline = PerRank()
+        PipelineCheckpoint(tmp_path, rank=rank, world_size=size, timeout=20).restore_latest(pipeline)
+        return pipeline.at
+
+    assert threads(3, lambda rank: restore(rank, 3)) == [10, 11, 12]
+    with pytest.raises(CheckpointMismatchError, match="world_size"):
+        threads(2, lambda rank: restore(rank, 2))
+    with pytest.raises(CheckpointMismatchError, match="world_size"):
+        restore(0, 1)
+
+
+def test_many_saves_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=20, keep=2)
+        for step in range(1, 9):
+            checkpoint.save(PerRank(step), step=step)
+
+    threads(3, run)
+    assert PipelineCheckpoint(tmp_path).steps() == [7, 8]
+    assert len(list((tmp_path / ".ranks").rglob("*"))) <= 4 if (tmp_path / ".ranks").exists() else True
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    class Refuses(PerRank):
+        def get_state(self) -> Any:
+            return {"at": np_zeros()}
+
+    def np_zeros() -> Any:
+        import numpy as np
+
+        return np.zeros(1 << 20)
+
+    def save(rank: int) -> str:
+        checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=2, timeout=20)
+        if rank == 1:
+            checkpoint._directory.sink = None  # type: ignore[method-assign, assignment]
+        try:
+            checkpoint.save(Refuses(), step=1)
+        except CheckpointSaveError as problem:
+            return str(problem)
+        return "saved"
+
+    said = threads(2, save)
+    assert "rank 1: TypeError" in said[0] and "not callable" in said[1]
+    assert PipelineCheckpoint(tmp_path).steps() == []
+
+
+def torchrun(script: str, size: int, tmp_path: Path, *arguments: str) -> str:
+    path = tmp_path / "job.py"
+    path.write_text(script)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+        str(path),
+        *arguments,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+DDP = """
+import sys, torch, torch.distributed as dist, midepoch
+from torch.nn.parallel import DistributedDataParallel
+from midepoch.checkpoint import PipelineCheckpoint
+
+folder, data, until = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+loader = midepoch.from_files(data).shuffle(seed=1).select_columns("tokens").loader(batch_size=12 // dist.get_world_size())
+checkpoint = PipelineCheckpoint(folder, keep=2, async_save=sys.argv[4] == "async", timeout=60)
+step = checkpoint.restore_latest(loader, model, optimizer) or 0
+while step < until:
+    for batch in loader:
+        loss = model(batch["tokens"].float() / 50).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        step += 1
+        if step % 2 == 0:
+            checkpoint.save(loader, model, optimizer, step=step)
+        if step == until:
+            break
+checkpoint.wait()
+dist.barrier()
+if dist.get_rank() == 0:
+    print("weights", [round(x, 5) for x in model.module.weight.detach().flatten().tolist()], step, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.slow), "async"])
+def test_under_torchrun_with_ddp_at_other_sizes(how: str, data: str, tmp_path: Path) -> None:
+    whole = torchrun(DDP, 2, tmp_path, str(tmp_path / "whole"), data, "8", how)
+    first = torchrun(DDP, 2, tmp_path, str(tmp_path / "run"), data, "4", how)
+    assert "4\n" in first
+    resumed = torchrun(DDP, 3, tmp_path, str(tmp_path / "run"), data, "8", how)
+    assert resumed == whole, "the global batch is the same, so the weights are"
+    assert PipelineCheckpoint(tmp_path / "run").steps() == [6, 8]
+
+
+FSDP = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
+
+folder, how, mode = sys.argv[1], sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo")
+def make(width=24):
+    torch.manual_seed(dist.get_rank() if how == "restore" else 0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 4))
+    for layer in model: fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+model, optimizer = make()
+checkpoint = PipelineCheckpoint(folder, backend="dcp", async_save=mode == "async", timeout=60)
+def train():
+    model(torch.ones(4, 8)).square().sum().backward(); optimizer.step(); optimizer.zero_grad()
+if how == "save":
+    train()
+    checkpoint.save(None, model, optimizer, step=3)
+    checkpoint.wait()
+else:
+    assert checkpoint.restore_latest(None, model, optimizer) == 3
+    wrong, _ = make(25)
+    try:
+        checkpoint.restore_latest(None, wrong)
+        raise SystemExit("a model of another size was restored")
+    except CheckpointMismatchError as e:
+        pass
+train()
+total = [p.full_tensor().sum().item() for p in model.parameters()]
+if dist.get_rank() == 0:
+    print("sums", [round(x, 4) for x in total], flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
+def test_fsdp2_is_saved_in_shards_and_restored_on_another_number(mode: str, tmp_path: Path) -> None:
+    saved = torchrun(FSDP, 2, tmp_path, str(tmp_path / "run"), "save", mode)
+    assert {"arrays/__0_0.distcp", "arrays/__1_0.distcp"} <= set(
+        PipelineCheckpoint(tmp_path / "run")._manifest(3).files
+    )
+    assert torchrun(FSDP, 3, tmp_path, str(tmp_path / "run"), "restore", mode) == saved
+
+
+JAX = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+rank, size, port, folder, how, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5], sys.argv[6]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import midepoch
+from midepoch.checkpoint import PipelineCheckpoint
+
+mesh = Mesh(np.array(jax.devices()), ("d",))
+spread, copied = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
+def tree(value):
+    full = np.arange(12 * 1000, dtype=np.float32).reshape(12, 1000) * value
+    sharding = spread if backend == "orbax" else copied
+    return {"w": jax.make_array_from_callback(full.shape, sharding, lambda i: full[i]), "key": jax.random.key(value)}
+checkpoint = PipelineCheckpoint(folder, backend=backend, timeout=60)
+assert checkpoint._world == (rank, size), checkpoint._world
+loader = midepoch.from_files(sys.argv[7]).loader(batch_size=2)
+if how == "save":
+    next(iter(loader))
+    checkpoint.save(loader, tree(3), step=7)
+else:
+    model = tree(0)
+    assert checkpoint.restore_latest(loader, model) == 7
+    assert loader.position == 4, loader.position
+    for shard in model["w"].addressable_shards:
+        assert (np.asarray(shard.data) == (np.arange(12000, dtype=np.float32).reshape(12, 1000) * 3)[shard.index]).all()
+    assert model["key"] == jax.random.key(3)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("backend", ["files", "orbax"])
+def test_under_jax_with_several_processes(backend: str, data: str, tmp_path: Path) -> None:
+    import socket
+
+    path = tmp_path / "job.py"
+    path.write_text(JAX)
+    for how, size in (("save", 2), ("restore", 3)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(path), str(rank), str(size), port, str(tmp_path / "run"), how, backend, data],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert "done" in out, err[-3000:]
+    shutil.rmtree(tmp_path / "run")
