@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
+from urllib.parse import unquote
 
 from midepoch.checkpoint import loading, parts, rng, saving
 from midepoch.checkpoint.arrays import is_array
@@ -38,7 +39,7 @@ class PipelineCheckpoint:
         if step % 1000 == 0:
             checkpoint.save(loader, model, optimizer, step=step, metadata={"loss": loss})
 
-    ``directory`` is a folder or an address like ``s3://bucket/run`` (with ``storage_options`` or ``filesystem`` as for
+    ``directory`` is a folder or an address like ``s3://bucket/run`` (with ``storage_options`` as for
     ``from_files``). Every rank makes one and calls ``save`` and ``restore_latest``; rank and world size are found, or
     given. ``keep``: how many of the newest steps stay, or a ``Keep``. ``timeout``: how many seconds ranks wait for each
     other.
@@ -56,9 +57,8 @@ class PipelineCheckpoint:
         world_size: int | None = None,
         timeout: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
     ) -> None:
-        self._directory = _open(directory, storage_options, filesystem)
+        self._directory = _open(directory, storage_options)
         self._keep = keep_from(keep, "PipelineCheckpoint(keep=…)")
         self._given_world = (rank, world_size)
         self._backend_name, self._async, self._allow_pickle = backend, async_save, allow_pickle
@@ -333,16 +333,15 @@ def _wanted(pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] 
     return Wanted(pipeline, models, extra or {}, with_rng)
 
 
-def _open(directory: str | PathLike[str], storage_options: Mapping[str, Any] | None, filesystem: Any) -> Directory:
-    if filesystem is None and "://" not in str(directory):
-        if storage_options:
-            raise ValueError(f"storage_options were given, but {str(directory)!r} is a local folder")
-        return LocalDirectory(directory)
-    from midepoch.checkpoint.remote import RemoteDirectory
-    from midepoch.sources.addresses import resolve
+def _open(directory: str | PathLike[str], storage_options: Mapping[str, Any] | None) -> Directory:
+    address = str(directory)
+    if "://" in address and not address.startswith("file://"):
+        from midepoch.checkpoint.remote import RemoteDirectory
 
-    store, path = resolve(str(directory), storage_options, filesystem)
-    return LocalDirectory(path) if store.local else RemoteDirectory(store, path)
+        return RemoteDirectory(address, storage_options)
+    if storage_options:
+        raise ValueError(f"storage_options were given, but {address!r} is a local folder")
+    return LocalDirectory(unquote(address.removeprefix("file://")) if address.startswith("file://") else directory)
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:

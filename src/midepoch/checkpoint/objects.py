@@ -1,0 +1,145 @@
+"""An object store, by obstore: what a folder of checkpoints needs of it.
+
+Objects appear whole or not at all, and a list shows what was written before it. Passing faults are tried again by
+obstore. (pyarrow, which reads the data, is no good here: it puts an empty object where the last one of a "folder" was
+removed, which some servers take for a file where a folder should be.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from midepoch.errors import FetchError
+
+_PART_BYTES = 16 << 20
+# The names that from_files takes, which are pyarrow's; anything else is handed to obstore as it is.
+_NAMES = {
+    "access_key": "access_key_id",
+    "secret_key": "secret_access_key",
+    "session_token": "session_token",
+    "endpoint_override": "endpoint",
+    "anonymous": "skip_signature",
+}
+
+
+_SECRET = re.compile("secret|token|password|key|credential")
+
+
+class Object(NamedTuple):
+    size: int
+    changed: float
+
+
+class Objects:
+    """Objects below an address like ``s3://bucket/run``. Raises FetchError when all tries have failed."""
+
+    def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as problem:
+            raise ImportError(f'checkpoints in {address} need obstore: pip install "midepoch[store]"') from problem
+        self.name = address.rstrip("/")
+        self._obstore: Any = obstore
+        self._store: Any = from_url(self.name, **_options(self.name, storage_options or {}))
+        self._ranges = True
+        self._secrets = [str(value) for name, value in (storage_options or {}).items() if _SECRET.search(name)]
+
+    def list(self, below: str = "") -> dict[str, Object]:
+        """All objects below a name, by their names."""
+        found = self._call("list", prefix=below or None)
+        return {entry["path"]: Object(entry["size"], entry["last_modified"].timestamp()) for entry in found}
+
+    def size(self, name: str) -> int | None:
+        """The size of an object, or None if there is none."""
+        try:
+            return int(self._call("head", name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def get(self, name: str) -> bytes | None:
+        """A small object, or None."""
+        try:
+            return bytes(self._call("get", name))
+        except FileNotFoundError:
+            return None
+
+    def read_into(self, name: str, data: memoryview, at: int) -> int:
+        """A range of an object; how many bytes came. By one whole read from servers that know no ranges."""
+        if self._ranges:
+            try:
+                came = self._call("get_range", name, start=at, length=len(data))
+                data[: len(came)] = memoryview(came)
+                return len(came)
+            except FetchError as problem:
+                if "non-partial response" not in str(problem):
+                    raise
+                self._ranges = False
+        whole = memoryview(self._call("get", name))[at : at + len(data)]
+        data[: len(whole)] = whole
+        return len(whole)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._call("put", name, data)
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[Any]:
+        """A new object, in parts; there when the context is left without an error."""
+        writer = self._call("open_writer", name, buffer_size=_PART_BYTES)
+        yield writer
+        with self._told(name):
+            writer.close()
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects, as far as they are there."""
+        if names:
+            with suppress(FileNotFoundError):
+                self._call("delete", list(names))
+
+    def _call(self, what: str, *arguments: Any, **options: Any) -> Any:
+        with self._told(arguments[0] if arguments and isinstance(arguments[0], str) else ""):
+            found = getattr(self._obstore, what)(self._store, *arguments, **options)
+            # Lists and bodies come when they are asked for, and so do their errors.
+            return found.collect() if what == "list" else found.bytes() if what == "get" else found
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as problem:
+            text = str(problem).split("\n\nDebug source", 1)[0]
+            for secret in self._secrets:
+                text = text.replace(secret, "***")
+            raise FetchError(f"{self.name}/{name}: {text}") from None
+
+
+def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    options = {_NAMES.get(name, name): value for name, value in given.items()}
+    scheme = options.pop("scheme", None)
+    endpoint = options.get("endpoint")
+    if endpoint and "://" not in str(endpoint):
+        endpoint = options["endpoint"] = f"{scheme or 'https'}://{endpoint}"
+    if str(endpoint or "").startswith("http://"):
+        options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
+    options.setdefault("retry_config", {"max_retries": 6, "retry_timeout": timedelta(minutes=2)})
+    if address.startswith("s3://") and not {"access_key_id", "credential_provider", "skip_signature"} & set(options):
+        provider = _boto3_credentials()
+        if provider is not None:
+            options["credential_provider"] = provider
+    return options
+
+
+def _boto3_credentials() -> Any:
+    """What boto3 finds (profiles, single sign-on), where it is installed: obstore knows fewer places."""
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return Boto3CredentialProvider()
+    except (ImportError, ValueError):
+        return None

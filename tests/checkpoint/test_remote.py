@@ -1,0 +1,215 @@
+"""Checkpoints in an object store: a real S3 server, faults in front of it, and kill -9 before every request."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from store_job import Numbers, model_at, open_at
+
+from midepoch.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointSaveError, Keep, PipelineCheckpoint
+from proxy import Fault, Proxy
+from s3 import Server
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that remembers what it has written for a moment: without, rclone takes seconds to find it again."""
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "bucket").mkdir()
+    with Server(folder, "--dir-cache-time=1s") as server:
+        yield server
+
+
+@pytest.fixture
+def run(s3_server: Server) -> Iterator[Path]:
+    """The folder behind an address that no other test has."""
+    folder = s3_server.folder / "bucket" / secrets.token_hex(8)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def address(run: Path) -> str:
+    return f"s3://bucket/{run.name}"
+
+
+def objects(run: Path) -> list[str]:
+    return sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file())
+
+
+def save(checkpoint: PipelineCheckpoint, step: int, **options: Any) -> None:
+    checkpoint.save(Numbers(step), model_at(step), step=step, metadata={"step": step}, **options)
+
+
+def restored(checkpoint: PipelineCheckpoint) -> int:
+    numbers, model = Numbers(), model_at(0)
+    step = checkpoint.restore_latest(numbers, model)
+    assert step is not None
+    assert numbers.at == step and np.array_equal(model["w"], model_at(step)["w"])
+    return step
+
+
+def test_saving_keeping_and_restoring(s3_server: Server, run: Path, address: str) -> None:
+    checkpoint = open_at(address, s3_server.endpoint, keep=Keep(last=2, every=3))
+    assert checkpoint.restore_latest() is None
+    for step in range(1, 6):
+        save(checkpoint, step)
+        assert restored(checkpoint) == step
+    assert checkpoint.steps() == [3, 4, 5] and checkpoint.latest_step() == 5
+    assert {name.split("/")[0] for name in objects(run)} == {"step_3", "step_4", "step_5"}
+    assert len(objects(run)) == 3 * 5, "data, model twice, rng and a manifest each"
+    checkpoint.verify(4)
+    assert checkpoint.metadata(4) == {"step": 4}
+    save(checkpoint, 4)  # again: the old attempt's objects go
+    assert len(objects(run)) == 3 * 5 and checkpoint.latest_step() == 4
+    checkpoint.delete(3)
+    assert checkpoint.steps() == [4, 5]
+
+
+def test_asynchronously(s3_server: Server, address: str) -> None:
+    with open_at(address, s3_server.endpoint, async_save=True) as checkpoint:
+        for step in (1, 2, 3):
+            save(checkpoint, step)
+    assert restored(open_at(address, s3_server.endpoint)) == 3
+
+
+@pytest.mark.parametrize("backend", ["dcp", "orbax"])
+def test_other_backends(backend: str, s3_server: Server, address: str) -> None:
+    checkpoint = open_at(address, s3_server.endpoint, backend=backend)
+    model = torch.nn.Linear(60, 70)
+    checkpoint.save(Numbers(1), model, step=1)
+    other = torch.nn.Linear(60, 70)
+    assert checkpoint.restore_latest(Numbers(), other) == 1
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "manifest"])
+def test_a_damaged_step_is_passed_over(damage: str, s3_server: Server, run: Path, address: str) -> None:
+    checkpoint = open_at(address, s3_server.endpoint)
+    save(checkpoint, 1)
+    save(checkpoint, 2)
+    name = "manifest.json" if damage == "manifest" else "model.safetensors"
+    path = next((run / "step_2").rglob(name))
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[:-5] if damage == "cut" else data)
+    time.sleep(1.1)  # until the server looks again
+    assert restored(checkpoint) == 1
+    with pytest.raises(CheckpointDamagedError):
+        checkpoint.verify(2)
+
+
+def test_kill_before_every_request(s3_server: Server, run: Path, address: str) -> None:
+    """Each save replaces step 1 by step 2, with pruning, and dies before its n-th request."""
+    number, finished = 0, False
+    while not finished:
+        number += 1
+        assert number < 200
+        first = open_at(address, s3_server.endpoint)
+        save(first, 1, keep=1)
+        with Proxy(s3_server.endpoint) as proxy:
+            job = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("store_job.py")), address, proxy.endpoint, "2"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            )
+            seen = 0
+
+            def fatal(method: str, path: str, job: Any = job, number: int = number) -> bool:
+                nonlocal seen
+                seen += 1
+                if seen == number:
+                    os.kill(job.pid, signal.SIGKILL)
+                return seen >= number
+
+            proxy.add(Fault("reset", times=None, match=fatal))
+            _, errors = job.communicate("go\n", timeout=60)
+        finished = job.returncode == 0
+        assert finished or job.returncode == -signal.SIGKILL, errors[-2000:]
+        again = open_at(address, s3_server.endpoint)
+        assert restored(again) in ((2,) if finished else (1, 2))
+        save(again, 9, keep=1)
+        assert {name.split("/")[0] for name in objects(run)} == {"step_9"}, "swept"
+        again.delete(9)
+    assert number > 10
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "reset"])
+def test_passing_faults_are_survived(kind: str, proxy: Proxy, address: str) -> None:
+    checkpoint = open_at(address, proxy.endpoint)
+    proxy.add(Fault(kind, times=2, match=lambda method, path: method in ("PUT", "POST")))
+    save(checkpoint, 1)
+    assert restored(checkpoint) == 1
+
+
+def test_lasting_faults_leave_what_was_there(proxy: Proxy, s3_server: Server, address: str) -> None:
+    save(open_at(address, s3_server.endpoint), 1)
+    checkpoint = open_at(address, proxy.endpoint)
+    proxy.add(Fault("403", times=None, match=lambda method, path: method in ("PUT", "POST") and "step_2" in path))
+    with pytest.raises(CheckpointSaveError, match=r"(?s)step 2 was not saved.*as they were \(1, up to 1\)"):
+        save(checkpoint, 2)
+    assert restored(open_at(address, s3_server.endpoint)) == 1
+    save(open_at(address, s3_server.endpoint), 3)
+
+
+def test_ranks_meet_in_the_store(s3_server: Server, address: str) -> None:
+    def run(rank: int) -> int:
+        checkpoint = open_at(address, s3_server.endpoint, rank=rank, world_size=3, timeout=60)
+        checkpoint.save(Numbers(rank), model_at(5), step=5)
+        numbers, model = Numbers(), model_at(0)
+        assert checkpoint.restore_latest(numbers, model) == 5
+        assert model["w"][1] == 5
+        return numbers.at
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [0, 1, 2]
+
+
+def test_another_live_process_is_left_alone(s3_server: Server, run: Path, address: str) -> None:
+    other = open_at(address, s3_server.endpoint)._directory
+    other.begin(7, "aa")
+    with other.sink(7, "aa", "half") as sink:
+        sink.write(memoryview(b"x"))
+    checkpoint = open_at(address, s3_server.endpoint)
+    save(checkpoint, 1)
+    assert "step_7/aa/half" in objects(run) and checkpoint.steps() == [1]
+    other.abandon(7, "aa")
+    assert not [name for name in objects(run) if "step_7" in name]
+
+
+def test_a_bucket_that_is_not_there(s3_server: Server) -> None:
+    checkpoint = open_at("s3://no-such-bucket-at-all/run", s3_server.endpoint)
+    with pytest.raises(CheckpointError):
+        save(checkpoint, 1)
+
+
+def test_no_secret_is_written_or_said(proxy: Proxy, run: Path, address: str) -> None:
+    from s3 import SECRET
+
+    checkpoint = open_at(address, proxy.endpoint)
+    save(checkpoint, 1)
+    assert SECRET not in repr(checkpoint)
+    assert not any(SECRET.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
+    proxy.add(Fault("403", times=None))
+    with pytest.raises(Exception) as caught:
+        save(checkpoint, 2)
+    assert SECRET not in str(caught.value)
