@@ -10,7 +10,11 @@ import midepoch
 
 def test_export_list() -> None:
     assert set(midepoch.__all__) == {
+        "CheckpointDamagedError",
+        "CheckpointError",
         "CheckpointMismatchError",
+        "CheckpointNotFoundError",
+        "CheckpointSaveError",
         "ColumnError",
         "CorruptBlockError",
         "DataChangedError",
@@ -19,9 +23,11 @@ def test_export_list() -> None:
         "Dataset",
         "FetchError",
         "FormatError",
+        "Keep",
         "Loader",
         "MapError",
         "MidepochError",
+        "PipelineCheckpoint",
         "Retry",
         "StateError",
         "StructuredDataset",

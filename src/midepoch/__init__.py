@@ -13,10 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from midepoch.checkpoint import Keep, PipelineCheckpoint
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
     from midepoch.errors import (
+        CheckpointDamagedError,
+        CheckpointError,
         CheckpointMismatchError,
+        CheckpointNotFoundError,
+        CheckpointSaveError,
         ColumnError,
         CorruptBlockError,
         DataChangedError,
@@ -39,6 +44,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "Dataset": "midepoch.dataset",
     "Loader": "midepoch.loader",
+    "Keep": "midepoch.checkpoint",
+    "PipelineCheckpoint": "midepoch.checkpoint",
     "Retry": "midepoch.sources.stores",
     "StructuredDataset": "midepoch.compat.structured",
     "from_files": "midepoch.load",
@@ -46,7 +53,11 @@ _WHERE = {
     "load_from_disk": "midepoch.load",
     **dict.fromkeys(
         (
+            "CheckpointDamagedError",
+            "CheckpointError",
             "CheckpointMismatchError",
+            "CheckpointNotFoundError",
+            "CheckpointSaveError",
             "ColumnError",
             "CorruptBlockError",
             "DataChangedError",
@@ -64,7 +75,11 @@ _WHERE = {
 }
 
 __all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
     "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
     "ColumnError",
     "CorruptBlockError",
     "DataChangedError",
@@ -73,9 +88,11 @@ __all__ = [
     "Dataset",
     "FetchError",
     "FormatError",
+    "Keep",
     "Loader",
     "MapError",
     "MidepochError",
+    "PipelineCheckpoint",
     "Retry",
     "StateError",
     "StructuredDataset",

@@ -57,7 +57,9 @@ def test_a_loader_in_an_orbax_checkpoint(small_files: Any, tmp_path: Path) -> No
         manager.wait_until_finished()
         expected = list(passing)
         other = make(small_files)
-        found = manager.restore(3, args=ocp.args.Composite(model=ocp.args.StandardRestore(params), data=DataRestore(other)))
+        found = manager.restore(
+            3, args=ocp.args.Composite(model=ocp.args.StandardRestore(params), data=DataRestore(other))
+        )
         assert jnp.array_equal(found.model["w"], params["w"]) and found.data is other
         assert same(list(other), expected)
         with pytest.raises(CheckpointMismatchError, match="seed"):

@@ -1,7 +1,7 @@
 """The state of a pipeline as an item of an Orbax checkpoint, beside the model that Orbax saves.
 
-    manager.save(step, args=ocp.args.Composite(model=ocp.args.StandardSave(state), data=DataSave(loader)))
-    manager.restore(step, args=ocp.args.Composite(model=…, data=DataRestore(loader)))
+manager.save(step, args=ocp.args.Composite(model=ocp.args.StandardSave(state), data=DataSave(loader)))
+manager.restore(step, args=ocp.args.Composite(model=…, data=DataRestore(loader)))
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, Che
 
 
 class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
-    """Saves and restores anything with ``get_state`` or ``state_dict``: JSON, one file for all processes where one state
+    """Saves and restores anything with ``get_state`` or ``state_dict``: one file for all processes where one state
     holds for all, else one for each.
     """
 
@@ -47,7 +47,7 @@ class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
         return args.item
 
 
-@ocp.args.register_with_handler(DataHandler, for_save=True)  # type: ignore[untyped-decorator]
+@ocp.args.register_with_handler(DataHandler, for_save=True)
 @dataclass
 class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to save: a loader, a dataset, an iterator."""
@@ -55,7 +55,7 @@ class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     item: Any
 
 
-@ocp.args.register_with_handler(DataHandler, for_restore=True)  # type: ignore[untyped-decorator]
+@ocp.args.register_with_handler(DataHandler, for_restore=True)
 @dataclass
 class DataRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to restore into."""
