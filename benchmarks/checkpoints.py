@@ -6,10 +6,8 @@ Everything is measured in turn, in one process, on one disk; the best of several
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -66,16 +64,22 @@ def data_state(folder: Path, repeats: int) -> Measured:
     pq.write_table(pa.table({"x": np.arange(1000)}), folder / "x.parquet")
     loader = midepoch.from_files(folder / "x.parquet").shuffle(seed=1).with_format("numpy").loader(batch_size=8)
     next(iter(loader))
-    checkpoint, orbax = PipelineCheckpoint(folder / "ours", keep=5), ocp.PyTreeCheckpointer()
+    checkpoint, orbax = PipelineCheckpoint(folder / "ours"), ocp.PyTreeCheckpointer()
     # Orbax keeps no None; the rest of the state as it is.
     state = {name: value for name, value in loader.state_dict().items() if value is not None}
     count = iter(range(10**6))
 
     def ours() -> float:
-        return _timed(lambda: checkpoint.save(loader, step=next(count), rng=False))
+        step = next(count)
+        spent = _timed(lambda: checkpoint.save(loader, step=step, rng=False))
+        checkpoint.delete(step)
+        return spent
 
     def theirs() -> float:
-        return _timed(lambda: orbax.save(folder / "theirs" / str(next(count)), state))
+        path = folder / "theirs" / str(next(count))
+        spent = _timed(lambda: orbax.save(path, state))
+        shutil.rmtree(path)
+        return spent
 
     mine, other = _in_turn(20 * repeats, ours, theirs)
     print(f"  data state: {1e3 * mine:.2f} ms, Orbax {1e3 * other:.2f} ms", flush=True)
@@ -112,20 +116,39 @@ def large(folder: Path, nbytes: int, repeats: int) -> list[Measured]:
         flush=True,
     )
 
-    def restore() -> float:
-        empty: dict[str, Any] = {}
-        return _timed(lambda: sync.restore_latest(model=empty, rng=False))
-
-    def load() -> float:
-        return _timed(lambda: torch.load(folder / "torch.pt", mmap=False))
-
-    reading, loading = _in_turn(repeats, restore, load)
+    # As it happens: in a fresh process, whose memory is not there yet.
+    reading, loading = _in_turn(
+        repeats, lambda: _fresh(RESTORE, str(folder / "sync")), lambda: _fresh(LOAD, str(folder / "torch.pt"))
+    )
     print(f"  restore_latest {reading:.2f} s, torch.load {loading:.2f} s", flush=True)
     return [
         Measured("save beside torch.save and fsync", "x", 1.15, save / reference),
         Measured("time blocked by async_save beside a memcpy", "x", 1.2, snapshot / copy),
         Measured("restore_latest with verification beside torch.load", "x", 1.3, reading / loading),
     ]
+
+
+RESTORE = """
+import sys, time, torch
+from midepoch.checkpoint import PipelineCheckpoint
+checkpoint, empty = PipelineCheckpoint(sys.argv[1]), {}
+start = time.perf_counter()
+checkpoint.restore_latest(model=empty, rng=False)
+print(time.perf_counter() - start)
+"""
+
+LOAD = """
+import sys, time, torch
+start = time.perf_counter()
+torch.load(sys.argv[1], mmap=False)
+print(time.perf_counter() - start)
+"""
+
+
+def _fresh(program: str, *arguments: str) -> float:
+    """What a program of its own prints last."""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
 
 
 MEMORY = """
@@ -159,21 +182,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     args = parser.parse_args()
-    print(machine.describe() if hasattr(machine, "describe") else "")
+    print(machine.describe())
     folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="midepoch-checkpoints-"))
     try:
         found = [data_state(folder, args.repeats), *large(folder, args.bytes, args.repeats), memory(folder, args.bytes)]
     finally:
         shutil.rmtree(folder)
     for one in found:
-        print(
-            f"{'passed' if one.passed else 'LOST  '}  {one.bar}: {one.measured:.2f} {one.unit} (at most {one.allowed:g})"
-        )
+        verdict = "passed" if one.passed else "LOST  "
+        print(f"{verdict}  {one.bar}: {one.measured:.2f} {one.unit} (at most {one.allowed:g})")
     if args.json:
         args.json.write_text(json.dumps([{**vars(one), "passed": one.passed} for one in found], indent=1))
 
 
 if __name__ == "__main__":
-    gc.collect()
-    resource.getrusage(resource.RUSAGE_SELF)
     main()

@@ -17,6 +17,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -31,9 +32,12 @@ from midepoch.errors import CheckpointDamagedError
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 
 _HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|old|gone)\Z")
+_OLD = re.compile(_HIDDEN.pattern.replace("saving|old|gone", "old"))
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _NO_LOCKS = -1
+_AHEAD = 128 << 20
+"""Bytes written before the disk is told to begin with them."""
 
 
 class LocalDirectory:
@@ -46,28 +50,34 @@ class LocalDirectory:
         self.name = str(self.path)
         self.board: Board = LocalBoard(self.path / ".ranks")
         self._locks: dict[str, int] = {}
+        self._read: dict[int, tuple[tuple[int, ...], Manifest]] = {}  # by step: what its manifest was when it was read
 
     def steps(self) -> list[int]:
-        return sorted(self._folders())
+        found = {int(match[1]) for name in self._listed() if (match := STEP.match(name) or _OLD.match(name))}
+        return sorted(found)
 
     def _folders(self) -> dict[int, Path]:
         """Where each step lies: in its folder, or where it was put aside while it was being replaced."""
-        found: dict[int, Path] = {}
-        aside: dict[int, Path] = {}
+        found: dict[int, str] = {}
+        aside: dict[int, str] = {}
         for name in self._listed():
             if match := STEP.match(name):
-                found[int(match[1])] = self.path / name
+                found[int(match[1])] = name
             elif (match := _HIDDEN.match(name)) and match[2] == "old":
-                aside[int(match[1])] = self.path / name
-        return {**aside, **found}
+                aside[int(match[1])] = name
+        return {step: self.path / name for step, name in {**aside, **found}.items()}
 
     def sizes(self, manifest: Manifest) -> dict[str, int]:
-        folder = self._folders().get(manifest.step, self.path / f"step_{manifest.step}")
+        folder = self._folder(manifest.step)
         found = {}
         for name in manifest.files:
             with suppress(OSError):
-                found[name] = os.stat(folder / name, follow_symlinks=False).st_size
+                found[name] = os.stat(f"{folder}/{name}", follow_symlinks=False).st_size
         return found
+
+    def _folder(self, step: int) -> Path | None:
+        folder = self.path / f"step_{step}"
+        return folder if folder.is_dir() else self._folders().get(step)
 
     def _listed(self) -> list[str]:
         try:
@@ -76,10 +86,15 @@ class LocalDirectory:
             return []
 
     def manifest(self, step: int) -> Manifest:
-        folder = self._folders().get(step)
+        known = self._read.get(step)
+        with suppress(OSError):
+            if known is not None and known[0] == _signature(f"{self.name}/step_{step}/{manifests.NAME}"):
+                return known[1]
+        folder = self._folder(step)
         if folder is None:
             raise VanishedError(f"{self.name} has no step {step}")
         try:
+            seen = _signature(f"{folder}/{manifests.NAME}")
             with _opened(folder, manifests.NAME) as source:
                 if source.size > manifests.LARGEST:
                     raise CheckpointDamagedError(f"the manifest is {source.size} bytes long")
@@ -92,11 +107,12 @@ class LocalDirectory:
         found = manifests.from_bytes(bytes(data))
         if found.step != step:
             raise CheckpointDamagedError(f"the manifest is that of step {found.step}")
+        self._read[step] = (seen, found)
         return found
 
     @contextmanager
     def source(self, manifest: Manifest, name: str) -> Iterator[_LocalSource]:
-        folder = self._folders().get(manifest.step, self.path / f"step_{manifest.step}")
+        folder = self._folder(manifest.step) or self.path / f"step_{manifest.step}"
         try:
             with _opened(folder, name) as source:
                 yield source
@@ -107,7 +123,7 @@ class LocalDirectory:
 
     @contextmanager
     def fetched(self, manifest: Manifest) -> Iterator[Path]:
-        yield self._folders().get(manifest.step, self.path / f"step_{manifest.step}")
+        yield self._folder(manifest.step) or self.path / f"step_{manifest.step}"
 
     def _attempt(self, step: int, token: str) -> Path:
         return self.path / f".step_{step}.{token}.saving"
@@ -128,12 +144,16 @@ class LocalDirectory:
     @contextmanager
     def sink(self, step: int, token: str, name: str) -> Iterator[_LocalSink]:
         path = self._attempt(step, token) / "files" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if "/" in name:
+            path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_FOLLOW | _BINARY, 0o666)
+        sink = _LocalSink(fd)
         try:
-            yield _LocalSink(fd)
+            yield sink
+            sink.settle()
             os.fsync(fd)
         finally:
+            sink.end()
             os.close(fd)
 
     @contextmanager
@@ -183,9 +203,9 @@ class LocalDirectory:
     def _sweep(self) -> None:
         """Remove what dead processes have left, and put back what one of them had put aside."""
         for name in self._listed():
-            match, path = _HIDDEN.match(name), self.path / name
-            if match is None:
+            if (match := _HIDDEN.match(name)) is None:
                 continue
+            path = self.path / name
             final = self.path / f"step_{match[1]}"
             with suppress(OSError):  # another process is at it, or it stays for the next time
                 if match[2] == "gone" or (match[2] == "old" and final.exists()):
@@ -251,12 +271,32 @@ class LocalBoard:
 
 
 class _LocalSink:
+    """Lets the disk begin with what is there while more comes: the sync at the end has little to do then."""
+
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self._unsynced = fd, 0
+        self._syncer: ThreadPoolExecutor | None = None
+        self._syncing: Future[None] | None = None
 
     def write(self, data: memoryview, /) -> None:
         while len(data):
-            data = data[os.write(self._fd, data) :]
+            came = os.write(self._fd, data)
+            data = data[came:]
+            self._unsynced += came
+        if self._unsynced >= _AHEAD and (self._syncing is None or self._syncing.done()):
+            self.settle()
+            self._unsynced = 0
+            self._syncer = self._syncer or ThreadPoolExecutor(1, thread_name_prefix="midepoch-sync")
+            self._syncing = self._syncer.submit(os.fsync, self._fd)
+
+    def settle(self) -> None:
+        """Wait for what was begun; raises what went wrong, which a later sync may not say again."""
+        if self._syncing is not None:
+            self._syncing.result()
+
+    def end(self) -> None:
+        if self._syncer is not None:
+            self._syncer.shutdown()
 
 
 class _LocalSource:
@@ -290,6 +330,12 @@ def _opened(folder: Path, name: str) -> Iterator[_LocalSource]:
         yield _LocalSource(fd)
     finally:
         os.close(fd)
+
+
+def _signature(path: str) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    found = os.lstat(path)
+    return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:
@@ -329,6 +375,8 @@ def _sync(path: Path) -> None:
 
 def _make_durably(folder: Path) -> None:
     """Make a folder and those it lies in, as far as they are not there."""
+    if folder.is_dir():
+        return
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:

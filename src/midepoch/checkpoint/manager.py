@@ -102,9 +102,7 @@ class PipelineCheckpoint:
         job = self._job(number, pipeline, model, optimizer, metadata, extra, rng, world)
 
         def run() -> None:
-            committed = saving.save(self._directory, job, world, self._timeout)
-            if committed is not None:
-                self._prune(rules)
+            self._prune(saving.save(self._directory, job, world, self._timeout), rules)
 
         if self._async:
             job.parts = self._snapshots.take(job.parts)
@@ -156,9 +154,9 @@ class PipelineCheckpoint:
     def _encoded(self, value: Any, name: str, inline: int = INLINE) -> Encoded:
         return encode(value, name, allow_pickle=self._allow_pickle, inline=inline)
 
-    def _prune(self, rules: Keep) -> None:
+    def _prune(self, manifests: list[Manifest], rules: Keep) -> None:
         """Drop what no rule wants. The newest step that is whole stays; without one, everything does."""
-        good = [found for found in saving.readable(self._directory) if self._is_whole(found)]
+        good = [found for found in manifests if self._is_whole(found)] if rules != Keep() else []
         for step in rules.dropped(good, time.time()):
             try:
                 self._directory.remove(step)

@@ -46,13 +46,16 @@ class Job:
     """What the backend has to write, on all ranks."""
 
 
-def save(directory: Directory, job: Job, world: World, timeout: float) -> Manifest | None:
-    """Write and commit a step: its manifest, on rank 0. Raises CheckpointSaveError; what was there is as it was."""
+def save(directory: Directory, job: Job, world: World, timeout: float) -> list[Manifest]:
+    """Write and commit a step: on rank 0 the manifests that there are then, this one last.
+
+    Raises CheckpointSaveError; what was there is as it was.
+    """
     started = time.monotonic()
     try:
         if world.rank:
             _follow(directory, job, world, timeout)
-            return None
+            return []
         found = _lead(directory, job, world, timeout)
     except (CheckpointSaveError, KeyboardInterrupt, SystemExit):
         raise
@@ -61,7 +64,7 @@ def save(directory: Directory, job: Job, world: World, timeout: float) -> Manife
             f"step {job.step} was not saved to {directory.name}: {problem}. {_intact(directory)}"
         ) from problem
     seconds = time.monotonic() - started
-    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, found.nbytes / 1e6, seconds, directory.name)
+    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, found[-1].nbytes / 1e6, seconds, directory.name)
     return found
 
 
@@ -73,11 +76,11 @@ def _intact(directory: Directory) -> str:
     return f"The steps saved before are as they were ({len(steps)}, up to {steps[-1]})." if steps else "There are none."
 
 
-def _lead(directory: Directory, job: Job, world: World, timeout: float) -> Manifest:
+def _lead(directory: Directory, job: Job, world: World, timeout: float) -> list[Manifest]:
     token = secrets.token_hex(8)
     directory.begin(job.step, token)
     meeting = Leader(directory.board, f"save-{job.step}", world, timeout, token) if world.size > 1 else None
-    committed: list[Manifest] = []
+    found: list[Manifest] = []
 
     def action() -> dict[str, Any]:
         if meeting is not None:
@@ -86,9 +89,10 @@ def _lead(directory: Directory, job: Job, world: World, timeout: float) -> Manif
         if meeting is not None:
             for says in meeting.gather().values():
                 files |= {name: Sums(size, tuple(crc32)) for name, (size, crc32) in says.items()}
-        found = _manifest(directory, job, token, world, files)
-        directory.commit(job.step, token, manifests.to_bytes(found, _words(found.time)))
-        committed.append(found)
+        found.extend(one for one in readable(directory) if one.step != job.step)
+        new = _manifest(directory, job, token, world, files, max((one.sequence for one in found), default=0) + 1)
+        directory.commit(job.step, token, manifests.to_bytes(new, _words(new.time)))
+        found.append(new)
         return {"step": job.step}
 
     try:
@@ -96,7 +100,7 @@ def _lead(directory: Directory, job: Job, world: World, timeout: float) -> Manif
     except BaseException:
         directory.abandon(job.step, token)
         raise
-    return committed[0]
+    return found
 
 
 def _follow(directory: Directory, job: Job, world: World, timeout: float) -> None:
@@ -181,11 +185,12 @@ class _Nowhere:
         pass
 
 
-def _manifest(directory: Directory, job: Job, token: str, world: World, files: dict[str, Sums]) -> Manifest:
-    sequences = [found.sequence for found in readable(directory)]
+def _manifest(
+    directory: Directory, job: Job, token: str, world: World, files: dict[str, Sums], sequence: int
+) -> Manifest:
     return Manifest(
         step=job.step,
-        sequence=max(sequences, default=0) + 1,
+        sequence=sequence,
         time=time.time(),
         backend=job.backend,
         world_size=world.size,
