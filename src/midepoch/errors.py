@@ -87,7 +87,7 @@ class CheckpointMismatchError(StateError):
         super().__init__(
             f"the state does not belong here: {field} differs.\n"
             f"  saved:   {saved!r}\n  current: {current!r}\n  likely cause: {cause}\n"
-            "Nothing was changed. Rebuild the dataset as it was when the state was saved, or start without the state."
+            "Nothing was changed. Build everything as it was when the state was saved, or start without the state."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

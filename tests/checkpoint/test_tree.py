@@ -282,12 +282,13 @@ def test_hostile_trees_are_refused(json: Any) -> None:
 
 def test_templates_refuse_what_does_not_fit() -> None:
     for like, tree in [
-        ({"a": 1}, {"b": 1}),
+        ({"a": np.zeros(3), "b": 1}, {"a": np.zeros(3)}),
         ({"a": np.zeros(3)}, {"a": np.zeros(4)}),
         ({"a": np.zeros(3)}, {"a": np.zeros(3, np.int32)}),
         ({"a": np.zeros(3)}, {"a": 1}),
         ({"a": 1}, {"a": np.zeros(3)}),
-        ([1, 2], [1]),
+        ([1, 2], {"x": 1}),
+        ([np.zeros(1)], [np.zeros(1), np.zeros(1)]),
         ((1, 2), {"x": 1}),
         (Pair(1, 2), {"left": 1}),
     ]:

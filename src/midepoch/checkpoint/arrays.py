@@ -43,6 +43,7 @@ class Kind:
     dtype: str
     shape: tuple[int, ...]
     impl: str = ""
+    weak: bool = False  # a JAX number that takes the dtype of what it meets
 
     @property
     def nbytes(self) -> int:
@@ -64,11 +65,13 @@ def is_array(value: Any) -> bool:
 def kind_of(value: Any, *, distributed: bool = False) -> Kind:
     """What an array is. Raises UnsupportedError, with the way out, for what cannot be kept as bytes."""
     if _is_torch(value):
-        return _kind_of_torch(value)
+        return _kind_of_torch(value, distributed)
     if _is_jax(value):
         return _kind_of_jax(value, distributed)
-    if value.dtype.hasobject or value.dtype.names:
+    if value.dtype.hasobject or value.dtype.names or value.dtype.type is np.void:
         raise UnsupportedError(f"a numpy array of dtype {value.dtype}")
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedError("a masked numpy array")
     return Kind("numpy", _dtype_name(value.dtype), tuple(value.shape))
 
 
@@ -101,7 +104,9 @@ def make(kind: Kind, data: Bytes) -> Any:
         import jax
     except ImportError:
         return array
-    copied = jax.numpy.array(array)
+    copied = jax.numpy.asarray(array.item()) if kind.weak and not kind.shape else jax.numpy.array(array)
+    if copied.dtype != array.dtype:
+        return array  # 64 bits, where JAX has been told to have 32: to be refused, not to be cut
     return jax.random.wrap_key_data(copied, impl=kind.impl) if kind.library == "key" else copied
 
 
@@ -120,9 +125,9 @@ def _is_key(value: Any) -> bool:
     return bool(jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
-def _kind_of_torch(tensor: Any) -> Kind:
+def _kind_of_torch(tensor: Any, distributed: bool) -> Kind:
     torch: Any = sys.modules["torch"]
-    if type(tensor).__name__ == "DTensor":
+    if type(tensor).__name__ == "DTensor" and not distributed:
         raise UnsupportedError('a sharded tensor (DTensor), which PipelineCheckpoint(…, backend="dcp") keeps')
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedError(f"a {'quantized' if tensor.is_quantized else 'sparse'} tensor")
@@ -138,7 +143,7 @@ def _kind_of_jax(array: Any, distributed: bool) -> Kind:
     if _is_key(array):
         data = jax.random.key_data(array)
         return Kind("key", str(data.dtype), tuple(data.shape), str(jax.random.key_impl(array)))
-    return Kind("jax", _dtype_name(array.dtype), tuple(array.shape))
+    return Kind("jax", _dtype_name(array.dtype), tuple(array.shape), weak=bool(array.weak_type and not array.shape))
 
 
 def _torch_over(kind: Kind, data: Bytes) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import Kind, bytes_of, is_array, kind_of, make
+from midepoch.checkpoint.arrays import Kind, UnsupportedError, bytes_of, is_array, kind_of, make
 from midepoch.checkpoint.tree import node_children
 from midepoch.errors import CheckpointMismatchError
 
@@ -20,6 +20,8 @@ def imposed(like: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
     """
     if is_array(like):
         return _array(like, tree, name, in_place)
+    if _is_plain(like):
+        return _plain(like, tree, name, in_place)
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         values = _children(like, dict(zip(like._fields, like, strict=True)), tree, name, in_place)
         return type(like)(**values)
@@ -32,8 +34,34 @@ def imposed(like: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
         jax = sys.modules["jax"]
         structure = jax.tree_util.tree_structure(like, is_leaf=lambda inner: inner is not like)
         return jax.tree_util.tree_unflatten(structure, list(values.values()))
-    if is_array(tree) and tree.ndim and not isinstance(like, (list, tuple)):
-        raise _mismatch(name, "an array", type(like).__name__)
+    return tree
+
+
+def _is_plain(like: Any) -> bool:
+    """Whether there is neither an array nor a class in it: what is saved may then be longer, or more."""
+    if type(like) is dict:
+        return all(map(_is_plain, like.values()))
+    if type(like) in (list, tuple):
+        return all(map(_is_plain, like))
+    return not is_array(like) and not hasattr(like, "_fields") and node_children(like) is None
+
+
+def _plain(like: Any, tree: Any, name: str, in_place: bool) -> Any:
+    if like is None:
+        return tree
+    if isinstance(like, dict) and isinstance(tree, Mapping):
+        if not in_place:
+            return dict(tree)
+        like.clear()
+        like.update(tree)
+        return like
+    if isinstance(like, list) and isinstance(tree, list):
+        if not in_place:
+            return list(tree)
+        like[:] = tree
+        return like
+    if isinstance(like, (dict, list)) or isinstance(tree, (Mapping, list)) or (is_array(tree) and tree.ndim):
+        raise _mismatch(name, type(tree).__name__, type(like).__name__)
     return tree
 
 
@@ -63,22 +91,24 @@ def _children(like: Any, children: Mapping[Any, Any], tree: Any, name: str, in_p
         tree = dict(zip(children, tree, strict=False)) if len(tree) == len(children) else {}
     if not isinstance(tree, Mapping):
         raise _mismatch(name, type(tree).__name__, type(like).__name__)
-    if not children and not tree:
-        return {}
-    if not children and isinstance(like, dict):
-        return dict(tree)  # an empty dict takes everything: what a fresh optimizer's state looks like
-    by_text = {str(key): value for key, value in tree.items()}
-    if set(by_text) != {str(key) for key in children}:
-        raise _mismatch(name, sorted(by_text)[:8], sorted(map(str, children))[:8])
-    return {
-        key: imposed(child, by_text[str(key)], f"{name}.{key}", in_place=in_place) for key, child in children.items()
-    }
+    if set(tree) != set(children):  # numbers are texts in the names of JAX's nodes
+        tree = {str(key): value for key, value in tree.items()}
+        if set(tree) != {str(key) for key in children}:
+            raise _mismatch(name, sorted(tree)[:8], sorted(map(str, children))[:8])
+        children = {str(key): child for key, child in children.items()} if not isinstance(like, dict) else children
+        return {
+            key: imposed(child, tree[str(key)], f"{name}.{key}", in_place=in_place) for key, child in children.items()
+        }
+    return {key: imposed(child, tree[key], f"{name}.{key}", in_place=in_place) for key, child in children.items()}
 
 
 def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
     if not is_array(tree):
         raise _mismatch(name, type(tree).__name__, f"an array of shape {tuple(like.shape)}")
-    ours, theirs = kind_of(like, distributed=True), kind_of(tree, distributed=True)
+    try:
+        ours, theirs = kind_of(like, distributed=True), kind_of(tree, distributed=True)
+    except UnsupportedError:  # a sparse tensor or the like, by pickle: it takes the place of the one there is
+        return tree
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (ours.library == "key") != (theirs.library == "key"):
         raise _mismatch(name, f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}")
     if ours.library == "torch":
@@ -95,7 +125,7 @@ def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
 def _jax(like: Any, tree: Any, kind: Kind) -> Any:
     """On the devices of ``like``, also where those are several processes'."""
     jax: Any = sys.modules["jax"]
-    if isinstance(tree, jax.Array) and tree.sharding == like.sharding:
+    if isinstance(tree, jax.Array) and tree.sharding == like.sharding and tree.weak_type == like.weak_type:
         return tree
     if like.is_fully_addressable:
         return jax.device_put(make(kind, bytes_of(tree)), like.sharding)

@@ -100,8 +100,8 @@ class LocalDirectory:
                     raise CheckpointDamagedError(f"the manifest is {source.size} bytes long")
                 data = bytearray(source.size)
                 source.read_into(memoryview(data), 0)
-        except FileNotFoundError:
-            if not folder.is_dir():
+        except (FileNotFoundError, NotADirectoryError):
+            if not os.path.lexists(folder):
                 raise VanishedError(f"step {step} has just been removed from {self.name}") from None
             raise CheckpointDamagedError("there is no manifest") from None
         found = manifests.from_bytes(bytes(data))
@@ -134,7 +134,9 @@ class LocalDirectory:
         attempt = self._attempt(step, token)
         while True:
             os.mkdir(attempt)
-            lock = _lock(attempt, wait=True)
+            lock = None
+            with suppress(FileNotFoundError):
+                lock = _lock(attempt, wait=True)
             if attempt.exists():  # else another process has taken it for a dead one's before it was locked
                 break
             _unlock(lock)

@@ -125,6 +125,7 @@ class PipelineCheckpoint:
         with_rng: bool,
         world: World,
     ) -> saving.Job:
+        parts.check_saveable(pipeline, {"model": model, "optimizer": optimizer}, extra)
         things = {"model": model, "optimizer": optimizer}
         things = {name: thing for name, thing in things.items() if thing is not None}
         extras = {f"extra.{checked_name(name)}": thing for name, thing in (extra or {}).items()}
@@ -138,7 +139,7 @@ class PipelineCheckpoint:
             job.about["data"] = parts.class_of(pipeline)
             job.state = job.parts[part].json if everyone and world.size > 1 else None
         if self._backend is not None and things:
-            taken = self._backend.take(things, self._async)
+            taken = self._backend.take(things, copy=self._async, allow_pickle=self._allow_pickle)
             job.parts |= taken.parts
             job.write_arrays = taken.write
         own = extras if self._backend is not None else {**things, **extras}
@@ -184,7 +185,14 @@ class PipelineCheckpoint:
         it belongs to other data, another pipeline or model: CheckpointMismatchError, and nothing is restored.
         """
         self._background.wait()
-        loaded = self._agreed_latest(_wanted(pipeline, model, optimizer, extra, rng))
+        wanted = _wanted(pipeline, model, optimizer, extra, rng)
+        try:
+            loaded = self._agreed_latest(wanted)
+        except PermissionError as problem:
+            if self._world.size == 1:
+                raise
+            _log.warning("the ranks cannot meet in %s (%s): each looks for itself", self._directory.name, problem)
+            loaded = latest(self._directory, wanted, self._world, self._allow_pickle)
         if loaded is None:
             return None
         loaded.restore(self._backend_of)
@@ -220,7 +228,10 @@ class PipelineCheckpoint:
             loading.verify(self._directory, manifest)
             with self._directory.fetched(manifest) as folder:
                 tree = self._backend_of(manifest).read(
-                    folder / saving.BACKEND_PART, part, lambda name: loading.read_json(self._directory, manifest, name)
+                    folder / saving.BACKEND_PART,
+                    part,
+                    lambda name: loading.read_json(self._directory, manifest, name),
+                    allow_pickle=self._allow_pickle,
                 )
             return tree if like is None else imposed(like, tree, part)
         if name == "data":

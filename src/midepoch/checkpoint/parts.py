@@ -11,28 +11,32 @@ from typing import Any
 
 from midepoch.checkpoint.arrays import is_array, kind_of
 from midepoch.checkpoint.like import imposed
-from midepoch.errors import CheckpointMismatchError
-from midepoch.typing import Stateful
+from midepoch.errors import CheckpointMismatchError, StateError
 
 
 def tree_of(thing: Any) -> Any:
     """The values to save of a pipeline, model, optimizer, stateful or tree."""
     thing = unwrapped(thing)
-    if _has(thing, "get_state", "set_state"):
-        return thing.get_state()
-    if isinstance(thing, Stateful):
-        return thing.state_dict()
     if (nnx := _nnx_of(thing)) is not None:
         state = thing if isinstance(thing, nnx.State) else nnx.state(thing)
         return nnx.to_pure_dict(state)
-    return thing
+    if _is_iterator(thing):
+        return thing.get_state()
+    return thing.state_dict() if _is_stateful(thing) else thing
 
 
 def check(thing: Any, tree: Any, name: str) -> None:
     """Raise CheckpointMismatchError if this tree cannot be restored into that thing. Changes nothing."""
     thing = unwrapped(thing)
     if _has(thing, "check_state"):
-        thing.check_state(tree)
+        try:
+            thing.check_state(tree)
+        except CheckpointMismatchError:
+            raise
+        except StateError as problem:
+            raise CheckpointMismatchError(
+                name, f"{tree!r:.120}", class_of(thing), f"another pipeline: {problem}"
+            ) from None
     elif _has(getattr(thing, "dataset", None), "check_state"):
         for inner in _states_in(tree):  # a StatefulDataLoader, which would complain only at its first batch
             thing.dataset.check_state(inner)
@@ -40,7 +44,7 @@ def check(thing: Any, tree: Any, name: str) -> None:
         _check_arrays(thing.state_dict(), tree, name)
     elif _is_torch(thing, "optim.Optimizer"):
         _check_optimizer(thing, tree, name)
-    elif not _has(thing, "get_state", "set_state") and not isinstance(thing, Stateful):
+    elif _nnx_of(thing) is not None or not (_is_iterator(thing) or _is_stateful(thing)):
         imposed(tree_of(thing), tree, name)
         if _nnx_of(thing) is None and not isinstance(thing, (MutableMapping, list)) and not _is_mutable_array(thing):
             raise TypeError(
@@ -53,11 +57,11 @@ def check(thing: Any, tree: Any, name: str) -> None:
 def give(thing: Any, tree: Any, name: str) -> None:
     """Restore a tree into a thing that it fits."""
     thing = unwrapped(thing)
-    if _has(thing, "get_state", "set_state"):
+    if (nnx := _nnx_of(thing)) is None and _is_iterator(thing):
         thing.set_state(tree)
-    elif isinstance(thing, Stateful):
+    elif nnx is None and _is_stateful(thing):
         thing.load_state_dict(tree)
-    elif (nnx := _nnx_of(thing)) is not None:
+    elif nnx is not None:
         state = thing if isinstance(thing, nnx.State) else nnx.state(thing)
         nnx.replace_by_pure_dict(state, imposed(nnx.to_pure_dict(state), tree, name))
         if state is not thing:
@@ -90,8 +94,44 @@ def is_global(pipeline: Any, state: Any) -> bool:
     return bool(getattr(pipeline, "state_is_global", False)) and isinstance(state, Mapping)
 
 
+def is_known_by_class(thing: Any) -> bool:
+    """Whether nothing but its class says what a state belongs to: it takes any, and checks none."""
+    thing = unwrapped(thing)
+    if _nnx_of(thing) is not None or _is_torch(thing, "nn.Module") or _is_torch(thing, "optim.Optimizer"):
+        return False
+    return (_is_iterator(thing) or _is_stateful(thing)) and not _has(thing, "check_state")
+
+
+def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None:
+    """Raise TypeError for arguments that are something else than their names say."""
+    if pipeline is not None and (
+        _is_torch(pipeline, "nn.Module") or not (_is_iterator(pipeline) or _is_stateful(pipeline))
+    ):
+        raise TypeError(
+            f"pipeline: a {type(pipeline).__qualname__} cannot say where it stands. Expected a loader, dataset or "
+            "iterator with get_state and set_state, or state_dict and load_state_dict (of midepoch; torchdata's "
+            "StatefulDataLoader instead of a DataLoader; a class of your own). Models go into model=…"
+        )
+    for name, thing in models.items():
+        if isinstance(thing, (int, float, str, bytes, type)):
+            raise TypeError(f"{name}: expected a model, an optimizer or a tree of arrays, got {thing!r:.80}")
+        if _has(thing, "check_state"):
+            raise TypeError(f"{name}: a {type(thing).__qualname__} is a pipeline: save(pipeline, model, optimizer)")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra: expected a dict of names and what to save by them, got a {type(extra).__qualname__}")
+
+
 def _has(thing: Any, *names: str) -> bool:
-    return not isinstance(thing, type) and all(callable(getattr(thing, name, None)) for name in names)
+    """Whether its class has these methods: some objects pretend to have anything (nnx.Rngs)."""
+    return all(callable(getattr(type(thing), name, None)) for name in names)
+
+
+def _is_iterator(thing: Any) -> bool:
+    return _has(thing, "get_state", "set_state") and not _is_torch(thing, "nn.Module")
+
+
+def _is_stateful(thing: Any) -> bool:
+    return _has(thing, "state_dict", "load_state_dict")
 
 
 def _is_torch(thing: Any, kind: str) -> bool:
@@ -136,14 +176,19 @@ def _check_arrays(current: Mapping[str, Any], saved: Any, name: str) -> None:
     if missing or unknown:
         raise CheckpointMismatchError(
             f"{name}, keys",
-            _few(unknown, "has, and the current has not"),
-            _few(missing, "has, and the saved has not"),
-            "another model, or other layers in it",
+            _few(unknown),
+            _few(missing),
+            "another model, or other layers in it (listed is what only one of them has)",
         )
+    torch: Any = sys.modules["torch"]
     for key, value in current.items():
-        shapes = tuple(getattr(value, "shape", ())), tuple(getattr(saved[key], "shape", ()))
-        if shapes[0] != shapes[1]:
-            raise CheckpointMismatchError(f"{name}, shape of {key}", shapes[1], shapes[0], "a model of another size")
+        if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+            continue
+        other = saved[key]
+        ours = f"{value.dtype} {tuple(value.shape)}"
+        theirs = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, torch.Tensor) else type(other).__name__
+        if ours != theirs:
+            raise CheckpointMismatchError(f"{name}, {key}", theirs, ours, "a model of another size or dtype")
 
 
 def _check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
@@ -155,6 +200,10 @@ def _check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
         }
     except (TypeError, KeyError, AttributeError):
         raise CheckpointMismatchError(name, "no optimizer's state", "an optimizer", "another kind of object") from None
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        ours, theirs = sorted(set(group) - set(other)), sorted(set(other) - set(group))
+        if ours and theirs:  # one of them alone may be another version of torch
+            raise CheckpointMismatchError(f"{name}, settings", theirs, ours, "another kind of optimizer")
     groups = [group["params"] for group in optimizer.param_groups]
     if sizes != [len(group) for group in groups]:
         raise CheckpointMismatchError(
@@ -167,6 +216,5 @@ def _check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
                 raise CheckpointMismatchError(f"{name}, {inner} of parameter {number}", found, shape, "another model")
 
 
-def _few(names: list[str], what: str) -> str:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{what} {shown}" if names else "nothing more"
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

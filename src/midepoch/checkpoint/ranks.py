@@ -14,6 +14,7 @@ when rank 0 has answered to that number.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from midepoch.errors import CheckpointSaveError
 from midepoch.world import World
 
 _FIRST_PAUSE = 0.001
+_LONG = 15.0
+_log = logging.getLogger("midepoch")
 
 
 class RankError(CheckpointSaveError):
@@ -50,6 +53,14 @@ class Leader:
             for name in self.board.names(self.group):
                 self._look_at(name)
             missing = sorted(set(range(1, self.world.size)) - set(self._here))
+            if missing and waiting.is_long():
+                _log.warning(
+                    "%s: waiting for rank %s of %d. Every rank has to call save and restore_latest; a process that "
+                    "does so alone makes its PipelineCheckpoint with rank=0, world_size=1.",
+                    self.group,
+                    ", ".join(map(str, missing[:8])),
+                    self.world.size,
+                )
             if missing and not waiting.pause():
                 raise RankError(
                     f"rank {', '.join(map(str, missing[:8]))} of {self.world.size} did not come to {self.group} within "
@@ -141,6 +152,8 @@ class Follower:
                 raise RankError(f"rank 0 has died before it could {what} ({self.group}).")
             if dead:
                 break
+            if waiting.is_long():
+                _log.warning("%s: rank %d waits for rank 0 to %s", self.group, self.world.rank, what)
             if not waiting.pause():
                 self._leave()
                 raise RankError(
@@ -158,6 +171,14 @@ class _Waiting:
 
     def __init__(self, timeout: float, longest: float) -> None:
         self._end, self._longest, self._next = time.monotonic() + timeout, longest, _FIRST_PAUSE
+        self._long = time.monotonic() + _LONG
+
+    def is_long(self) -> bool:
+        """True once, when it has become long."""
+        if time.monotonic() < self._long:
+            return False
+        self._long = float("inf")
+        return True
 
     def pause(self) -> bool:
         if time.monotonic() > self._end:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from midepoch.checkpoint import loading, parts, rng
-from midepoch.checkpoint.backends import Backend
+from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.directory import Directory, VanishedError
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.saving import BACKEND_PART
@@ -39,23 +40,30 @@ class Loaded:
     models: Mapping[str, Any]  # those that a backend restores
     generators: Callable[[], None] | None
     read_json: Callable[[str], Any]
+    allow_pickle: bool
 
     def restore(self, backend_of: Callable[[Manifest], Backend]) -> None:
         """Restore everything, or raise and leave the pipeline as it was. CheckpointMismatchError if it does not fit."""
         for name, thing, tree in self.trees:
+            _check_class(self.manifest, name, thing)
             parts.check(thing, tree, name)
+        models: list[Restorable] = []
+        if self.models:
+            backend = backend_of(self.manifest)
+            with self.directory.fetched(self.manifest) as folder:
+                models = backend.load(
+                    folder / BACKEND_PART, self.models, self.read_json, allow_pickle=self.allow_pickle
+                )
         undo: list[Callable[[], None]] = []
         try:
             for name, thing, tree in self.trees:
                 if name == "data":
                     undo.append(_undo(thing))
                     parts.give(thing, tree, name)
-            if self.models:
-                with self.directory.fetched(self.manifest) as folder:
-                    backend_of(self.manifest).restore(folder / BACKEND_PART, self.models, self.read_json)
-            for name, thing, tree in self.trees:
-                if name != "data":
-                    _give(self.manifest, name, thing, tree)
+                else:
+                    _give(self.manifest, name, partial(parts.give, thing, tree, name))
+            for model in models:
+                _give(self.manifest, model.name, model.give)
         except BaseException:
             for back in undo:
                 back()
@@ -90,6 +98,7 @@ def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World,
         {} if own else wanted.models,
         generators,
         lambda part: loading.read_json(directory, manifest, part),
+        allow_pickle,
     )
 
 
@@ -135,9 +144,23 @@ def _undo(pipeline: Any) -> Callable[[], None]:
     return lambda: parts.give(pipeline, before, "data")
 
 
-def _give(manifest: Manifest, name: str, thing: Any, tree: Any) -> None:
+def _check_class(manifest: Manifest, name: str, thing: Any) -> None:
+    """Raise CheckpointMismatchError for the state of another class, where nothing else would tell them apart."""
+    saved = manifest.parts.get(name if name in ("data", "model", "optimizer") else f"extra.{name}")
+    current = parts.class_of(thing)
+    # By the last name: a script's own classes lie in another module when they are imported.
+    if parts.is_known_by_class(thing) and isinstance(saved, str) and saved.split(".")[-1] != current.split(".")[-1]:
+        raise CheckpointMismatchError(
+            f"the class of {name}",
+            saved,
+            current,
+            "another class (if it was only renamed, take its state from PipelineCheckpoint.read)",
+        )
+
+
+def _give(manifest: Manifest, name: str, give: Callable[[], None]) -> None:
     try:
-        parts.give(thing, tree, name)
+        give()
     except CheckpointMismatchError:
         raise
     except Exception as problem:

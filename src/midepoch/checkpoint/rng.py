@@ -22,7 +22,8 @@ def capture() -> dict[str, Any]:
     if torch is not None:
         state["torch"] = {"cpu": torch.get_rng_state()}
         for kind in _devices(torch):
-            state["torch"][kind] = _device_states(torch, kind)
+            if kind == "mps" or getattr(torch, kind).is_initialized():  # else nothing was drawn there yet
+                state["torch"][kind] = _device_states(torch, kind)
     return state
 
 
@@ -30,7 +31,7 @@ def checked(state: Any) -> dict[str, Any]:
     """A captured state, or CheckpointDamagedError: what sets the generators must not stop half way."""
     try:
         random.Random().setstate((state["python"]["version"], tuple(map(int, state["python"]["state"])), None))
-        np.random.RandomState().set_state(state["numpy"])
+        _bit_generator(state["numpy"]).state = state["numpy"]
         return dict(state)
     except (KeyError, TypeError, ValueError, IndexError) as problem:
         raise CheckpointDamagedError(f"the state of the random generators cannot be read: {problem!r:.200}") from None
@@ -40,6 +41,8 @@ def restore(state: dict[str, Any]) -> None:
     """Set all generators that the state knows of and that are in use here."""
     python = state["python"]
     random.setstate((python["version"], tuple(map(int, python["state"])), python["gauss"]))
+    if np.random.get_state(legacy=False)["bit_generator"] != state["numpy"]["bit_generator"]:
+        np.random.set_bit_generator(_bit_generator(state["numpy"]))  # type: ignore[attr-defined]
     np.random.set_state(state["numpy"])
     torch: Any = sys.modules.get("torch")
     if torch is None or "torch" not in state:
@@ -63,12 +66,15 @@ def reseed(state: dict[str, Any], rank: int) -> None:
         torch.manual_seed(torch_seed % 2**63)
 
 
+def _bit_generator(state: dict[str, Any]) -> Any:
+    """A fresh generator of the kind that a state is of."""
+    kinds = {"MT19937": np.random.MT19937, "PCG64": np.random.PCG64, "PCG64DXSM": np.random.PCG64DXSM,
+             "Philox": np.random.Philox, "SFC64": np.random.SFC64}  # fmt: skip
+    return kinds[state["bit_generator"]]()
+
+
 def _devices(torch: Any) -> list[str]:
-    found = [
-        kind
-        for kind in ("cuda", "xpu")
-        if getattr(torch, kind).is_available() and getattr(torch, kind).is_initialized()
-    ]
+    found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
     return [*found, "mps"] if torch.backends.mps.is_available() else found
 
 

@@ -17,6 +17,7 @@ import base64
 import math
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ INLINE = 8 << 10
 """Bytes: an array up to this size is kept in the JSON, which saves a file, its fsync and its sums."""
 _DEEPEST = 200
 _LARGEST_AXIS = 2**48
+_LARGEST_INT = 4096
 
 
 @dataclass
@@ -66,15 +68,19 @@ class _Encoder:
         self._tied: dict[tuple[Any, ...], str] = {}
 
     def value(self, value: Any, path: tuple[str, ...]) -> Any:
-        if value is None or type(value) in (bool, int, str):
+        if value is None or type(value) in (bool, str):
             return value
+        if type(value) is int:  # Python reads no number of more than 4,300 digits
+            return value if value.bit_length() < _LARGEST_INT else {"$": "int", "is": hex(value)}
+        if isinstance(value, np.str_):
+            return str(value)
         if type(value) is float:
             return value if math.isfinite(value) else {"$": "float", "is": repr(value)}
         if len(path) > _DEEPEST:
             raise ValueError(f"{self._where(path)}: more than {_DEEPEST} levels deep")
         if is_array(value):
             return self._array(value, path)
-        if isinstance(value, Mapping) and _is_plain_mapping(value):
+        if type(value) is not Counter and isinstance(value, Mapping) and _is_plain_mapping(value):
             return self._mapping(value, path)
         if type(value) is list:
             return self._items(value, path)
@@ -106,13 +112,15 @@ class _Encoder:
     def _array(self, value: Any, path: tuple[str, ...]) -> Any:
         try:
             kind = kind_of(value, distributed=self._distributed)
-        except UnsupportedError as problem:
+        except (UnsupportedError, RuntimeError, NotImplementedError) as problem:
             if self._allow_pickle:
                 return _pickled(value)
             raise TypeError(self._refusal(path, str(problem))) from None
         entry: dict[str, Any] = {"$": "array", "of": kind.library, "dtype": kind.dtype, "shape": list(kind.shape)}
         if kind.impl:
             entry["impl"] = kind.impl
+        if kind.weak:
+            entry["weak"] = True
         if isinstance(value, np.generic):
             entry["scalar"] = True
         if kind.nbytes <= self._inline:
@@ -121,7 +129,7 @@ class _Encoder:
 
     def _stored(self, value: Any, kind: Kind, path: tuple[str, ...]) -> str:
         """The name of an array among the stored ones: tied weights are stored once."""
-        memory = (value.data_ptr(), value.stride(), str(value.device), kind) if kind.library == "torch" else None
+        memory = _memory_of(value, kind) if kind.library == "torch" else None
         if memory is not None and memory in self._tied:
             return self._tied[memory]
         name = ".".join(path) or self._name
@@ -141,13 +149,20 @@ class _Encoder:
             return {"$": "bytes", "data": base64.b64encode(value).decode()}
         if type(value) in (set, frozenset):
             return {"$": type(value).__name__, "items": self._items(sorted(value, key=repr), path)}
+        if type(value) is Counter:
+            return {"$": "counter", "items": self._mapping(dict(value), path)}
         if type(value) is complex:
             return {"$": "complex", "items": self._items((value.real, value.imag), path)}
         if (children := node_children(value)) is not None:
             return self._node(value, children, path)
         if self._allow_pickle:
             return _pickled(value)
-        raise TypeError(self._refusal(path, f"a {type(value).__module__}.{type(value).__qualname__}"))
+        what = f"a {type(value).__module__}.{type(value).__qualname__}"
+        if callable(getattr(type(value), "state_dict", None)):
+            raise TypeError(
+                f"{self._where(path)} is {what} within a tree: give it by itself, or as one of extra={{name: …}}."
+            )
+        raise TypeError(self._refusal(path, what))
 
     def _where(self, path: tuple[str, ...]) -> str:
         return ".".join((self._name, *path))
@@ -160,6 +175,14 @@ class _Encoder:
         )
 
 
+def _memory_of(tensor: Any, kind: Kind) -> tuple[Any, ...] | None:
+    """What two tensors share that are the same one."""
+    if type(tensor).__name__ == "DTensor":
+        return None
+    place = (tensor.data_ptr(), tensor.stride(), str(tensor.device))
+    return *place, tensor.is_conj(), tensor.is_neg(), kind
+
+
 def _is_plain_mapping(value: Any) -> bool:
     """Dicts and what behaves like one; not a mapping that JAX knows as a node of its own (a flax State)."""
     return isinstance(value, dict) or node_children(value) is None
@@ -168,7 +191,7 @@ def _is_plain_mapping(value: Any) -> bool:
 def node_children(value: Any) -> list[tuple[str, Any]] | None:
     """The children by name of a node that JAX knows (a flax struct, an optax state), or None."""
     jax: Any = sys.modules.get("jax")
-    if jax is None:
+    if jax is None or value is None:  # which JAX takes for a node without children
         return None
     pairs, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(pairs) == 1 and not pairs[0][0]:
@@ -237,6 +260,8 @@ class _Decoder:
             "dict": lambda node: {self.value(key): self.value(inner) for key, inner in node["items"]},
             "node": lambda node: {key: self.value(inner) for key, inner in node["fields"].items()},
             "float": lambda node: float(_text(node["is"])),
+            "int": lambda node: int(_text(node["is"]), 16),
+            "counter": lambda node: Counter(self.value(node["items"])),
             "bytes": lambda node: base64.b64decode(node["data"], validate=True),
             "state_dict": self._state_dict,
             "torch.dtype": _torch_value,
@@ -255,7 +280,8 @@ class _Decoder:
 
     def _array(self, node: dict[str, Any]) -> Any:
         if "name" in node:
-            return self._arrays[node["name"]]
+            array = self._arrays[node["name"]]
+            return array[()] if node.get("scalar") else array
         kind = _kind(node)
         data = np.frombuffer(bytearray(base64.b64decode(node["data"], validate=True)), np.uint8)
         if len(data) != kind.nbytes:
@@ -296,7 +322,7 @@ def _kind(node: dict[str, Any]) -> Kind:
             raise ValueError(f"a shape {shape!r:.80}")
         if node["of"] not in ("torch", "numpy", "jax", "key"):
             raise ValueError(f"an array of {node['of']!r:.40}")
-        kind = Kind(node["of"], _text(node["dtype"]), shape, _text(node.get("impl", "")))
+        kind = Kind(node["of"], _text(node["dtype"]), shape, _text(node.get("impl", "")), bool(node.get("weak")))
         kind.nbytes  # noqa: B018  a dtype that there is not shows here
     except (KeyError, TypeError, ValueError, AttributeError, ImportError) as problem:
         raise CheckpointDamagedError(f"an array cannot be read: {problem!r:.200}") from None

@@ -120,8 +120,10 @@ class StructuredDataset(Resumable):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._pass = None
         return iter(self._loader)
+
+    def __next__(self) -> Any:
+        return next(self._loader)  # one pass, also for the loader that was made with this
 
     @property
     def schema(self) -> Any:
@@ -163,7 +165,6 @@ class StructuredDataset(Resumable):
         """
         self.check_state(state)
         self._loader.load_state_dict(state)
-        self._pass = None
         # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
         self._loader.set_epoch(state["epoch"])
 
@@ -191,8 +192,10 @@ class StructuredLoader(Resumable):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._pass = None
         return self._shown() if self._progress else iter(self._loader)
+
+    def __next__(self) -> Any:
+        return next(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
         """The same as the dataset's."""
@@ -201,7 +204,6 @@ class StructuredLoader(Resumable):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same as the dataset's."""
         self._dataset.load_state_dict(state)
-        self._pass = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """The same as the dataset's."""

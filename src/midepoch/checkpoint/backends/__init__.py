@@ -1,6 +1,7 @@
-"""Who writes models and optimizers: midepoch's own files, Orbax, or torch's distributed checkpoints.
+"""Who writes the arrays of models and optimizers: midepoch's own files, Orbax, or torch's distributed checkpoints.
 
-Data, RNG and extras are always midepoch's own files; the commit is the same for all.
+What is no array stays with midepoch, as JSON. Data, RNG and extras are always midepoch's own files; the commit is the
+same for all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from midepoch.checkpoint.tree import Encoded
 from midepoch.world import World
@@ -22,22 +24,30 @@ ReadJson = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Taken:
-    """Things as they were at the moment of the call: JSON for midepoch to keep, and what writes the rest."""
+    """Things as they were at the moment of the call: JSON for midepoch to keep, and what writes the arrays, if any."""
 
     parts: dict[str, Encoded]
-    write: Callable[[Path], None]
+    write: Callable[[Path], None] | None
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """A thing with the values that were saved of it, which fit."""
+
+    name: str
+    give: Callable[[], None]
 
 
 class Backend(Protocol):
-    """Writes and reads models and optimizers in a folder. All ranks call each method, with the same names."""
+    """Writes and reads the arrays of things in a folder. All ranks call each method, with the same names."""
 
-    def take(self, things: Mapping[str, Any], copy: bool) -> Taken:
+    def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
         """With ``copy`` the things may change while they are being written."""
 
-    def restore(self, folder: Path, things: Mapping[str, Any], read: ReadJson) -> None:
-        """Restore from a folder whose files have been checked. CheckpointMismatchError, before any change."""
+    def load(self, folder: Path, things: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+        """Read from a folder whose files have been checked. CheckpointMismatchError if it does not fit. No change."""
 
-    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
+    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
         """The values of one thing, as a tree."""
 
 
@@ -53,3 +63,9 @@ def backend_named(name: str, world: World) -> Backend | None:
         needed = f'pip install "midepoch[{_EXTRAS[name]}]"'
         raise ImportError(f"backend={name!r} needs more packages: {needed} ({problem})") from problem
     return found
+
+
+def plain_name(name: str) -> str:
+    """The name of an array as one that cannot mean anything to the library that stores it."""
+    quoted = quote(name, safe="_.-")
+    return quoted if quoted.strip(".") else f"%{quoted}"

@@ -1,15 +1,16 @@
-"""Models and optimizers through ``torch.distributed.checkpoint``: sharded (FSDP2, tensor parallel), and resharded.
+"""Arrays through ``torch.distributed.checkpoint``: sharded ones (FSDP2, tensor parallel), restored onto other shards.
 
-The folder is one of torch's own. It is read here without its pickles: torch would run whatever they say.
+The folder is one of torch's own, with tensors only. Its pickled metadata is read by an unpickler that knows nothing but
+torch's few classes for it: torch itself would run whatever it says.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,34 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as canonical
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.utils import _pytree as pytree
 
 from midepoch.checkpoint import parts
-from midepoch.checkpoint.backends import ReadJson, Taken
-from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError
+from midepoch.checkpoint.arrays import Kind, bytes_of, make
+from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
+from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from midepoch.world import World
 
 _HARMLESS = {
     ("torch", "Size"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
 
 
@@ -53,124 +54,180 @@ class DcpBackend:
 
     def __init__(self, world: World) -> None:
         # Collectives of a save in a thread must not meet those of the training loop.
-        alone = world.size == 1 or not dist.is_initialized()
-        self._group = None if alone else dist.new_group(backend="gloo")
-        self._alone = alone
+        self._alone = world.size == 1 or not dist.is_initialized()
+        self._group = None if self._alone else dist.new_group(backend="gloo")
 
-    def take(self, things: Mapping[str, Any], copy: bool) -> Taken:
-        state = _states(things)
-        if copy:
-            state = pytree.tree_map(_copied, state)
+    def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
+        encoded = {name: _encoded(things, name, allow_pickle, saving=True) for name in things}
+        tensors = {
+            f"{name}.{plain_name(key)}": _tensor(kind, value, copy)
+            for name, (_, one) in encoded.items()
+            for key, (kind, value) in one.arrays.items()
+        }
 
         def write(folder: Path) -> None:
             writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
-            with _quiet():
-                dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._alone)
+            with _told():
+                dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._alone)
 
-        return Taken({}, write)
+        json = {name: Encoded({"by": by, "tree": one.json}) for name, (by, one) in encoded.items()}
+        return Taken(json, write if tensors else None)
 
-    def restore(self, folder: Path, things: Mapping[str, Any], read: ReadJson) -> None:  # noqa: ARG002
-        state = _states(things)
-        reader = _Reader(str(folder))
-        _check(reader.read_metadata(), state)
-        with _quiet():
-            dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=self._group, no_dist=self._alone)
-        _give(things, state)
+    def load(self, folder: Path, things: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+        found = []
+        for name, thing in things.items():
+            json = read(name)
+            sharded = json["by"] == "names"
+            fresh = isinstance(thing, torch.optim.Optimizer) and not thing.state
+            try:
+                current = _encoded(things, name, allow_pickle, saving=False)[1].arrays if sharded else {}
+                tree = self._tree(folder, name, json["tree"], current, allow_pickle)
+                if not sharded:
+                    parts.check(thing, tree, name)
+                found.append(Restorable(name, partial(_give, things, name, tree, sharded)))
+            finally:
+                if fresh:  # asking for its sharded state has made one
+                    thing.state.clear()
+        return found
 
-    def read(self, folder: Path, name: str, read: ReadJson) -> Any:  # noqa: ARG002
-        state: dict[str, Any] = {}
-        with _quiet():
-            _load_state_dict(
-                state, storage_reader=_Reader(str(folder)), planner=_EmptyPlanner(keys={name}), no_dist=True
-            )
-        return state[name]
+    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
+        return self._tree(folder, name, read(name)["tree"], {}, allow_pickle)
 
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """One process is what is meant, and torch says at every save that it assumes so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+    def _tree(
+        self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[Kind, Any]], allow_pickle: bool
+    ) -> Any:
+        """The saved values, in tensors of their own: shards like the current ones where those are shards."""
+        kinds = array_kinds(json)
+        if current:
+            _check_shapes(kinds, current, name)
+        targets = {}
+        for key, kind in kinds.items():
+            like: Any = current[key][1] if key in current else None
+            if _is_sharded(like):
+                targets[f"{name}.{plain_name(key)}"] = torch.empty_like(like.detach())
+            else:
+                targets[f"{name}.{plain_name(key)}"] = torch.empty(_stored_shape(kind), dtype=_stored_dtype(kind))
+        if targets:
+            reader = _Reader(str(folder))
+            _check_stored(reader.read_metadata(), targets)
+            sharded = any(_is_sharded(target) for target in targets.values())
+            with _told():
+                dcp.load(
+                    targets,
+                    storage_reader=reader,
+                    process_group=self._group if sharded else None,
+                    no_dist=self._alone or not sharded,
+                )
+        arrays = {key: _as(kind, targets[f"{name}.{plain_name(key)}"]) for key, kind in kinds.items()}
+        return decode(json, arrays, allow_pickle=allow_pickle)
 
 
 def make_backend(world: World) -> DcpBackend:
     return DcpBackend(world)
 
 
-def _states(things: Mapping[str, Any]) -> dict[str, Any]:
-    """State dicts with names that do not depend on how a model is wrapped and sharded."""
-    model, optimizer = things.get("model"), things.get("optimizer")
-    found: dict[str, Any] = {}
-    if model is not None:
-        module = isinstance(model, torch.nn.Module)
-        found["model"] = canonical.get_model_state_dict(model) if module else parts.tree_of(model)
-    if optimizer is not None:
-        if isinstance(model, torch.nn.Module) and isinstance(optimizer, torch.optim.Optimizer):
-            found["optimizer"] = canonical.get_optimizer_state_dict(model, optimizer)
-        else:
-            found["optimizer"] = parts.tree_of(optimizer)
+def _encoded(things: Mapping[str, Any], name: str, allow_pickle: bool, *, saving: bool) -> tuple[str, Encoded]:
+    """The state of a thing, with names that do not depend on its shards ("names") where it has any.
+
+    torch makes the state of a fresh optimizer by a step with a learning rate of 0, which counts as a step: such a
+    state is not asked for when saving.
+    """
+    thing, model = things[name], things.get("model")
+    by, state = "numbers", None
+    if isinstance(model, torch.nn.Module) and any(map(_is_sharded, model.parameters())):
+        if thing is model:
+            by, state = "names", canonical.get_model_state_dict(model)
+        elif isinstance(thing, torch.optim.Optimizer) and (thing.state or not saving):
+            by, state = "names", canonical.get_optimizer_state_dict(model, thing)
+    state = parts.tree_of(thing) if state is None else state
+    return by, encode(state, name, inline=0, distributed=True, allow_pickle=allow_pickle)
+
+
+def _give(things: Mapping[str, Any], name: str, tree: Any, sharded: bool) -> None:
+    if not sharded:
+        parts.give(things[name], tree, name)
+    elif name == "model":
+        canonical.set_model_state_dict(things["model"], tree)
+    else:
+        canonical.set_optimizer_state_dict(things["model"], things[name], tree)
+
+
+def _is_sharded(value: Any) -> bool:
+    return type(value).__name__ == "DTensor" or type(getattr(value, "data", None)).__name__ == "DTensor"
+
+
+def _tensor(kind: Kind, value: Any, copy: bool) -> torch.Tensor:
+    if kind.library != "torch":
+        data = torch.from_numpy(bytes_of(value))
+        return data.clone() if copy else data
+    tensor = value.detach()
+    if tensor.device.type != "cpu":
+        return tensor.cpu() if copy else tensor
+    return tensor.clone() if copy else tensor
+
+
+def _stored_shape(kind: Kind) -> tuple[int, ...]:
+    return kind.shape if kind.library == "torch" else (kind.nbytes,)
+
+
+def _stored_dtype(kind: Kind) -> torch.dtype:
+    found = getattr(torch, kind.dtype, None) if kind.library == "torch" else torch.uint8
+    if not isinstance(found, torch.dtype):
+        raise CheckpointDamagedError(f"this torch has no dtype {kind.dtype!r:.40}")
     return found
 
 
-def _give(things: Mapping[str, Any], state: dict[str, Any]) -> None:
-    model, optimizer = things.get("model"), things.get("optimizer")
-    if isinstance(model, torch.nn.Module):
-        canonical.set_model_state_dict(model, state["model"])
-    elif model is not None:
-        parts.give(model, state["model"], "model")
-    if optimizer is None:
-        return
-    if isinstance(model, torch.nn.Module) and isinstance(optimizer, torch.optim.Optimizer):
-        canonical.set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    else:
-        parts.give(optimizer, state["optimizer"], "optimizer")
+def _as(kind: Kind, value: torch.Tensor) -> Any:
+    return value if kind.library == "torch" else make(kind, value.numpy())
 
 
-def _copied(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
-
-
-def _check(metadata: Metadata, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatchError unless the saved tensors are those that are there, of the same shapes."""
-    saved = metadata.state_dict_metadata
-    current = {".".join(map(_text, path)): value for path, value in pytree.tree_flatten_with_path(dict(state))[0]}
-    shapes = {name: tuple(value.shape) for name, value in current.items() if isinstance(value, torch.Tensor)}
-    stored = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-    differ = sorted(name for name in set(shapes) | set(stored) if shapes.get(name) != stored.get(name))
-    differ = [name for name in differ if name in shapes or name.split(".", 1)[0] in state]
+def _check_shapes(saved: Mapping[str, Kind], current: Mapping[str, tuple[Kind, Any]], name: str) -> None:
+    kinds = {key: kind for key, (kind, _) in current.items()}
+    differ = sorted(key for key in set(saved) | set(kinds) if saved.get(key) != kinds.get(key))
     if differ:
-        name = differ[0]
+        one, two = saved.get(differ[0]), kinds.get(differ[0])
         raise CheckpointMismatchError(
-            name,
-            stored.get(name, "not there"),
-            shapes.get(name, "not there"),
-            f"another model ({len(differ)} tensors differ)" if len(differ) > 1 else "another model",
+            f"{name}, {differ[0]}",
+            f"{one.dtype} {one.shape}" if one else "not there",
+            f"{two.dtype} {two.shape}" if two else "not there",
+            f"another model: {len(differ)} of {len(saved)} tensors differ",
         )
 
 
-def _text(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "idx", key)))
+def _check_stored(metadata: Metadata, targets: Mapping[str, torch.Tensor]) -> None:
+    stored = metadata.state_dict_metadata
+    for name, target in targets.items():
+        entry = stored.get(name)
+        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != tuple(target.shape):
+            raise CheckpointDamagedError(
+                f"the folder of torch has no tensor {name!r:.80} of shape {tuple(target.shape)}"
+            )
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """torch's own error, which is no Exception, as one of ours. And no word about a single process: it is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as problem:
+            first = next(iter(problem.failures.values()), (problem,))[0]
+            raise CheckpointError(f"torch.distributed.checkpoint: {first!s:.500}") from problem
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _HARMLESS and not (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _HARMLESS and not is_dtype:
             raise CheckpointDamagedError(f"the metadata of the tensors names {module}.{name}, which torch never writes")
         return super().find_class(module, name)
 
 
 class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        if kwargs.get("rank") is not None and not path.exists():
-            return super().read_metadata(*args, **kwargs)
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         try:
-            with path.open("rb") as file:
+            with (Path(self.path) / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
             if not isinstance(metadata, Metadata):
                 raise ValueError("no metadata")
@@ -184,23 +241,3 @@ class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
             if Path(entry.relative_path).name != entry.relative_path:
                 raise CheckpointDamagedError(f"the metadata of the tensors names a file {entry.relative_path!r:.80}")
         return metadata
-
-
-class _Planner(DefaultLoadPlanner):  # type: ignore[misc]
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        super().load_bytes(read_item, _plain_bytes(value))
-
-
-class _EmptyPlanner(_EmptyStateDictLoadPlanner):  # type: ignore[misc]
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        super().load_bytes(read_item, _plain_bytes(value))
-
-
-def _plain_bytes(value: io.BytesIO) -> io.BytesIO:
-    """The same bytes, if they hold nothing but plain values: torch is about to unpickle them."""
-    try:
-        torch.load(value, weights_only=True)
-    except Exception as problem:
-        raise CheckpointDamagedError(f"a value is no plain one: {problem!s:.200}") from None
-    value.seek(0)
-    return value

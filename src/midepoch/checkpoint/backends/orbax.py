@@ -1,12 +1,12 @@
-"""Models and optimizers through Orbax: arrays that lie on several processes, restored onto others.
+"""Arrays through Orbax: those that lie on several processes, restored onto others.
 
-The folder is an Orbax checkpoint of a nested dict, which Orbax reads without midepoch. What is no array (numbers,
-texts, the classes of nodes) is kept by midepoch, beside it.
+The folder is an Orbax checkpoint of a dict of arrays by name for each thing, which Orbax reads without midepoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,79 +15,76 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from midepoch.checkpoint import parts
-from midepoch.checkpoint.arrays import Kind, bytes_of, make
-from midepoch.checkpoint.backends import ReadJson, Taken
+from midepoch.checkpoint.arrays import SAFE, Kind, bytes_of, make
+from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
 from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
-from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError
+from midepoch.errors import CheckpointDamagedError
 from midepoch.world import World
 
 
 class OrbaxBackend:
     """A Backend, see there."""
 
-    def take(self, things: Mapping[str, Any], copy: bool) -> Taken:
-        encoded = {name: _encoded(thing, name) for name, thing in things.items()}
+    def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
+        encoded = {name: _encoded(thing, name, allow_pickle) for name, thing in things.items()}
         tree = {
-            name: {key: _for_orbax(kind, value, copy) for key, (kind, value) in one.arrays.items()}
+            name: {plain_name(key): _for_orbax(kind, value, copy) for key, (kind, value) in one.arrays.items()}
             for name, one in encoded.items()
+            if one.arrays
         }
 
         def write(folder: Path) -> None:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                checkpointer.save(folder, args=ocp.args.PyTreeSave(_nested(tree)))
+                checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
 
-        return Taken({name: Encoded(one.json) for name, one in encoded.items()}, write)
+        return Taken({name: Encoded(one.json) for name, one in encoded.items()}, write if tree else None)
 
-    def restore(self, folder: Path, things: Mapping[str, Any], read: ReadJson) -> None:
-        trees = {}
+    def load(self, folder: Path, things: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+        found = []
         for name, thing in things.items():
-            current = _encoded(thing, name).arrays
-            trees[name] = self._tree(folder, name, read(name), current)
-            parts.check(thing, trees[name], name)
-        for name, thing in things.items():
-            parts.give(thing, trees[name], name)
+            current = _encoded(thing, name, allow_pickle).arrays
+            tree = self._tree(folder, name, read(name), current, allow_pickle)
+            parts.check(thing, tree, name)
+            found.append(Restorable(name, partial(parts.give, thing, tree, name)))
+        return found
 
-    def read(self, folder: Path, name: str, read: ReadJson) -> Any:
-        return self._tree(folder, name, read(name), {})
+    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
+        return self._tree(folder, name, read(name), {}, allow_pickle)
 
-    def _tree(self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[Kind, Any]]) -> Any:
+    def _tree(
+        self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[Kind, Any]], allow_pickle: bool
+    ) -> Any:
         kinds = array_kinds(json)
         if not kinds:
-            return decode(json, {})
-        if current and set(current) != set(kinds):
-            differ = sorted(set(current) ^ set(kinds))[:6]
-            raise CheckpointMismatchError(name, len(kinds), len(current), f"other arrays: {', '.join(differ)}")
-        targets = {key: _target(kind, current.get(key)) for key, kind in kinds.items()}
+            return decode(json, {}, allow_pickle=allow_pickle)
+        targets = {plain_name(key): _target(kind, current.get(key)) for key, kind in kinds.items()}
+        args = ocp.args.PyTreeRestore(
+            item={name: dict.fromkeys(targets, 0)}, restore_args={name: targets}, partial_restore=True
+        )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             try:
-                args = ocp.args.PyTreeRestore(
-                    item=_nested({name: dict.fromkeys(targets, 0)}),
-                    restore_args=_nested({name: targets}),
-                    partial_restore=True,
-                )
-                found = checkpointer.restore(folder, args=args)
+                flat = checkpointer.restore(folder, args=args)[name]
             except (ValueError, KeyError, OSError) as problem:
                 raise CheckpointDamagedError(f"Orbax cannot read {name}: {problem!s:.300}") from problem
-        flat = _flat(found[name])
-        return decode(json, {key: _as(kind, flat[key]) for key, kind in kinds.items()})
+        arrays = {key: _as(kind, flat[plain_name(key)]) for key, kind in kinds.items()}
+        return decode(json, arrays, allow_pickle=allow_pickle)
 
 
 def make_backend(world: World) -> OrbaxBackend:  # noqa: ARG001  Orbax asks JAX itself
     return OrbaxBackend()
 
 
-def _encoded(thing: Any, name: str) -> Encoded:
-    return encode(parts.tree_of(thing), name, inline=0, distributed=True)
+def _encoded(thing: Any, name: str, allow_pickle: bool) -> Encoded:
+    return encode(parts.tree_of(thing), name, inline=0, distributed=True, allow_pickle=allow_pickle)
 
 
 def _for_orbax(kind: Kind, value: Any, copy: bool) -> Any:
-    if kind.library == "key":
-        value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value  # of several processes: Orbax has to see it, and nothing else holds its memory
-    if kind.library == "torch":
-        value = make(Kind("numpy", kind.dtype, kind.shape), bytes_of(value))
-    return np.array(value) if copy else np.asarray(value)
+    data = bytes_of(value)
+    # What Orbax may not know is stored as the bytes it is.
+    array = make(Kind("numpy", kind.dtype, kind.shape), data) if kind.dtype in SAFE else data
+    return np.array(array) if copy else array
 
 
 def _target(kind: Kind, current: tuple[Kind, Any] | None) -> Any:
@@ -101,29 +98,7 @@ def _target(kind: Kind, current: tuple[Kind, Any] | None) -> Any:
 def _as(kind: Kind, value: Any) -> Any:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
-    array = np.asarray(value)
-    if tuple(array.shape) != kind.shape or array.dtype.name != kind.dtype:
-        raise CheckpointDamagedError(f"Orbax has {array.dtype} {array.shape} for {kind.dtype} {kind.shape}")
-    return make(kind, bytes_of(array))
-
-
-def _nested(trees: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Names with dots as dicts in dicts."""
-    found: dict[str, Any] = {}
-    for name, flat in trees.items():
-        for key, value in flat.items():
-            node = found.setdefault(name, {})
-            *path, last = key.split(".")
-            for part in path:
-                node = node.setdefault(part, {})
-            node[last] = value
-    return found
-
-
-def _flat(tree: Any, before: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        return {before: tree}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{before}.{key}" if before else str(key))
-    return found
+    data = bytes_of(np.array(value))
+    if len(data) != kind.nbytes:
+        raise CheckpointDamagedError(f"Orbax has {len(data)} bytes for {kind.dtype} {kind.shape}")
+    return make(kind, data)
