@@ -7,14 +7,13 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from midepoch.checkpoint.arrays import Bytes, Kind, bytes_of
+from midepoch.checkpoint.helpers import in_threads
 from midepoch.checkpoint.tree import Encoded
 
 _log = logging.getLogger("midepoch")
@@ -27,28 +26,33 @@ class Snapshots:
     """Memory for the arrays of one save, used again by the next: filling fresh memory costs three times a copy."""
 
     def __init__(self) -> None:
-        self._memory: dict[str, Bytes] = {}
+        self._free: dict[str, Bytes] = {}
 
-    def take(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
-        """The same trees, with copies of their arrays."""
+    def give_back(self, memory: dict[str, Bytes]) -> None:
+        """Memory of a save that has ended, for the next one."""
+        self._free.update(memory)
+
+    def take(self, parts: dict[str, Encoded]) -> tuple[dict[str, Encoded], dict[str, Bytes]]:
+        """The same trees with copies of their arrays, and the memory of those: nobody else's until it is given back."""
+        memory: dict[str, Bytes] = {}
         copies: list[tuple[Bytes, Any]] = []
-        taken = {name: self._place(name, encoded, copies) for name, encoded in parts.items()}
+        taken = {name: self._place(name, encoded, copies, memory) for name, encoded in parts.items()}
         # torch copies a large tensor with all cores; the others are copied by several threads.
         others = [(target, value) for target, value in copies if not _copied_by_torch(target, value)]
         if sum(len(target) for target, _ in others) < _ALONE:
             for target, value in others:
                 np.copyto(target, bytes_of(value))
         else:
-            with ThreadPoolExecutor(_COPIERS, thread_name_prefix="midepoch-copy") as copiers:
-                for _ in copiers.map(lambda pair: np.copyto(pair[0], bytes_of(pair[1])), others):
-                    pass
-        return taken
+            in_threads(_COPIERS, lambda pair: np.copyto(pair[0], bytes_of(pair[1])), others)
+        return taken, memory
 
-    def _place(self, part: str, encoded: Encoded, copies: list[tuple[Bytes, Any]]) -> Encoded:
+    def _place(self, part: str, encoded: Encoded, copies: list[tuple[Bytes, Any]], taken: dict[str, Bytes]) -> Encoded:
         size = sum(_aligned(kind.nbytes) for kind, _ in encoded.arrays.values())
-        memory = self._memory.get(part)
+        memory = self._free.pop(part, None)
         if memory is None or len(memory) != size:
-            memory = self._memory[part] = _aligned_memory(size)
+            memory = _aligned_memory(size)
+        if size:
+            taken[part] = memory
         arrays: dict[str, tuple[Kind, Any]] = {}
         at = 0
         for name, (kind, value) in encoded.arrays.items():
@@ -80,18 +84,19 @@ def _copied_by_torch(target: Bytes, value: Any) -> bool:
 
 
 class Background:
-    """At most one thing done at a time, in a thread. What went wrong is raised at the next call, or told at the end."""
+    """At most one thing done at a time, in a thread. What went wrong is raised at the next call, or told at the end.
+
+    May be called by several threads, and by a signal handler in the middle of a call.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         self._what = ""
-        _alive.add(self)
 
     def start(self, what: str, action: Callable[[], None]) -> None:
-        """Begin, when the one before has ended well."""
-        self.wait()
-        self._what = what
+        """Begin, when what was begun before has ended; raises what went wrong with that."""
 
         def run() -> None:
             try:
@@ -99,16 +104,25 @@ class Background:
             except BaseException as problem:
                 self._problem = problem
 
-        # Not a daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=run, name="midepoch-save")
-        self._thread.start()
+        with self._lock:
+            while self._thread is not None:
+                self.wait()
+            # Not a daemon: the interpreter waits for it before it ends.
+            self._what, self._thread = what, threading.Thread(target=run, name="midepoch-save")
+            _unfinished.add(self)
+            self._thread.start()
 
     def wait(self) -> None:
         """Wait for the end; raises what went wrong, once."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        problem, self._problem = self._problem, None
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join()
+        with self._lock:
+            if self._thread is not thread:  # another caller was here first
+                return
+            problem, self._thread, self._problem = self._problem, None, None
+            _unfinished.discard(self)
         if problem is not None:
             raise problem
 
@@ -120,12 +134,13 @@ class Background:
             _log.error("%s failed, and the program ended without a wait(): %s", self._what, problem)
 
 
-_alive: weakref.WeakSet[Background] = weakref.WeakSet()
+_unfinished: set[Background] = set()  # kept alive until somebody has heard how it ended
 
 
 def _at_exit() -> None:
-    for background in list(_alive):
+    for background in list(_unfinished):
         background.report()
 
 
-atexit.register(_at_exit)
+# Before the interpreter forbids new threads to all executors, which is before it waits for threads: a save needs them.
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)

@@ -6,19 +6,20 @@ A sum is the CRC-32 of each 32 MiB of the file: several can be checked at once, 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from midepoch.checkpoint.arrays import Bytes
+from midepoch.checkpoint.helpers import Helper, in_threads
 from midepoch.errors import CheckpointDamagedError
 
 PIECE = 32 << 20
 _READERS = 4
+_WORTHWHILE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Source(Protocol):
 class Summing:
     """A sink that passes on what it gets, and sums it. The sums of large pieces are made while those are written."""
 
-    def __init__(self, sink: Sink, helper: ThreadPoolExecutor | None = None) -> None:
+    def __init__(self, sink: Sink, helper: Helper | None = None) -> None:
         self._sink, self._helper = sink, helper
         self._size, self._crc = 0, 0
         self._done: list[int] = []
@@ -57,7 +58,7 @@ class Summing:
         while len(view):
             room = PIECE - self._size % PIECE
             part, view = view[:room], view[room:]
-            if self._helper is not None and len(part) > 1 << 20:
+            if self._helper is not None and len(part) > _WORTHWHILE:
                 crc = self._helper.submit(zlib.crc32, part, self._crc)
                 self._sink.write(part)
                 self._crc = crc.result()
@@ -73,16 +74,6 @@ class Summing:
     def sums(self) -> Sums:
         left = (self._crc,) if self._size % PIECE else ()
         return Sums(self._size, (*self._done, *left))
-
-
-@contextmanager
-def helper_for(size: int) -> Iterator[ThreadPoolExecutor | None]:
-    """A thread that sums what is being written, where there is enough to write."""
-    if size < PIECE:
-        yield None
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="midepoch-sum") as helper:
-        yield helper
 
 
 def read_checked(source: Source, sums: Sums, name: str) -> Bytes:
@@ -112,6 +103,19 @@ def _each_piece(source: Source, sums: Sums, name: str, room: Callable[[int, int]
     if len(sums.crc32) == 1:
         one(0)
     elif sums.crc32:
-        with ThreadPoolExecutor(min(_READERS, len(sums.crc32)), thread_name_prefix="midepoch-read") as readers:
-            for _ in readers.map(one, range(len(sums.crc32))):
-                pass
+        in_threads(min(_READERS, len(sums.crc32)), one, range(len(sums.crc32)))
+
+
+def sums_of(path: Path) -> Sums:
+    """The sums of a file of this machine."""
+    summing = Summing(_Nowhere())
+    piece = bytearray(min(PIECE, max(1, path.stat().st_size)))
+    with path.open("rb", buffering=0) as file:
+        while came := file.readinto(piece):
+            summing.write(memoryview(piece)[:came])
+    return summing.sums
+
+
+class _Nowhere:
+    def write(self, data: memoryview, /) -> None:
+        pass

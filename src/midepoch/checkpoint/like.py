@@ -119,13 +119,13 @@ def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
             like[...] = value
             return like
         return value[()] if isinstance(like, np.generic) else value
-    return _jax(like, tree, ours)
+    return _jax(like, tree, ours, theirs)
 
 
-def _jax(like: Any, tree: Any, kind: Kind) -> Any:
+def _jax(like: Any, tree: Any, kind: Kind, theirs: Kind) -> Any:
     """On the devices of ``like``, also where those are several processes'."""
     jax: Any = sys.modules["jax"]
-    if isinstance(tree, jax.Array) and tree.sharding == like.sharding and tree.weak_type == like.weak_type:
+    if isinstance(tree, jax.Array) and tree.sharding == like.sharding and kind == theirs:
         return tree
     if like.is_fully_addressable:
         return jax.device_put(make(kind, bytes_of(tree)), like.sharding)

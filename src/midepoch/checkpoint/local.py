@@ -17,7 +17,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.directory import STALE, STEP, Board, VanishedError
+from midepoch.checkpoint.helpers import Helper
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError
 
@@ -94,14 +95,18 @@ class LocalDirectory:
         if folder is None:
             raise VanishedError(f"{self.name} has no step {step}")
         try:
-            seen = _signature(f"{folder}/{manifests.NAME}")
+            try:
+                seen = _signature(f"{folder}/{manifests.NAME}")
+            except PermissionError as problem:
+                raise CheckpointDamagedError(f"the manifest cannot be read ({problem.strerror})") from None
             with _opened(folder, manifests.NAME) as source:
                 if source.size > manifests.LARGEST:
                     raise CheckpointDamagedError(f"the manifest is {source.size} bytes long")
                 data = bytearray(source.size)
                 source.read_into(memoryview(data), 0)
         except (FileNotFoundError, NotADirectoryError):
-            if not os.path.lexists(folder):
+            # Another process may have removed it, or be replacing it: then it is there again.
+            if not os.path.lexists(folder) or os.path.lexists(folder / manifests.NAME):
                 raise VanishedError(f"step {step} has just been removed from {self.name}") from None
             raise CheckpointDamagedError("there is no manifest") from None
         found = manifests.from_bytes(bytes(data))
@@ -141,7 +146,11 @@ class LocalDirectory:
                 break
             _unlock(lock)
         self._locks[token] = _NO_LOCKS if lock is None else lock
-        os.mkdir(attempt / "files")
+        try:
+            os.mkdir(attempt / "files")
+        except BaseException:
+            self.abandon(step, token)
+            raise
 
     @contextmanager
     def sink(self, step: int, token: str, name: str) -> Iterator[_LocalSink]:
@@ -185,8 +194,9 @@ class LocalDirectory:
             with suppress(FileNotFoundError):  # another process is replacing it at the same time
                 os.rename(final, self._hidden(step, "old"))
         _sync(self.path)
-        self.abandon(step, token)
-        self._sweep()
+        with suppress(OSError):  # the step is there; what is left is swept another time
+            self.abandon(step, token)
+            self._sweep()
 
     def _hidden(self, step: int, what: str) -> Path:
         return self.path / f".step_{step}.{secrets.token_hex(8)}.{what}"
@@ -277,7 +287,7 @@ class _LocalSink:
 
     def __init__(self, fd: int) -> None:
         self._fd, self._unsynced = fd, 0
-        self._syncer: ThreadPoolExecutor | None = None
+        self._syncer = Helper("sync")
         self._syncing: Future[None] | None = None
 
     def write(self, data: memoryview, /) -> None:
@@ -288,7 +298,6 @@ class _LocalSink:
         if self._unsynced >= _AHEAD and (self._syncing is None or self._syncing.done()):
             self.settle()
             self._unsynced = 0
-            self._syncer = self._syncer or ThreadPoolExecutor(1, thread_name_prefix="midepoch-sync")
             self._syncing = self._syncer.submit(os.fsync, self._fd)
 
     def settle(self) -> None:
@@ -297,8 +306,7 @@ class _LocalSink:
             self._syncing.result()
 
     def end(self) -> None:
-        if self._syncer is not None:
-            self._syncer.shutdown()
+        self._syncer.end()
 
 
 class _LocalSource:
@@ -308,7 +316,10 @@ class _LocalSource:
     def read_into(self, data: memoryview, at: int, /) -> int:
         done = 0
         while done < len(data):
-            came = os.preadv(self._fd, [data[done:]], at + done)
+            try:
+                came = os.preadv(self._fd, [data[done:]], at + done)
+            except OSError as problem:
+                raise CheckpointDamagedError(f"byte {at + done} cannot be read ({problem.strerror})") from None
             if not came:
                 break
             done += came
@@ -325,6 +336,8 @@ def _opened(folder: Path, name: str) -> Iterator[_LocalSource]:
     except OSError as problem:
         if problem.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG):
             raise CheckpointDamagedError(f"{name} is no plain file ({problem.strerror})") from None
+        if problem.errno in (errno.EACCES, errno.EPERM, errno.EIO):
+            raise CheckpointDamagedError(f"{name} cannot be read ({problem.strerror})") from None
         raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

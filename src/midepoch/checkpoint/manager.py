@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -22,10 +24,11 @@ from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
 from midepoch.checkpoint.tree import INLINE, Encoded, encode
 from midepoch.checks import whole
-from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-from midepoch.world import World, find_world
+from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
+from midepoch.world import World, find_world, run_identity
 
 _log = logging.getLogger("midepoch")
+_meetings: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
 
 
 class PipelineCheckpoint:
@@ -66,6 +69,7 @@ class PipelineCheckpoint:
         find_world(rank, world_size)
         self._backend = backend_named(backend, self._world)
         self._background, self._snapshots = Background(), Snapshots()
+        self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of what was found damaged by reading it
 
     def __repr__(self) -> str:
         return f"PipelineCheckpoint({self._directory.name!r}, backend={self._backend_name!r}, async_save={self._async})"
@@ -97,22 +101,41 @@ class PipelineCheckpoint:
         """
         self._background.wait()
         rules = self._keep if keep is None else keep_from(keep, "save(keep=…)")
-        number = self._next_step() if step is None else whole(step, "save(step=…)")
         world = self._world
-        job = self._job(number, pipeline, model, optimizer, metadata, extra, rng, world)
-
-        def run() -> None:
-            self._prune(saving.save(self._directory, job, world, self._timeout), rules)
-
+        number = self._next_step(world) if step is None else whole(step, "save(step=…)")
+        group = self._meeting(f"save-{number}", world)
+        try:
+            job = self._job(number, pipeline, model, optimizer, metadata, extra, rng, world)
+            job.group = group
+        except BaseException as problem:
+            if world.size > 1:
+                saving.tell_failure(self._directory, group, world, problem)
+            raise
         if self._async:
-            job.parts = self._snapshots.take(job.parts)
-            self._background.start(f"saving step {number}", run)
+            job.parts, memory = self._snapshots.take(job.parts)
+            self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
         else:
-            run()
+            self._run(job, world, rules, {})
         return number
 
-    def _next_step(self) -> int:
-        return max(self._directory.steps(), default=0) + 1
+    def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[str, Any]) -> None:
+        try:
+            self._prune(saving.save(self._directory, job, world, self._timeout), rules)
+        finally:
+            self._snapshots.give_back(memory)
+
+    def _meeting(self, what: str, world: World) -> str:
+        """The name of a meeting, the same on all ranks: each of them has been to as many of its kind."""
+        if world.size == 1:
+            return what
+        place = (self._directory.name, what, world.rank)
+        _meetings[place] += 1
+        return f"{what}-{_meetings[place]}{run_identity(world)}"
+
+    def _next_step(self, world: World) -> int:
+        if world.size > 1:
+            raise ValueError("save(step=…) is needed where there are several ranks: they must agree on it.")
+        return whole(max(self._directory.steps(), default=0) + 1, "the next step")
 
     def _job(
         self,
@@ -157,14 +180,18 @@ class PipelineCheckpoint:
 
     def _prune(self, manifests: list[Manifest], rules: Keep) -> None:
         """Drop what no rule wants. The newest step that is whole stays; without one, everything does."""
-        good = [found for found in manifests if self._is_whole(found)] if rules != Keep() else []
-        for step in rules.dropped(good, time.time()):
-            try:
+        if rules == Keep():
+            return
+        try:
+            good = [found for found in manifests if self._is_whole(found)]
+            for step in rules.dropped(good, time.time()):
                 self._directory.remove(step)
-            except (OSError, CheckpointError) as problem:
-                _log.warning("step %d could not be removed from %s: %s", step, self._directory.name, problem)
+        except Exception as problem:  # the new step is saved: this is no reason to stop
+            _log.warning("old steps could not be removed from %s: %s", self._directory.name, problem)
 
     def _is_whole(self, manifest: Manifest) -> bool:
+        if (manifest.step, manifest.sequence) in self._damaged:
+            return False
         sizes = self._directory.sizes(manifest)
         return all(sizes.get(name) == sums.size for name, sums in manifest.files.items())
 
@@ -188,11 +215,11 @@ class PipelineCheckpoint:
         wanted = _wanted(pipeline, model, optimizer, extra, rng)
         try:
             loaded = self._agreed_latest(wanted)
-        except PermissionError as problem:
-            if self._world.size == 1:
+        except OSError as problem:
+            if self._world.size == 1 or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             _log.warning("the ranks cannot meet in %s (%s): each looks for itself", self._directory.name, problem)
-            loaded = latest(self._directory, wanted, self._world, self._allow_pickle)
+            loaded = self._latest(wanted)
         if loaded is None:
             return None
         loaded.restore(self._backend_of)
@@ -265,7 +292,7 @@ class PipelineCheckpoint:
     def delete(self, step: int) -> None:
         """Remove a step."""
         self._background.wait()
-        if step not in self._directory.steps():
+        if whole(step, "delete") not in self._directory.steps():
             raise CheckpointNotFoundError(f"{self._directory.name} has no step {step}.")
         self._directory.remove(step)
 
@@ -304,29 +331,29 @@ class PipelineCheckpoint:
     def _agreed_latest(self, wanted: Wanted) -> Loaded | None:
         """The latest step that is not damaged: rank 0 finds it for all."""
         world = self._world
-
-        def find() -> Loaded | None:
-            return latest(self._directory, wanted, world, self._allow_pickle)
-
         if world.size == 1:
-            return find()
+            return self._latest(wanted)
+        group = self._meeting("restore", world)
         if world.rank:
-            follower = Follower(self._directory.board, "restore", world, self._timeout)
+            follower = Follower(self._directory.board, group, world, self._timeout)
             follower.join(None)
             step = follower.outcome()["step"]
             return (
                 None if step is None else load(self._directory, self._manifest(step), wanted, world, self._allow_pickle)
             )
-        leader = Leader(self._directory.board, "restore", world, self._timeout, secrets.token_hex(8))
+        leader = Leader(self._directory.board, group, world, self._timeout, secrets.token_hex(8))
         found: list[Loaded | None] = []
 
         def action() -> dict[str, Any]:
             leader.admit()
-            found.append(find())
+            found.append(self._latest(wanted))
             return {"step": found[0].manifest.step if found[0] is not None else None}
 
         lead(leader, action)
         return found[0]
+
+    def _latest(self, wanted: Wanted) -> Loaded | None:
+        return latest(self._directory, wanted, self._world, self._allow_pickle, self._damaged)
 
     def _backend_of(self, manifest: Manifest) -> Any:
         if manifest.backend == self._backend_name and self._backend is not None:

@@ -17,20 +17,22 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from midepoch.checkpoint.directory import STALE, Board, Process
-from midepoch.errors import CheckpointSaveError
+from midepoch.errors import CheckpointError
 from midepoch.world import World
 
 _FIRST_PAUSE = 0.001
 _LONG = 15.0
+_RECENT = 600.0
 _log = logging.getLogger("midepoch")
 
 
-class RankError(CheckpointSaveError):
+class RankError(CheckpointError):
     """A rank died, stayed away or failed."""
 
 
@@ -43,15 +45,19 @@ class Leader:
     world: World
     timeout: float
     token: str
+    _begun: float = field(default_factory=time.time)
     _answered: set[str] = field(default_factory=set)
     _here: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)  # by rank: number, note
 
     def admit(self) -> dict[int, Any]:
         """Wait for all ranks; what each had to say. Raises RankError."""
+        self.board.put(f"{self.group}/leader-{self.token}", _note())  # fails at once where nothing can be written
         waiting = _Waiting(self.timeout, self.board.patience)
         while len(self._here) < self.world.size - 1:
-            for name in self.board.names(self.group):
+            names = self.board.names(self.group)
+            for name in names:
                 self._look_at(name)
+            _raise_absence(self.board, names, self._begun)
             missing = sorted(set(range(1, self.world.size)) - set(self._here))
             if missing and waiting.is_long():
                 _log.warning(
@@ -100,6 +106,7 @@ class Leader:
 
     def close(self, outcome: dict[str, Any]) -> None:
         """Tell all how it ended."""
+        self.board.remove([f"{self.group}/leader-{self.token}"])
         self.board.put(f"{self.group}/outcome-{self.token}", _note(**outcome))
         for group in self.board.groups():
             left = [name for name in self.board.names(group) if _is_left(_read(self.board, name))]
@@ -116,6 +123,7 @@ class Follower:
     timeout: float
     _number: str = field(default_factory=lambda: secrets.token_hex(8))
     _leader: Process | None = None
+    _begun: float = field(default_factory=time.time)
     token: str = ""
 
     def join(self, says: Any) -> str:
@@ -152,6 +160,8 @@ class Follower:
                 raise RankError(f"rank 0 has died before it could {what} ({self.group}).")
             if dead:
                 break
+            if not self.token:
+                _raise_absence(self.board, [n for n in self.board.names(self.group) if "/absent-0-" in n], self._begun)
             if waiting.is_long():
                 _log.warning("%s: rank %d waits for rank 0 to %s", self.group, self.world.rank, what)
             if not waiting.pause():
@@ -194,11 +204,32 @@ def lead(meeting: Leader | None, action: Callable[[], dict[str, Any]]) -> dict[s
         outcome = action()
     except BaseException as problem:
         if meeting is not None:
-            meeting.close({"error": f"{type(problem).__name__}: {problem}"})
+            why = f"{type(problem).__name__}: {problem}"
+            with suppress(Exception):
+                absent(meeting.board, meeting.group, meeting.world, why)  # for those that were not let in yet
+                meeting.close({"error": why})
         raise
     if meeting is not None:
-        meeting.close(outcome)
+        try:
+            meeting.close(outcome)
+        except Exception as problem:  # what was done is done
+            _log.warning("the other ranks could not be told that %s is done: %s", meeting.group, problem)
     return outcome
+
+
+def absent(board: Board, group: str, world: World, why: str) -> None:
+    """Say that this rank will not come to a meeting."""
+    board.put(f"{group}/absent-{world.rank}-{secrets.token_hex(8)}", _note(error=why))
+
+
+def _raise_absence(board: Board, names: Iterable[str], begun: float) -> None:
+    """Raise RankError if a rank has said that it will not come: in the last moments before this began, or since."""
+    for name in names:
+        what, rank, _ = _parts(name)
+        if what == "absent":
+            note = _read(board, name)
+            if isinstance(note.get("time"), float) and note["time"] > begun - _RECENT and not _is_dead(note):
+                raise RankError(f"rank {rank}: {note.get('error')}")
 
 
 def _parts(name: str) -> tuple[str, int, str]:

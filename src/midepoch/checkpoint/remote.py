@@ -9,6 +9,7 @@ step_100/TOKEN/…              the files of one attempt
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -20,14 +21,16 @@ from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.directory import STALE, STEP, Board, Process, VanishedError
-from midepoch.checkpoint.files import Source
+from midepoch.checkpoint.files import Source, sums_of
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.objects import Object, Objects
-from midepoch.errors import CheckpointDamagedError, CheckpointError
+from midepoch.errors import CheckpointDamagedError, CheckpointError, FetchError
 
 _ATTEMPT = re.compile(r"step_(\d{1,19})/([0-9a-f]+)/")
 _MANIFEST = re.compile(STEP.pattern.removesuffix("\\Z") + "/" + re.escape(manifests.NAME) + "\\Z")
 _PART_BYTES = 16 << 20
+_UNKNOWN = "?"
+_log = logging.getLogger("midepoch")
 
 
 class RemoteDirectory:
@@ -76,6 +79,8 @@ class RemoteDirectory:
                 with self.source(manifest, name) as source, target.open("wb") as file:
                     for at in range(0, source.size, _PART_BYTES):
                         file.write(piece[: source.read_into(piece[: source.size - at], at)])
+                if sums_of(target) != manifest.files[name]:
+                    raise CheckpointDamagedError(f"{name} came damaged")
             yield folder
 
     def begin(self, step: int, token: str) -> None:
@@ -109,13 +114,27 @@ class RemoteDirectory:
     def commit(self, step: int, token: str, manifest: bytes) -> None:
         before = {match[2] for name in self._objects.list(f"step_{step}") if (match := _ATTEMPT.match(name))}
         self._objects.put(f"step_{step}/{manifests.NAME}", manifest)
-        self._objects.delete([f".attempts/step_{step}.{token}"])
-        for other in before - {token}:
-            if self._objects.size(f".attempts/step_{step}.{other}") is None:  # else it is being made
+        try:
+            self._objects.delete([f".attempts/step_{step}.{token}"])
+            self._clean(step, token, before - {token})
+        except (FetchError, CheckpointError) as problem:  # the step is there; what is left is swept another time
+            _log.warning("%s: what step %d has replaced could not be removed: %s", self.name, step, problem)
+
+    def _clean(self, step: int, token: str, others: set[str]) -> None:
+        """Remove what a step was before, unless that is what it is again."""
+        for other in others:
+            being_made = self._objects.size(f".attempts/step_{step}.{other}") is not None
+            if not being_made and self.manifest(step).folder == token:
                 self._objects.delete(list(self._objects.list(f"step_{step}/{other}")))
 
     def abandon(self, step: int, token: str) -> None:
+        """Not if it may have become the step: the answer to a request can get lost, and the request not."""
         with suppress(Exception):
+            try:
+                if self.manifest(step).folder == token:
+                    return
+            except VanishedError:
+                pass
             self._objects.delete([*self._objects.list(f"step_{step}/{token}"), f".attempts/step_{step}.{token}"])
 
     def remove(self, step: int) -> None:
@@ -137,9 +156,12 @@ class RemoteDirectory:
                 inside.setdefault(tuple(name.removeprefix(".attempts/step_").split(".", 1)), [])  # type: ignore[arg-type]
         for (step, token), own in inside.items():
             note = f".attempts/step_{step}.{token}"
-            youngest = max((names[name].changed for name in own), default=0.0)
-            dead = self._is_dead(note) if note in names else youngest < time.time() - STALE
-            if dead and self._folder_of(step, names) != token:
+            youngest = max(names[name].changed for name in [*own, note] if name in names)
+            dead = youngest < time.time() - STALE or (note in names and self._is_dead(note))
+            current = self._folder_of(step, names) if dead else None
+            if current == _UNKNOWN:
+                continue
+            if dead and current != token:
                 self._objects.delete([*own, note])
             elif dead and note in names:
                 self._objects.delete([note])  # killed just after its commit
@@ -150,8 +172,10 @@ class RemoteDirectory:
             return None
         try:
             return self.manifest(int(step)).folder
-        except CheckpointError:
+        except VanishedError:
             return None
+        except CheckpointError:  # damaged, or of a newer version: nothing of it is touched
+            return _UNKNOWN
 
     def _is_dead(self, note: str) -> bool:
         try:

@@ -102,36 +102,56 @@ def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World,
     )
 
 
-def latest(directory: Directory, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded | None:
-    """The step that was committed last and is not damaged. Passing over one is logged; all damaged is an error."""
+def latest(
+    directory: Directory, wanted: Wanted, world: World, allow_pickle: bool, damaged: set[tuple[int, int]]
+) -> Loaded | None:
+    """The step that was committed last and is not damaged. Passing over one is logged; all damaged is an error.
+
+    The (step, sequence) of those that were found damaged are added to ``damaged``.
+    """
     for _ in range(_LOOKS):
         try:
-            return _latest_of(directory, wanted, world, allow_pickle)
+            return _latest_of(directory, wanted, world, allow_pickle, damaged)
         except VanishedError:  # pruned by another process, which has committed a newer one before
             continue
     raise CheckpointError(f"the steps of {directory.name} are removed faster than they can be read.")
 
 
-def _latest_of(directory: Directory, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded | None:
-    damaged: list[str] = []
+def _latest_of(
+    directory: Directory, wanted: Wanted, world: World, allow_pickle: bool, damaged: set[tuple[int, int]]
+) -> Loaded | None:
+    problems: list[str] = []
+    newer: dict[int, CheckpointError] = {}
     manifests: list[Manifest] = []
     for step in directory.steps():
         try:
             manifests.append(directory.manifest(step))
+        except VanishedError:
+            raise
         except CheckpointDamagedError as problem:
-            damaged.append(f"step {step}: {problem}")
-    for manifest in sorted(manifests, key=lambda one: one.sequence, reverse=True):
+            problems.append(f"step {step}: {problem}")
+        except CheckpointError as problem:  # of a newer version
+            newer[step] = problem
+    for manifest in sorted(manifests, key=lambda one: (one.sequence, one.step), reverse=True):
+        if newer and max(newer) > manifest.step:
+            raise newer[max(newer)]  # it would be the latest: not a reason to fall back
         try:
             found = load(directory, manifest, wanted, world, allow_pickle)
         except CheckpointDamagedError as problem:
-            damaged.append(f"step {manifest.step}: {problem}")
+            if directory.manifest(manifest.step) != manifest:  # saved again by another process while it was read
+                raise VanishedError(f"step {manifest.step} was saved again") from None
+            problems.append(f"step {manifest.step}: {problem}")
+            damaged.add((manifest.step, manifest.sequence))
             continue
-        for text in damaged:
+        for text in problems:
             _log.error("%s: %s. It was passed over for step %d.", directory.name, text, manifest.step)
         return found
-    if damaged:
+    if newer:
+        raise newer[max(newer)]
+    if problems:
         raise CheckpointDamagedError(
-            f"no step of {directory.name} can be restored: {'; '.join(damaged)}. To start without, name another folder."
+            f"no step of {directory.name} can be restored: {'; '.join(problems)}. "
+            "To start without, name another folder."
         )
     return None
 

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import tensors
 from midepoch.checkpoint.directory import Directory
-from midepoch.checkpoint.files import PIECE, Summing, Sums, helper_for
+from midepoch.checkpoint.files import Summing, Sums, sums_of
+from midepoch.checkpoint.helpers import Helper
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checkpoint.ranks import Follower, Leader, lead
+from midepoch.checkpoint.ranks import Follower, Leader, absent, lead
 from midepoch.checkpoint.tree import Encoded
 from midepoch.errors import CheckpointError, CheckpointSaveError
 from midepoch.world import World
@@ -38,6 +40,8 @@ class Job:
     backend: str
     metadata: dict[str, Any]
     about: dict[str, Any]
+    group: str = ""
+    """Where the ranks meet: a name that no other save has, in this run or another."""
     state: Any = None
     """The state of the pipeline where one holds for all ranks: they are compared before anything is written."""
     shared: frozenset[str] = field(default_factory=frozenset)
@@ -57,7 +61,7 @@ def save(directory: Directory, job: Job, world: World, timeout: float) -> list[M
             _follow(directory, job, world, timeout)
             return []
         found = _lead(directory, job, world, timeout)
-    except (CheckpointSaveError, KeyboardInterrupt, SystemExit):
+    except CheckpointSaveError:
         raise
     except Exception as problem:
         raise CheckpointSaveError(
@@ -76,13 +80,19 @@ def _intact(directory: Directory) -> str:
     return f"The steps saved before are as they were ({len(steps)}, up to {steps[-1]})." if steps else "There are none."
 
 
+def tell_failure(directory: Directory, group: str, world: World, problem: BaseException) -> None:
+    """Let the other ranks know that this one will not come."""
+    with suppress(Exception):
+        absent(directory.board, group, world, f"{type(problem).__name__}: {problem}")
+
+
 def _lead(directory: Directory, job: Job, world: World, timeout: float) -> list[Manifest]:
     token = secrets.token_hex(8)
-    directory.begin(job.step, token)
-    meeting = Leader(directory.board, f"save-{job.step}", world, timeout, token) if world.size > 1 else None
+    meeting = Leader(directory.board, job.group, world, timeout, token) if world.size > 1 else None
     found: list[Manifest] = []
 
     def action() -> dict[str, Any]:
+        directory.begin(job.step, token)
         if meeting is not None:
             _compare(job, meeting.admit())
         files = _write(directory, job, token, world)
@@ -104,7 +114,7 @@ def _lead(directory: Directory, job: Job, world: World, timeout: float) -> list[
 
 
 def _follow(directory: Directory, job: Job, world: World, timeout: float) -> None:
-    meeting = Follower(directory.board, f"save-{job.step}", world, timeout)
+    meeting = Follower(directory.board, job.group, world, timeout)
     token = meeting.join(job.state)
     try:
         files = _write(directory, job, token, world)
@@ -152,7 +162,7 @@ def _write_part(directory: Directory, step: int, token: str, part: str, encoded:
         summing.write(text)
         written[f"{part}.json"] = summing.sums
     if encoded.arrays:
-        with helper_for(encoded.nbytes) as helper, directory.sink(step, token, f"{part}.safetensors") as sink:
+        with Helper("sum") as helper, directory.sink(step, token, f"{part}.safetensors") as sink:
             summing = Summing(sink, helper)
             tensors.write(summing, encoded.arrays)
             written[f"{part}.safetensors"] = summing.sums
@@ -168,21 +178,6 @@ def _write_arrays(directory: Directory, job: Job, token: str, world: World) -> d
             return {}
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return {f"{BACKEND_PART}/{path.relative_to(folder).as_posix()}": sums_of(path) for path in paths}
-
-
-def sums_of(path: Path) -> Sums:
-    """The sums of a file of this machine."""
-    summing = Summing(_Nowhere())
-    piece = bytearray(min(PIECE, max(1, path.stat().st_size)))
-    with path.open("rb", buffering=0) as file:
-        while came := file.readinto(piece):
-            summing.write(memoryview(piece)[:came])
-    return summing.sums
-
-
-class _Nowhere:
-    def write(self, data: memoryview, /) -> None:
-        pass
 
 
 def _manifest(

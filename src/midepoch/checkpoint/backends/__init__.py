@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from midepoch.checkpoint.tree import Encoded
-from midepoch.world import World
+from midepoch.world import World, jax_processes, process_group
 
 _EXTRAS = {"orbax": "jax", "dcp": "torch"}
 
@@ -57,12 +57,21 @@ def backend_named(name: str, world: World) -> Backend | None:
         return None
     if name not in _EXTRAS:
         raise ValueError(f"backend: expected 'files', 'orbax' or 'dcp', got {name!r}")
+    if world.size > 1 and not _has_processes(name, world):
+        framework = "torch.distributed" if name == "dcp" else "jax.distributed"
+        raise ValueError(f"backend={name!r} for {world.size} ranks needs {framework} to be initialised with as many.")
     try:
         found: Backend = import_module(f"midepoch.checkpoint.backends.{name}").make_backend(world)
     except ImportError as problem:
         needed = f'pip install "midepoch[{_EXTRAS[name]}]"'
         raise ImportError(f"backend={name!r} needs more packages: {needed} ({problem})") from problem
     return found
+
+
+def _has_processes(name: str, world: World) -> bool:
+    if name == "dcp":
+        return (dist := process_group()) is not None and dist.get_world_size() == world.size
+    return (jax := jax_processes()) is not None and jax.process_count() == world.size
 
 
 def plain_name(name: str) -> str:
