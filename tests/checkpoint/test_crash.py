@@ -42,7 +42,7 @@ def test_torch_distributed_checkpoints(mode: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "every"),
-    [("sync", "2"), ("async", "5"), *(pytest.param(mode, "1", marks=pytest.mark.slow) for mode in ("sync", "async"))],
+    [("sync", "4"), ("async", "8"), *(pytest.param(mode, "1", marks=pytest.mark.slow) for mode in ("sync", "async"))],
 )
 @pytest.mark.parametrize("how", ["kill", "power"])
 def test_orbax(mode: str, every: str, how: str) -> None:
