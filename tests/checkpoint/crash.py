@@ -17,30 +17,11 @@ from typing import Any
 
 import numpy as np
 import tracer
+from counting import Numbers
 
 from midepoch.checkpoint import PipelineCheckpoint
 
 ROWS = 3000
-
-
-class Numbers:
-    """A pipeline of a user's own."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def __iter__(self) -> Numbers:
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        return self.at
-
-    def get_state(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def model_at(step: int) -> dict[str, Any]:

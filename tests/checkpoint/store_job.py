@@ -9,20 +9,10 @@ import sys
 
 import numpy as np
 import pyarrow.fs  # noqa: F401
+from counting import Numbers
 
 from midepoch.checkpoint import PipelineCheckpoint
 from s3 import storage_options
-
-
-class Numbers:
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def get_state(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def model_at(value: int) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counting import Numbers
 
 from midepoch.checkpoint import (
     CheckpointDamagedError,
@@ -30,17 +31,6 @@ from midepoch.checkpoint import (
     remote,
 )
 from midepoch.checkpoint.files import Sums
-
-
-class Numbers:
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def get_state(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

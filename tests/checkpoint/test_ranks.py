@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counting import Numbers
 
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 
@@ -104,19 +105,6 @@ def test_ranks_at_different_places_are_told(data: str, tmp_path: Path) -> None:
     assert PipelineCheckpoint(tmp_path).steps() == []
 
 
-class PerRank:
-    """A pipeline of a user's own, that knows nothing of other ranks."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def get_state(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def threads(size: int, action: Any) -> list[Any]:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -127,11 +115,11 @@ def threads(size: int, action: Any) -> list[Any]:
 def test_pipelines_of_users_keep_a_state_for_each_rank(tmp_path: Path) -> None:
     threads(
         3,
-        lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=20).save(PerRank(10 + rank), step=1),
+        lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=20).save(Numbers(10 + rank), step=1),
     )
 
     def restore(rank: int, size: int) -> int:
-        pipeline = PerRank()
+        pipeline = Numbers()
         PipelineCheckpoint(tmp_path, rank=rank, world_size=size, timeout=20).restore_latest(pipeline)
         return pipeline.at
 
@@ -146,7 +134,7 @@ def test_many_saves_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=20, keep=2)
         for step in range(1, 9):
-            checkpoint.save(PerRank(step), step=step)
+            checkpoint.save(Numbers(step), step=step)
 
     threads(3, run)
     assert PipelineCheckpoint(tmp_path).steps() == [7, 8]
@@ -154,7 +142,7 @@ def test_many_saves_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    class Refuses(PerRank):
+    class Refuses(Numbers):
         def get_state(self) -> Any:
             return {"at": np_zeros()}
 

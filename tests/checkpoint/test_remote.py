@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_job import Numbers, model_at, open_at
+from counting import Numbers
+from store_job import model_at, open_at
 
 from midepoch.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointSaveError, Keep, PipelineCheckpoint
 from proxy import Fault, Proxy
