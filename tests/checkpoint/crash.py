@@ -72,20 +72,7 @@ def look(folder: Path, backend: str, allowed: list[tuple[int, int]]) -> None:
 
 
 def forked(action: Callable[[], None]) -> None:
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            action()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    status = os.waitpid(pid, 0)[1]
+    status = os.waitpid(tracer.forked(action), 0)[1]
     if status:
         raise SystemExit(f"failed with {status}")
 

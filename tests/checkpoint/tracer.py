@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,11 @@ def traced(action: Callable[[], None], folder: Path, stop_before: int | None = N
 
     The action calls ``begin()`` where tracing shall start.
     """
+    return _Tracer(forked(action), str(folder), stop_before).run()
+
+
+def forked(action: Callable[[], None]) -> int:
+    """A fork that does something and ends, with 1 if that raised."""
     assert threading.active_count() == 1, "a fork of threads"
     pid = os.fork()
     if not pid:
@@ -86,13 +92,11 @@ def traced(action: Callable[[], None], folder: Path, stop_before: int | None = N
             action()
             code = 0
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)
-    return _Tracer(pid, str(folder), stop_before).run()
+    return pid
 
 
 def begin() -> None:
