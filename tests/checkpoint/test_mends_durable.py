@@ -25,6 +25,7 @@ from midepoch.checkpoint import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     PipelineCheckpoint,
+    disk,
     local,
     manifest,
     objects,
@@ -34,13 +35,13 @@ from midepoch.checkpoint.files import Sums
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    original = local._LocalSink.write
+    original = disk.LocalSink.write
 
     def write(self: Any, data: memoryview) -> None:
         time.sleep(seconds)
         original(self, data)
 
-    monkeypatch.setattr(local._LocalSink, "write", write)
+    monkeypatch.setattr(disk.LocalSink, "write", write)
 
 
 def test_a_look_from_another_thread_does_not_let_saves_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

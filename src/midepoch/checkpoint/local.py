@@ -14,31 +14,31 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint.directory import STALE, STEP, Board, VanishedError
-from midepoch.checkpoint.helpers import Helper
+from midepoch.checkpoint.disk import (
+    NO_LOCKS,
+    LocalSink,
+    LocalSource,
+    lock_folder,
+    make_durably,
+    opened,
+    remove,
+    signature,
+    sync,
+    unlock,
+    written,
+)
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError
 
-# Windows has none: attempts of dead processes are then swept by their age.
-fcntl: Any = import_module("fcntl") if os.name == "posix" else None
-
 _HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|old|gone)\Z")
 _OLD = re.compile(_HIDDEN.pattern.replace("saving|old|gone", "old"))
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
-_NO_LOCKS = -1
-_AHEAD = 128 << 20
-"""Bytes written before the disk is told to begin with them."""
 
 
 class LocalDirectory:
@@ -89,17 +89,17 @@ class LocalDirectory:
     def manifest(self, step: int) -> Manifest:
         known = self._read.get(step)
         with suppress(OSError):
-            if known is not None and known[0] == _signature(f"{self.name}/step_{step}/{manifests.NAME}"):
+            if known is not None and known[0] == signature(f"{self.name}/step_{step}/{manifests.NAME}"):
                 return known[1]
         folder = self._folder(step)
         if folder is None:
             raise VanishedError(f"{self.name} has no step {step}")
         try:
             try:
-                seen = _signature(f"{folder}/{manifests.NAME}")
+                seen = signature(f"{folder}/{manifests.NAME}")
             except PermissionError as problem:
                 raise CheckpointDamagedError(f"the manifest cannot be read ({problem.strerror})") from None
-            with _opened(folder, manifests.NAME) as source:
+            with opened(folder, manifests.NAME) as source:
                 if source.size > manifests.LARGEST:
                     raise CheckpointDamagedError(f"the manifest is {source.size} bytes long")
                 data = bytearray(source.size)
@@ -116,10 +116,10 @@ class LocalDirectory:
         return found
 
     @contextmanager
-    def source(self, manifest: Manifest, name: str) -> Iterator[_LocalSource]:
+    def source(self, manifest: Manifest, name: str) -> Iterator[LocalSource]:
         folder = self._folder(manifest.step) or self.path / f"step_{manifest.step}"
         try:
-            with _opened(folder, name) as source:
+            with opened(folder, name) as source:
                 yield source
         except FileNotFoundError:
             if not folder.is_dir():
@@ -134,18 +134,18 @@ class LocalDirectory:
         return self.path / f".step_{step}.{token}.saving"
 
     def begin(self, step: int, token: str) -> None:
-        _make_durably(self.path)
+        make_durably(self.path)
         self._sweep()
         attempt = self._attempt(step, token)
         while True:
             os.mkdir(attempt)
             lock = None
             with suppress(FileNotFoundError):
-                lock = _lock(attempt, wait=True)
+                lock = lock_folder(attempt, wait=True)
             if attempt.exists():  # else another process has taken it for a dead one's before it was locked
                 break
-            _unlock(lock)
-        self._locks[token] = _NO_LOCKS if lock is None else lock
+            unlock(lock)
+        self._locks[token] = NO_LOCKS if lock is None else lock
         try:
             os.mkdir(attempt / "files")
         except BaseException:
@@ -153,19 +153,12 @@ class LocalDirectory:
             raise
 
     @contextmanager
-    def sink(self, step: int, token: str, name: str) -> Iterator[_LocalSink]:
+    def sink(self, step: int, token: str, name: str) -> Iterator[LocalSink]:
         path = self._attempt(step, token) / "files" / name
         if "/" in name:
             path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_FOLLOW | _BINARY, 0o666)
-        sink = _LocalSink(fd)
-        try:
+        with written(path) as sink:
             yield sink
-            sink.settle()
-            os.fsync(fd)
-        finally:
-            sink.end()
-            os.close(fd)
 
     @contextmanager
     def scratch(self, step: int, token: str, part: str) -> Iterator[Path]:
@@ -173,8 +166,8 @@ class LocalDirectory:
         folder = self._attempt(step, token) / "files" / part
         yield folder
         for path in sorted(folder.rglob("*")):
-            _sync(path)
-        _sync(folder)
+            sync(path)
+        sync(folder)
 
     def folder_of(self, token: str) -> str:  # noqa: ARG002
         return ""
@@ -183,7 +176,7 @@ class LocalDirectory:
         with self.sink(step, token, manifests.NAME) as sink:
             sink.write(memoryview(manifest))
         attempt, final = self._attempt(step, token), self.path / f"step_{step}"
-        _sync(attempt / "files")
+        sync(attempt / "files")
         while True:
             try:
                 os.rename(attempt / "files", final)
@@ -193,7 +186,7 @@ class LocalDirectory:
                     raise
             with suppress(FileNotFoundError):  # another process is replacing it at the same time
                 os.rename(final, self._hidden(step, "old"))
-        _sync(self.path)
+        sync(self.path)
         with suppress(OSError):  # the step is there; what is left is swept another time
             self.abandon(step, token)
             self._sweep()
@@ -203,14 +196,14 @@ class LocalDirectory:
 
     def abandon(self, step: int, token: str) -> None:
         shutil.rmtree(self._attempt(step, token), ignore_errors=True)
-        _unlock(self._locks.pop(token, None))
+        unlock(self._locks.pop(token, None))
 
     def remove(self, step: int) -> None:
         while (folder := self._folders().get(step)) is not None:
             gone = self._hidden(step, "gone")
             with suppress(FileNotFoundError):
                 os.rename(folder, gone)
-            _remove(gone)
+            remove(gone)
 
     def _sweep(self) -> None:
         """Remove what dead processes have left, and put back what one of them had put aside."""
@@ -221,20 +214,20 @@ class LocalDirectory:
             final = self.path / f"step_{match[1]}"
             with suppress(OSError):  # another process is at it, or it stays for the next time
                 if match[2] == "gone" or (match[2] == "old" and final.exists()):
-                    _remove(path)
+                    remove(path)
                 elif match[2] == "old":
                     os.rename(path, final)
                 else:
                     self._sweep_attempt(int(match[1]), path)
 
     def _sweep_attempt(self, step: int, attempt: Path) -> None:
-        lock = _lock(attempt, wait=False)
-        if lock is None or (lock == _NO_LOCKS and time.time() - os.stat(attempt).st_mtime < STALE):
+        lock = lock_folder(attempt, wait=False)
+        if lock is None or (lock == NO_LOCKS and time.time() - os.stat(attempt).st_mtime < STALE):
             return
         gone = self._hidden(step, "gone")
         os.rename(attempt, gone)
-        _unlock(lock)
-        _remove(gone)
+        unlock(lock)
+        remove(gone)
 
 
 class LocalBoard:
@@ -280,126 +273,3 @@ class LocalBoard:
             for folder in ((self._path / name).parent, self._path):
                 with suppress(OSError):
                     folder.rmdir()
-
-
-class _LocalSink:
-    """Lets the disk begin with what is there while more comes: the sync at the end has little to do then."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._unsynced = fd, 0
-        self._syncer = Helper("sync")
-        self._syncing: Future[None] | None = None
-
-    def write(self, data: memoryview, /) -> None:
-        while len(data):
-            came = os.write(self._fd, data)
-            data = data[came:]
-            self._unsynced += came
-        if self._unsynced >= _AHEAD and (self._syncing is None or self._syncing.done()):
-            self.settle()
-            self._unsynced = 0
-            self._syncing = self._syncer.submit(os.fsync, self._fd)
-
-    def settle(self) -> None:
-        """Wait for what was begun; raises what went wrong, which a later sync may not say again."""
-        if self._syncing is not None:
-            self._syncing.result()
-
-    def end(self) -> None:
-        self._syncer.end()
-
-
-class _LocalSource:
-    def __init__(self, fd: int) -> None:
-        self._fd, self.size = fd, os.fstat(fd).st_size
-
-    def read_into(self, data: memoryview, at: int, /) -> int:
-        done = 0
-        while done < len(data):
-            try:
-                came = os.preadv(self._fd, [data[done:]], at + done)
-            except OSError as problem:
-                raise CheckpointDamagedError(f"byte {at + done} cannot be read ({problem.strerror})") from None
-            if not came:
-                break
-            done += came
-        return done
-
-
-@contextmanager
-def _opened(folder: Path, name: str) -> Iterator[_LocalSource]:
-    path = folder / name
-    if os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)).rstrip("/"):
-        raise CheckpointDamagedError(f"{name} lies outside of its step")
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_FOLLOW | _BINARY)
-    except OSError as problem:
-        if problem.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG):
-            raise CheckpointDamagedError(f"{name} is no plain file ({problem.strerror})") from None
-        if problem.errno in (errno.EACCES, errno.EPERM, errno.EIO):
-            raise CheckpointDamagedError(f"{name} cannot be read ({problem.strerror})") from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointDamagedError(f"{name} is no plain file")
-        yield _LocalSource(fd)
-    finally:
-        os.close(fd)
-
-
-def _signature(path: str) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
-    found = os.lstat(path)
-    return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Lock a folder: a number to unlock it by, _NO_LOCKS where there are none, or None if it is locked already.
-
-    The kernel unlocks it when the process ends, however it ends.
-    """
-    if fcntl is None:
-        return _NO_LOCKS
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:
-        os.close(fd)
-        return _NO_LOCKS
-    return fd
-
-
-def _unlock(fd: int | None) -> None:
-    if fd is not None and fd != _NO_LOCKS:
-        os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, outlive a power loss."""
-    if path.is_symlink():
-        return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _make_durably(folder: Path) -> None:
-    """Make a folder and those it lies in, as far as they are not there."""
-    if folder.is_dir():
-        return
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        _sync(path.parent)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
-from urllib.parse import unquote
 
 from midepoch.checkpoint import loading, parts, rng, saving
-from midepoch.checkpoint.arrays import is_array
+from midepoch.checkpoint.arguments import open_directory, plain_metadata, wanted_of
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
-from midepoch.checkpoint.directory import Directory
 from midepoch.checkpoint.keep import Keep, keep_from
-from midepoch.checkpoint.local import LocalDirectory
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
@@ -61,7 +58,7 @@ class PipelineCheckpoint:
         timeout: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._directory = _open(directory, storage_options)
+        self._directory = open_directory(directory, storage_options)
         self._keep = keep_from(keep, "PipelineCheckpoint(keep=…)")
         self._given_world = (rank, world_size)
         self._backend_name, self._async, self._allow_pickle = backend, async_save, allow_pickle
@@ -152,7 +149,7 @@ class PipelineCheckpoint:
         things = {"model": model, "optimizer": optimizer}
         things = {name: thing for name, thing in things.items() if thing is not None}
         extras = {f"extra.{checked_name(name)}": thing for name, thing in (extra or {}).items()}
-        job = saving.Job(step, {}, self._backend_name, _plain(metadata or {}), {})
+        job = saving.Job(step, {}, self._backend_name, plain_metadata(metadata or {}), {})
         job.about = {name: parts.class_of(thing) for name, thing in {**things, **extras}.items()}
         if pipeline is not None:
             state = parts.tree_of(pipeline)
@@ -212,7 +209,7 @@ class PipelineCheckpoint:
         it belongs to other data, another pipeline or model: CheckpointMismatchError, and nothing is restored.
         """
         self._background.wait()
-        wanted = _wanted(pipeline, model, optimizer, extra, rng)
+        wanted = wanted_of(pipeline, model, optimizer, extra, rng)
         try:
             loaded = self._agreed_latest(wanted)
         except OSError as problem:
@@ -237,7 +234,7 @@ class PipelineCheckpoint:
     ) -> int:
         """Restore a certain step. Raises CheckpointNotFoundError or CheckpointDamagedError where there is no such."""
         self._background.wait()
-        self._restore(whole(step, "restore(step=…)"), _wanted(pipeline, model, optimizer, extra, rng))
+        self._restore(whole(step, "restore(step=…)"), wanted_of(pipeline, model, optimizer, extra, rng))
         return step
 
     def read(self, step: int, part: str, *, like: Any = None) -> Any:
@@ -362,43 +359,3 @@ class PipelineCheckpoint:
         if found is None:
             raise CheckpointDamagedError(f"the backend {manifest.backend!r} has no folder")
         return found
-
-
-def _wanted(pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, with_rng: bool) -> Wanted:
-    models = {name: thing for name, thing in (("model", model), ("optimizer", optimizer)) if thing is not None}
-    return Wanted(pipeline, models, extra or {}, with_rng)
-
-
-def _open(directory: str | PathLike[str], storage_options: Mapping[str, Any] | None) -> Directory:
-    address = str(directory)
-    if "://" in address and not address.startswith("file://"):
-        from midepoch.checkpoint.remote import RemoteDirectory
-
-        return RemoteDirectory(address, storage_options)
-    if storage_options:
-        raise ValueError(f"storage_options were given, but {address!r} is a local folder")
-    return LocalDirectory(unquote(address.removeprefix("file://")) if address.startswith("file://") else directory)
-
-
-def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as JSON: numbers of any library become Python's. TypeError that names what cannot be kept."""
-
-    def convert(value: Any, where: str) -> Any:
-        if is_array(value) and not getattr(value, "ndim", 0):
-            value = value.item()
-        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-            return str(value)
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, Mapping):
-            return {str(key): convert(inner, f"{where}.{key}") for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [convert(inner, f"{where}.{number}") for number, inner in enumerate(value)]
-        if isinstance(value, PathLike):
-            return str(value)
-        raise TypeError(f"{where}: metadata is plain JSON, got a {type(value).__qualname__}; use extra for arrays")
-
-    if not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata is a dict, got a {type(metadata).__qualname__}")
-    found: dict[str, Any] = convert(metadata, "metadata")
-    return found
