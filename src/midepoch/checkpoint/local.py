@@ -195,7 +195,11 @@ class LocalDirectory:
         return self.path / f".step_{step}.{secrets.token_hex(8)}.{what}"
 
     def abandon(self, step: int, token: str) -> None:
-        shutil.rmtree(self._attempt(step, token), ignore_errors=True)
+        attempt = self._attempt(step, token)
+        try:
+            os.rmdir(attempt)  # empty after a commit
+        except OSError:
+            shutil.rmtree(attempt, ignore_errors=True)
         unlock(self._locks.pop(token, None))
 
     def remove(self, step: int) -> None:
