@@ -11,14 +11,12 @@ import pyarrow as pa
 
 from midepoch.checks import whole
 from midepoch.engine import Engine
-from midepoch.errors import DataNotFoundError
 from midepoch.iterate import BatchIterator, RowIterator
-from midepoch.order import Cut, Order, Selection, Shuffle
+from midepoch.order import Cut, Selection, Shuffle
 from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
 from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed, draw_seed
-from midepoch.sources import Source
 from midepoch.standing import Standing, register_with_torch
 from midepoch.state import Cursor
 from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
@@ -334,35 +332,28 @@ class Dataset(Resumable):
         """Batches of every epoch, prepared ahead by threads or worker processes; owns its own cursor.
 
         ``batch_size`` rows for each rank. Rank and world size come from the shard, from an initialised
-        ``torch.distributed``, or are given. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
-        otherwise; ``collate_fn`` gets a list of rows instead, or with ``collate_columns`` such a batch. ``prefetch``
-        batches are made ahead by each worker: 2 to 8, by their size, unless given.
+        ``torch.distributed`` or ``jax.distributed``, or are given. A batch is a dict of columns, as torch tensors
+        unless ``with_format`` chose otherwise; ``collate_fn`` gets a list of rows instead, or with ``collate_columns``
+        such a batch. ``prefetch`` batches are made ahead by each worker: 2 to 8, by their size, unless given.
         """
-        from midepoch.loader import Loader, Options, ahead_for
-        from midepoch.loader.world import find_cut
+        from midepoch.loader.make import make_loader
 
-        if not self.pipeline.rows:
-            raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
-        batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-        world = find_cut(self.pipeline.cut, rank, world_size)
-        check_agreed(self.pipeline.seed_drawn, world.count)
-        ahead = ahead_for(batch_size * self.pipeline.source.bytes_per_row)
-        options = Options(
+        return make_loader(
+            self.pipeline,
+            Cursor(self.epoch, self._standing.start),
+            asked=self._standing.shared.asked,
             batch_size=batch_size,
-            num_workers=whole(num_workers, "loader(num_workers=…)"),
+            num_workers=num_workers,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            collate_columns=collate_columns,
-            prefetch=whole(ahead if prefetch is None else prefetch, "loader(prefetch=…)", 1),
+            prefetch=prefetch,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
+            rank=rank,
+            world_size=world_size,
             multiprocessing_context=multiprocessing_context,
+            collate_columns=collate_columns,
         )
-        cursor = Cursor(self.epoch, self._standing.start)
-        pipeline = replace(self.pipeline, cut=world)
-        if pipeline.source.fetched and not pipeline.lanes_given and not cursor.position:
-            pipeline = replace(pipeline, order=replace(pipeline.order, lanes=world.count))
-        return Loader(pipeline, options, cursor, asked=self._standing.shared.asked)
 
     # The cursor
 
@@ -400,18 +391,6 @@ class Dataset(Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._standing, self._engine = state["standing"], None
         register_with_torch(Dataset)
-
-
-def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
-    """All rows of a source (or those selected), in the order in which they lie."""
-    if not source.rows:
-        where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
-        filtered = source.access is not None and source.access.filter is not None
-        raise DataNotFoundError(f"there are no rows {'that pass the filter ' if filtered else ''}in {where}.")
-    order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
-    if not len(order):
-        raise DataNotFoundError(f"the split means none of the {source.rows} rows.")
-    return Dataset(Pipeline(source, order, on_error=on_error))
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:

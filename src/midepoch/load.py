@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from midepoch.dataset import Dataset, make_dataset
+from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, DifferentSchemasError
-from midepoch.order import Selection
+from midepoch.order import Order, Selection
+from midepoch.pipeline import Pipeline
 from midepoch.progress import shown
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
@@ -86,7 +87,7 @@ def from_files(
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
         spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes, cache_dir is not None)
         source = Source((index,), Access(store, chosen, spec))
-    ds = make_dataset(source, on_error=on_error)
+    ds = _make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))
 
 
@@ -172,7 +173,7 @@ def _of_splits(
     for part in parts:
         start, stop = part.rows(int(indexes[part.split].starts[-1]))
         ranges.append((starts[part.split] + start, starts[part.split] + stop))
-    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
+    return _make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
 
 
 def _index(files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str) -> Index:
@@ -185,3 +186,15 @@ def _index(files: Sequence[Path], index_dir: PathLike | None, force: bool, on_er
 def _check_on_error(on_error: str) -> None:
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+
+
+def _make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
+    """All rows of a source (or those selected), in the order in which they lie."""
+    if not source.rows:
+        where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
+        filtered = source.access is not None and source.access.filter is not None
+        raise DataNotFoundError(f"there are no rows {'that pass the filter ' if filtered else ''}in {where}.")
+    order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
+    if not len(order):
+        raise DataNotFoundError(f"the split means none of the {source.rows} rows.")
+    return Dataset(Pipeline(source, order, on_error=on_error))

@@ -359,6 +359,33 @@ run(); gc.collect()
     assert "saving step 1 failed" in done.stderr
 
 
+def test_a_step_or_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    """None would mean a fresh start, with a whole run lying there."""
+    PipelineCheckpoint(tmp_path / "run").save(step=1)
+    for wrong, way_out in (
+        (tmp_path / "run/step_1", "name the folder around it"),
+        (tmp_path / "run/step_1/rng.json", "is a file"),
+    ):
+        for call in (lambda c: c.restore_latest(), lambda c: c.steps(), lambda c: c.save(step=2)):
+            with pytest.raises(CheckpointError, match=way_out):
+                call(PipelineCheckpoint(wrong))
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital.*")
+def test_a_stateful_dataloader_is_not_asked_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start its workers to answer."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    checkpoint = PipelineCheckpoint(tmp_path)
+    loader = StatefulDataLoader(list(range(20)), batch_size=2)
+    next(iter(loader))
+    checkpoint.save(loader, step=1)
+    fresh = StatefulDataLoader(list(range(20)), batch_size=2, num_workers=0)
+    monkeypatch.setattr(StatefulDataLoader, "state_dict", lambda _: pytest.fail("asked"))
+    assert checkpoint.restore_latest(fresh) == 1
+    assert next(iter(fresh)).tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("step", [True, 5.0, -1])
 def test_steps_are_whole_numbers_everywhere(step: Any, tmp_path: Path) -> None:
     checkpoint = PipelineCheckpoint(tmp_path)

@@ -15,8 +15,12 @@ from midepoch.checkpoint.restoring import Wanted
 
 def wanted_of(pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, with_rng: bool) -> Wanted:
     """What to restore into."""
-    models = {name: thing for name, thing in (("model", model), ("optimizer", optimizer)) if thing is not None}
-    return Wanted(pipeline, models, extra or {}, with_rng)
+    return Wanted(pipeline, given_models(model, optimizer), extra or {}, with_rng)
+
+
+def given_models(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Those of the two that were given, by name."""
+    return {name: thing for name, thing in (("model", model), ("optimizer", optimizer)) if thing is not None}
 
 
 def open_directory(directory: str | PathLike[str], storage_options: Mapping[str, Any] | None) -> Directory:

@@ -110,6 +110,11 @@ def make(kind: Kind, data: Bytes) -> Any:
     return jax.random.wrap_key_data(copied, impl=kind.impl) if kind.library == "key" else copied
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a tensor of torch over several processes, or a parameter of such."""
+    return any(type(one).__name__ == "DTensor" for one in (tensor, getattr(tensor, "data", None)))
+
+
 def _is_torch(value: Any) -> bool:
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
@@ -127,7 +132,7 @@ def _is_key(value: Any) -> bool:
 
 def _kind_of_torch(tensor: Any, distributed: bool) -> Kind:
     torch: Any = sys.modules["torch"]
-    if type(tensor).__name__ == "DTensor" and not distributed:
+    if is_sharded(tensor) and not distributed:
         raise UnsupportedError('a sharded tensor (DTensor), which PipelineCheckpoint(…, backend="dcp") keeps')
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedError(f"a {'quantized' if tensor.is_quantized else 'sparse'} tensor")

@@ -35,10 +35,9 @@ from midepoch.checkpoint.disk import (
     written,
 )
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.errors import CheckpointDamagedError
+from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 _HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|old|gone)\Z")
-_OLD = re.compile(_HIDDEN.pattern.replace("saving|old|gone", "old"))
 
 
 class LocalDirectory:
@@ -54,11 +53,10 @@ class LocalDirectory:
         self._read: dict[int, tuple[tuple[int, ...], Manifest]] = {}  # by step: what its manifest was when it was read
 
     def steps(self) -> list[int]:
-        found = {int(match[1]) for name in self._listed() if (match := STEP.match(name) or _OLD.match(name))}
-        return sorted(found)
+        return sorted(self._folders())
 
-    def _folders(self) -> dict[int, Path]:
-        """Where each step lies: in its folder, or where it was put aside while it was being replaced."""
+    def _folders(self) -> dict[int, str]:
+        """The folder of each step: its own, or the one it was put aside in while it was being replaced."""
         found: dict[int, str] = {}
         aside: dict[int, str] = {}
         for name in self._listed():
@@ -66,7 +64,7 @@ class LocalDirectory:
                 found[int(match[1])] = name
             elif (match := _HIDDEN.match(name)) and match[2] == "old":
                 aside[int(match[1])] = name
-        return {step: self.path / name for step, name in {**aside, **found}.items()}
+        return {**aside, **found}
 
     def sizes(self, manifest: Manifest) -> dict[str, int]:
         folder = self._folder(manifest.step)
@@ -78,13 +76,21 @@ class LocalDirectory:
 
     def _folder(self, step: int) -> Path | None:
         folder = self.path / f"step_{step}"
-        return folder if folder.is_dir() else self._folders().get(step)
+        if folder.is_dir():
+            return folder
+        name = self._folders().get(step)
+        return None if name is None else self.path / name
 
     def _listed(self) -> list[str]:
         try:
-            return os.listdir(self.path)
+            found = os.listdir(self.path)
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            raise CheckpointError(f"{self.name} is a file: name the folder that holds the steps.") from None
+        if manifests.NAME in found:
+            raise CheckpointError(f"{self.name} is a step itself: name the folder around it, {self.path.parent}.")
+        return found
 
     def manifest(self, step: int) -> Manifest:
         known = self._read.get(step)
@@ -134,8 +140,8 @@ class LocalDirectory:
         return self.path / f".step_{step}.{token}.saving"
 
     def begin(self, step: int, token: str) -> None:
-        make_durably(self.path)
         self._sweep()
+        make_durably(self.path)
         attempt = self._attempt(step, token)
         while True:
             os.mkdir(attempt)
@@ -203,10 +209,10 @@ class LocalDirectory:
         unlock(self._locks.pop(token, None))
 
     def remove(self, step: int) -> None:
-        while (folder := self._folders().get(step)) is not None:
+        while (name := self._folders().get(step)) is not None:
             gone = self._hidden(step, "gone")
             with suppress(FileNotFoundError):
-                os.rename(folder, gone)
+                os.rename(self.path / name, gone)
             remove(gone)
 
     def _sweep(self) -> None:

@@ -12,10 +12,11 @@ from os import PathLike
 from typing import Any
 
 from midepoch.checkpoint import loading, parts, rng, saving
-from midepoch.checkpoint.arguments import open_directory, plain_metadata, wanted_of
+from midepoch.checkpoint.arguments import given_models, open_directory, plain_metadata, wanted_of
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
 from midepoch.checkpoint.keep import Keep, keep_from
+from midepoch.checkpoint.like import imposed
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
@@ -63,7 +64,6 @@ class PipelineCheckpoint:
         self._given_world = (rank, world_size)
         self._backend_name, self._async, self._allow_pickle = backend, async_save, allow_pickle
         self._timeout = timeout
-        find_world(rank, world_size)
         self._backend = backend_named(backend, self._world)
         self._background, self._snapshots = Background(), Snapshots()
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of what was found damaged by reading it
@@ -101,18 +101,20 @@ class PipelineCheckpoint:
         world = self._world
         number = self._next_step(world) if step is None else whole(step, "save(step=…)")
         group = self._meeting(f"save-{number}", world)
+        memory: dict[str, Any] = {}
         try:
             job = self._job(number, pipeline, model, optimizer, metadata, extra, rng, world)
             job.group = group
+            if self._async:
+                job.parts, memory = self._snapshots.take(job.parts)
         except BaseException as problem:
             if world.size > 1:
                 saving.tell_failure(self._directory, group, world, problem)
             raise
         if self._async:
-            job.parts, memory = self._snapshots.take(job.parts)
             self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
         else:
-            self._run(job, world, rules, {})
+            self._run(job, world, rules, memory)
         return number
 
     def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[str, Any]) -> None:
@@ -145,9 +147,8 @@ class PipelineCheckpoint:
         with_rng: bool,
         world: World,
     ) -> saving.Job:
-        parts.check_saveable(pipeline, {"model": model, "optimizer": optimizer}, extra)
-        things = {"model": model, "optimizer": optimizer}
-        things = {name: thing for name, thing in things.items() if thing is not None}
+        things = given_models(model, optimizer)
+        parts.check_saveable(pipeline, things, extra)
         extras = {f"extra.{checked_name(name)}": thing for name, thing in (extra or {}).items()}
         job = saving.Job(step, {}, self._backend_name, plain_metadata(metadata or {}), {})
         job.about = {name: parts.class_of(thing) for name, thing in {**things, **extras}.items()}
@@ -242,26 +243,25 @@ class PipelineCheckpoint:
 
         ``like``: a tree whose classes, libraries and devices they get, as a JAX tree of named tuples needs.
         """
-        from midepoch.checkpoint.like import imposed
-
         self._background.wait()
-        manifest = self._manifest(step)
-        name = part if part in ("data", "model", "optimizer") else f"extra.{part}"
+        tree = self._read(self._manifest(step), part)
+        return tree if like is None else imposed(like, tree, part)
+
+    def _read(self, manifest: Manifest, part: str) -> Any:
         if part in ("model", "optimizer") and manifest.backend != "files":
             loading.check_arrays_of(manifest, [part])
             loading.verify(self._directory, manifest)
             with self._directory.fetched(manifest) as folder:
-                tree = self._backend_of(manifest).read(
+                return self._backend_of(manifest).read(
                     folder / saving.BACKEND_PART,
                     part,
                     lambda name: loading.read_json(self._directory, manifest, name),
                     allow_pickle=self._allow_pickle,
                 )
-            return tree if like is None else imposed(like, tree, part)
-        if name == "data":
+        name = part if part in ("model", "optimizer") else f"extra.{part}"
+        if part == "data":
             name = loading.data_part(manifest, self._world)
-        tree = loading.read_part(self._directory, manifest, name, allow_pickle=self._allow_pickle)
-        return tree if like is None else imposed(like, tree, part)
+        return loading.read_part(self._directory, manifest, name, allow_pickle=self._allow_pickle)
 
     # Looking
 

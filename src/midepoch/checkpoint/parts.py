@@ -20,7 +20,7 @@ def tree_of(thing: Any) -> Any:
     if (nnx := _nnx_of(thing)) is not None:
         state = thing if isinstance(thing, nnx.State) else nnx.state(thing)
         return nnx.to_pure_dict(state)
-    if _is_iterator(thing):
+    if is_iterator(thing):
         return thing.get_state()
     return thing.state_dict() if _is_stateful(thing) else thing
 
@@ -44,7 +44,7 @@ def check(thing: Any, tree: Any, name: str) -> None:
         _check_arrays(thing.state_dict(), tree, name)
     elif _is_torch(thing, "optim.Optimizer"):
         _check_optimizer(thing, tree, name)
-    elif _nnx_of(thing) is not None or not (_is_iterator(thing) or _is_stateful(thing)):
+    elif _nnx_of(thing) is not None or not (is_iterator(thing) or _is_stateful(thing)):
         imposed(tree_of(thing), tree, name)
         if _nnx_of(thing) is None and not isinstance(thing, (MutableMapping, list)) and not _is_mutable_array(thing):
             raise TypeError(
@@ -57,7 +57,7 @@ def check(thing: Any, tree: Any, name: str) -> None:
 def give(thing: Any, tree: Any, name: str) -> None:
     """Restore a tree into a thing that it fits."""
     thing = unwrapped(thing)
-    if (nnx := _nnx_of(thing)) is None and _is_iterator(thing):
+    if (nnx := _nnx_of(thing)) is None and is_iterator(thing):
         thing.set_state(tree)
     elif nnx is None and _is_stateful(thing):
         thing.load_state_dict(tree)
@@ -99,13 +99,13 @@ def is_known_by_class(thing: Any) -> bool:
     thing = unwrapped(thing)
     if _nnx_of(thing) is not None or _is_torch(thing, "nn.Module") or _is_torch(thing, "optim.Optimizer"):
         return False
-    return (_is_iterator(thing) or _is_stateful(thing)) and not _has(thing, "check_state")
+    return (is_iterator(thing) or _is_stateful(thing)) and not _has(thing, "check_state")
 
 
 def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None:
     """Raise TypeError for arguments that are something else than their names say."""
     if pipeline is not None and (
-        _is_torch(pipeline, "nn.Module") or not (_is_iterator(pipeline) or _is_stateful(pipeline))
+        _is_torch(pipeline, "nn.Module") or not (is_iterator(pipeline) or _is_stateful(pipeline))
     ):
         raise TypeError(
             f"pipeline: a {type(pipeline).__qualname__} cannot say where it stands. Expected a loader, dataset or "
@@ -126,7 +126,8 @@ def _has(thing: Any, *names: str) -> bool:
     return all(callable(getattr(type(thing), name, None)) for name in names)
 
 
-def _is_iterator(thing: Any) -> bool:
+def is_iterator(thing: Any) -> bool:
+    """Whether this has ``get_state`` and ``set_state``."""
     return _has(thing, "get_state", "set_state") and not _is_torch(thing, "nn.Module")
 
 

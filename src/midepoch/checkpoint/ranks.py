@@ -4,6 +4,8 @@ under any launcher, and so that nobody waits for ever for a rank that has died.
 A note of an earlier run cannot be mistaken for one of this: who joins draws a number of their own, and goes on only
 when rank 0 has answered to that number.
 
+    leader-TOKEN              rank 0 is here
+    absent-RANK-NUMBER        I will not come, and why
     join-RANK-NUMBER          I am here
     answer-RANK-NUMBER        rank 0: this is the attempt
     here-RANK-NUMBER          I have seen that, and have this to say

@@ -157,6 +157,9 @@ def _latest_of(
 
 
 def _undo(pipeline: Any) -> Callable[[], None]:
+    """What puts a pipeline back. Not a StatefulDataLoader: it would start its workers only to say where it stands."""
+    if not parts.is_iterator(pipeline):
+        return lambda: None
     try:
         before = parts.tree_of(pipeline)
     except Exception:  # one that has no state yet

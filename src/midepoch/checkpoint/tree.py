@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import Kind, UnsupportedError, bytes_of, is_array, kind_of, make
+from midepoch.checkpoint.arrays import Kind, UnsupportedError, bytes_of, is_array, is_sharded, kind_of, make
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 INLINE = 8 << 10
@@ -40,10 +40,6 @@ class Encoded:
 
     json: Any = None
     arrays: dict[str, tuple[Kind, Any]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(kind.nbytes for kind, _ in self.arrays.values())
 
 
 def encode(
@@ -177,7 +173,7 @@ class _Encoder:
 
 def _memory_of(tensor: Any, kind: Kind) -> tuple[Any, ...] | None:
     """What two tensors share that are the same one."""
-    if type(tensor).__name__ == "DTensor":
+    if is_sharded(tensor):
         return None
     place = (tensor.data_ptr(), tensor.stride(), str(tensor.device))
     return *place, tensor.is_conj(), tensor.is_neg(), kind

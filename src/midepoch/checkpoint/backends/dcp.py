@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from midepoch.checkpoint import parts
-from midepoch.checkpoint.arrays import Kind, bytes_of, make
+from midepoch.checkpoint.arrays import Kind, bytes_of, is_sharded, make
 from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
 from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
@@ -103,14 +103,14 @@ class DcpBackend:
         targets = {}
         for key, kind in kinds.items():
             like: Any = current[key][1] if key in current else None
-            if _is_sharded(like):
+            if is_sharded(like):
                 targets[f"{name}.{plain_name(key)}"] = torch.empty_like(like.detach())
             else:
                 targets[f"{name}.{plain_name(key)}"] = torch.empty(_stored_shape(kind), dtype=_stored_dtype(kind))
         if targets:
             reader = _Reader(str(folder))
             _check_stored(reader.read_metadata(), targets)
-            sharded = any(_is_sharded(target) for target in targets.values())
+            sharded = any(is_sharded(target) for target in targets.values())
             with _told():
                 dcp.load(
                     targets,
@@ -134,7 +134,7 @@ def _encoded(things: Mapping[str, Any], name: str, allow_pickle: bool, *, saving
     """
     thing, model = things[name], things.get("model")
     by, state = "numbers", None
-    if isinstance(model, torch.nn.Module) and any(map(_is_sharded, model.parameters())):
+    if isinstance(model, torch.nn.Module) and any(map(is_sharded, model.parameters())):
         if thing is model:
             by, state = "names", canonical.get_model_state_dict(model)
         elif isinstance(thing, torch.optim.Optimizer) and (thing.state or not saving):
@@ -150,10 +150,6 @@ def _give(things: Mapping[str, Any], name: str, tree: Any, sharded: bool) -> Non
         canonical.set_model_state_dict(things["model"], tree)
     else:
         canonical.set_optimizer_state_dict(things["model"], things[name], tree)
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value).__name__ == "DTensor" or type(getattr(value, "data", None)).__name__ == "DTensor"
 
 
 def _tensor(kind: Kind, value: Any, copy: bool) -> torch.Tensor:
