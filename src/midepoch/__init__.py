@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         MidepochError,
         StateError,
         WorkerError,
+        WorldError,
     )
     from midepoch.load import from_files, load_dataset, load_from_disk
     from midepoch.loader import Loader
@@ -69,6 +70,7 @@ _WHERE = {
             "MidepochError",
             "StateError",
             "WorkerError",
+            "WorldError",
         ),
         "midepoch.errors",
     ),
@@ -97,6 +99,7 @@ __all__ = [
     "StateError",
     "StructuredDataset",
     "WorkerError",
+    "WorldError",
     "__version__",
     "from_files",
     "load_dataset",

@@ -326,15 +326,25 @@ class Dataset(Resumable):
         persistent_workers: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        data_parallel: Any = None,
+        ends: str | None = None,
         multiprocessing_context: str | None = None,
         collate_columns: bool = False,
     ) -> Loader:
         """Batches of every epoch, prepared ahead by threads or worker processes; owns its own cursor.
 
-        ``batch_size`` rows for each rank. Rank and world size come from the shard, from an initialised
-        ``torch.distributed`` or ``jax.distributed``, or are given. A batch is a dict of columns, as torch tensors
-        unless ``with_format`` chose otherwise; ``collate_fn`` gets a list of rows instead, or with ``collate_columns``
-        such a batch. ``prefetch`` batches are made ahead by each worker: 2 to 8, by their size, unless given.
+        ``batch_size`` rows for each rank. Rank and world size come from the shard, are given, or found: from
+        ``torch.distributed``, JAX, Ray Train or the launcher. Where only some ranks cut the data (tensor, context,
+        pipeline parallelism), ``data_parallel`` says which: a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+
+        ``ends``: the last global batch, if it is not whole, is left out ("drop", as ``drop_last=True``), filled up with
+        rows marked by a column ``is_padding`` ("pad"), or handed out as it is, to some ranks maybe not at all
+        ("uneven"). By default it is handed out as it is, but ranks that train together are never left without a batch:
+        that is an error which asks for a choice.
+
+        A batch is a dict of columns, as torch tensors unless ``with_format`` chose otherwise; ``collate_fn`` gets a
+        list of rows instead, or with ``collate_columns`` such a batch. ``prefetch`` batches are made ahead by each
+        worker: 2 to 8, by their size, unless given.
         """
         from midepoch.loader.make import make_loader
 
@@ -351,6 +361,8 @@ class Dataset(Resumable):
             persistent_workers=persistent_workers,
             rank=rank,
             world_size=world_size,
+            data_parallel=data_parallel,
+            ends=ends,
             multiprocessing_context=multiprocessing_context,
             collate_columns=collate_columns,
         )

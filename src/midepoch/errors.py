@@ -16,6 +16,7 @@
     │   ├── CheckpointSaveError       a step was not saved; the steps before it are as they were
     │   ├── CheckpointDamagedError    a step is not what its manifest says
     │   └── CheckpointNotFoundError   there is no such step, or no such part of it (also a FileNotFoundError)
+    ├── WorldError                    it is not clear which rank this is, or ranks do not stand where they should
     └── WorkerError                   a worker process died or failed; names the worker
 
 Bad arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
@@ -108,6 +109,10 @@ class CheckpointDamagedError(CheckpointError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no such step, or no such part of it."""
+
+
+class WorldError(MidepochError):
+    """It is not clear which rank of how many this process is, or the ranks of a run do not go together."""
 
 
 class WorkerError(MidepochError):

@@ -74,7 +74,7 @@ class Standing:
             self.start = 0
 
     def _resume(self, state: Any) -> tuple[Resumed, Pipeline]:
-        resumed = states.load(self.state_in(state), self.pipeline)
+        resumed = states.load(self._given(state), self.pipeline)
         _, worker = self.share()
         if resumed.worker != worker:
             saved, here = resumed.worker, worker
@@ -89,7 +89,11 @@ class Standing:
 
     def check(self, state: Any) -> None:
         """Raise what loading a state would raise; one of a worker of any number of them passes."""
-        states.load(self.state_in(state), self.pipeline)
+        states.load(self._given(state), self.pipeline)
+
+    def _given(self, state: Any) -> Any:
+        """A state, or a list with one of each rank."""
+        return list(map(self.state_in, state)) if isinstance(state, (list, tuple)) else self.state_in(state)
 
     def state_in(self, state: Any) -> Any:
         """A hook for interfaces whose states look different."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from midepoch.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 
 VERSION = 1
@@ -83,9 +84,39 @@ def check(state: Any) -> None:
     _parse(state)
 
 
+def one_of(state: Any, cut: Cut) -> Any:
+    """A state, or out of a list with one of each rank the one to load here. The ranks must stand at the same place."""
+    if not isinstance(state, (list, tuple)):
+        return state
+    if not state:
+        raise StateError("a list of the states of all ranks is empty.")
+    found = [_parse(one) for one in state]
+    own = [one["shard"] is not None for one in found]
+    if any(own):
+        mine = [one for one in state if isinstance(one, Mapping) and one.get("shard") == cut.index]
+        return mine[0] if mine else state[0]
+    for number, one in enumerate(found):
+        for name in ("epoch", "position"):
+            if one[name] != found[0][name]:
+                first, other = (
+                    f"rank {i}: epoch {at['epoch']}, position {at['position']}"
+                    for i, at in ((0, found[0]), (number, one))
+                )
+                cause = (
+                    "the ranks were not at the same step when they were saved, so that rows would be lost or repeated. "
+                    "Save all of them behind the same batch; the state of one rank alone restores every rank"
+                )
+                raise CheckpointMismatchError(name, first, other, cause)
+        for name in _TYPES:
+            if name not in ("worker", "round", "batch") and one[name] != found[0][name]:
+                cause = f"the list holds states of different runs: this is rank 0 against rank {number}"
+                raise CheckpointMismatchError(name, found[0][name], one[name], cause)
+    return state[0]
+
+
 def load(state: Any, pipeline: Pipeline) -> Resumed:
     """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing."""
-    found = _parse(state)
+    found = _parse(one_of(state, pipeline.cut))
     current = identity(pipeline)
     for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline"):
         if name == "seed" and pipeline.seed_drawn and found["scope"] == current["scope"]:

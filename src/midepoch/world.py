@@ -1,12 +1,24 @@
-"""Which process of how many this is, as the frameworks that are in use know it; none is ever imported here."""
+"""Which share of the data this process gets: its rank among how many, as those who started it know.
+
+Found in this order: what is given; an initialised torch.distributed or jax.distributed; a Ray Train worker; what
+launchers leave in the environment (torchrun, OpenMPI and other MPIs, SLURM); else one of one. No framework is ever
+imported here. Two that say different things are an error, never a guess.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
 import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+from midepoch.errors import WorldError
+
+_log = logging.getLogger("midepoch")
+_logged: set[tuple[World, str]] = set()
 
 
 class World(NamedTuple):
@@ -28,40 +40,184 @@ def jax_processes() -> Any:
     return jax if jax is not None and jax.distributed.is_initialized() else None
 
 
-def find_world(rank: int | None = None, size: int | None = None) -> World:
-    """What is given, else an initialised torch.distributed, else an initialised jax.distributed, else one of one."""
+def find_world(rank: int | None = None, size: int | None = None, data_parallel: Any = None) -> World:
+    """What is given, else what is found.
+
+    ``data_parallel``: the part of a torch process group, torch or JAX mesh over which data is cut, see ``part_of``.
+    """
     if (rank is None) != (size is None):
         raise ValueError(f"give both rank and world_size or neither, got rank={rank}, world_size={size}")
     if rank is not None and size is not None:
+        if data_parallel is not None:
+            raise ValueError("give either rank and world_size or data_parallel, not both")
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, {size}), got {rank}")
         return World(rank, size)
+    if data_parallel is not None:
+        return _said(part_of(data_parallel), "data_parallel")
+    return _said(*_found())
+
+
+def _said(world: World, by: str) -> World:
+    if (world, by) not in _logged:
+        _logged.add((world, by))
+        _log.info("rank %d of %d, found by %s", world.rank, world.size, by)
+    return world
+
+
+def _found() -> tuple[World, str]:
+    """The world and who says so. Frameworks in this process must agree, also with torchrun if it started them."""
+    voices: dict[str, World] = {}
     if (dist := process_group()) is not None:
-        return World(dist.get_rank(), dist.get_world_size())
+        voices["torch.distributed"] = World(dist.get_rank(), dist.get_world_size())
     if (jax := jax_processes()) is not None:
-        return World(jax.process_index(), jax.process_count())
-    return World()
+        voices["jax.distributed"] = World(jax.process_index(), jax.process_count())
+    if (ray := _ray_worker()) is not None:
+        voices["Ray Train"] = ray
+    launched = launcher(os.environ)
+    if launched is not None and (not voices or "TORCHELASTIC_RUN_ID" in os.environ):
+        voices[launched[1]] = launched[0]
+    if len(set(voices.values())) > 1:
+        said = ", ".join(f"{by} says rank {world.rank} of {world.size}" for by, world in voices.items())
+        raise WorldError(
+            f"it is not clear which share of the data this process is to get: {said}. "
+            "Pass rank= and world_size= (or data_parallel=), or initialise them alike."
+        )
+    return next(((world, by) for by, world in voices.items()), (World(), "default"))
 
 
-_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MASTER_PORT")
-_KEY = "midepoch/run"
+def _ray_worker() -> World | None:
+    """The place of this process in a Ray Train worker group, if it is in one."""
+    train: Any = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    with suppress(Exception), warnings.catch_warnings():  # outside of a worker it raises, or warns and returns None
+        warnings.simplefilter("ignore")
+        context = train.get_context()
+        return World(int(context.get_world_rank()), int(context.get_world_size()))
+    return None
 
 
-def run_identity(world: World) -> str:
-    """A text that all ranks of this run have in common, and no other run has, as far as that can be known.
+_LAUNCHERS = (
+    ("torchrun", "RANK", ("WORLD_SIZE",)),
+    ("OpenMPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    ("MPI", "PMI_RANK", ("PMI_SIZE",)),
+    ("SLURM", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+)
 
-    By the key-value stores of torch.distributed and JAX, where the first to come decides; else by what launchers leave
-    in the environment; else empty.
+
+def launcher(environment: Mapping[str, str]) -> tuple[World, str] | None:
+    """What a launcher left in the environment: the innermost, where one started another (``srun torchrun …``).
+
+    >>> launcher({"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "RANK": "5", "WORLD_SIZE": "128"})
+    (World(rank=5, size=128), 'torchrun')
     """
-    dist = process_group()
-    if dist is not None and dist.get_world_size() == world.size:
-        from torch.distributed.distributed_c10d import _get_default_store
+    for by, rank_name, size_names in _LAUNCHERS:
+        size_name = next((name for name in size_names if name in environment), None)
+        if rank_name not in environment or size_name is None:
+            continue
+        try:
+            world = World(int(environment[rank_name]), int(environment[size_name]))
+        except ValueError:
+            world = World(-1, -1)
+        if not 0 <= world.rank < world.size:
+            raise WorldError(
+                f"the environment says {rank_name}={environment[rank_name]} and {size_name}={environment[size_name]}: "
+                "that is no rank. Mend or unset them, or pass rank= and world_size=."
+            )
+        if by == "SLURM" and world.size > 1 and world.rank == 0 and not _in_step(environment):
+            raise WorldError(
+                f"SLURM has {world.size} tasks, but this process was not started by srun, so it may be all there is "
+                "or the first of them. Start it with srun, or pass rank= and world_size=."
+            )
+        return world, by
+    return None
 
-        return "-" + str(_get_default_store().compare_set(_KEY, "", secrets.token_hex(8)).decode())
-    if (jax := jax_processes()) is not None and jax.process_count() == world.size:
-        client = sys.modules["jax._src.distributed"].global_state.client
-        if world.rank == 0:
-            with suppress(Exception):  # it was set before, and stays
-                client.key_value_set(_KEY, secrets.token_hex(8))
-        return "-" + str(client.blocking_key_value_get(_KEY, 600_000))
-    return "".join(f"-{os.environ[name]}" for name in _NAMES if os.environ.get(name, "").isalnum())
+
+def _in_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process. A batch script itself has rank 0 and the job's number of tasks, too."""
+    return any(name in environment for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
+
+
+# The part of a mesh
+
+
+def part_of(data_parallel: Any) -> World:
+    """The data rank of this process: all processes that differ only in other dimensions share it.
+
+    A torch process group; a torch DeviceMesh of one dimension, like ``mesh["dp"]``; or a pair of a torch or JAX mesh
+    and the name (or names) of the dimensions over which data is cut: ``(mesh, ("dp_replicate", "dp_shard"))``.
+    """
+    mesh, names = data_parallel if isinstance(data_parallel, tuple) and len(data_parallel) == 2 else (data_parallel, ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
+        return _of_torch_mesh(mesh, names)
+    if _is(mesh, "jax.sharding", "Mesh"):
+        return _of_jax_mesh(mesh, names)
+    if _is(mesh, "torch.distributed", "ProcessGroup") and not names:
+        dist = sys.modules["torch.distributed"]
+        rank = dist.get_rank(mesh)
+        if rank < 0:
+            raise WorldError("this process is not in the process group given as data_parallel.")
+        return World(rank, dist.get_world_size(mesh))
+    raise TypeError(
+        "data_parallel takes a torch process group, a DeviceMesh of one dimension, or (mesh, names of dimensions), "
+        f"got {data_parallel!r:.80}"
+    )
+
+
+def _is(thing: Any, module: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(thing, kind)
+
+
+def _dimensions(names: tuple[str, ...], known: Sequence[str], count: int) -> list[int]:
+    """The numbers of the named dimensions; of a mesh of one, that one need not be named."""
+    if not names and count == 1:
+        return [0]
+    if not names:
+        raise ValueError(
+            f"the mesh has the dimensions {', '.join(map(repr, known)) or count}: say over which of them data is cut, "
+            "as data_parallel=(mesh, names). Ranks along the others get the same data."
+        )
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) < len(names):
+        raise ValueError(
+            f"data_parallel names {', '.join(map(repr, names))}, the mesh has {', '.join(map(repr, known))}"
+        )
+    return [list(known).index(name) for name in names]
+
+
+def _of_torch_mesh(mesh: Any, names: tuple[str, ...]) -> World:
+    shape, coordinate = tuple(mesh.shape), mesh.get_coordinate()
+    chosen = _dimensions(names, mesh.mesh_dim_names or (), len(shape))
+    if coordinate is None:
+        raise WorldError("this process is not in the mesh given as data_parallel.")
+    rank, size = 0, 1
+    for i in chosen:
+        rank, size = rank * shape[i] + coordinate[i], size * shape[i]
+    return World(rank, size)
+
+
+def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
+    """Processes whose devices stand at the same coordinates of the data dimensions share a rank."""
+    import numpy as np
+
+    devices = mesh.devices
+    chosen = _dimensions(names, mesh.axis_names, devices.ndim)
+    rest = [i for i in range(devices.ndim) if i not in chosen]
+    table = np.transpose(devices, [*chosen, *rest]).reshape(int(np.prod([devices.shape[i] for i in chosen])), -1)
+    places: dict[int, set[int]] = {}
+    for at, row in enumerate(table):
+        for device in row:
+            places.setdefault(device.process_index, set()).add(at)
+    groups = sorted({tuple(sorted(found)) for found in places.values()})
+    if len(groups) * len(groups[0]) != len(table) or len({at for group in groups for at in group}) != len(table):
+        raise WorldError(
+            f"the processes hold these places of the data dimensions: {dict(sorted(places.items()))}. Data can be cut "
+            "by processes only if any two of them hold the same places or none in common, and all equally many."
+        )
+    mine = places.get(sys.modules["jax"].process_index())
+    if mine is None:
+        raise WorldError("this process has no device in the mesh given as data_parallel.")
+    return World(groups.index(tuple(sorted(mine))), len(groups))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from midepoch.agreement import run_identity
 from midepoch.checkpoint import loading, parts, rng, saving
 from midepoch.checkpoint.arguments import given_models, open_directory, plain_metadata, wanted_of
 from midepoch.checkpoint.backends import backend_named
@@ -23,7 +24,7 @@ from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
 from midepoch.checkpoint.tree import INLINE, Encoded, encode
 from midepoch.checks import whole
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
-from midepoch.world import World, find_world, run_identity
+from midepoch.world import World, find_world
 
 _log = logging.getLogger("midepoch")
 _meetings: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank

@@ -164,12 +164,14 @@ class StructuredDataset(Resumable):
         Raises CheckpointMismatchError, and changes nothing, if the data, the seed or the splits differ.
         """
         self.check_state(state)
+        state = states.one_of(state, self._loader.cut)
         self._loader.load_state_dict(state)
         # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
         self._loader.set_epoch(state["epoch"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        state = states.one_of(state, self._loader.cut)
         if isinstance(state, Mapping) and states.KEY not in state and "completed_shards" in state:
             cause = "it was saved by another library, and does not say at which row to go on"
             raise self._splits.mismatch(state, "state", None, None, cause)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from midepoch.engine import Engine
 from midepoch.errors import MapError
-from midepoch.loader.options import Options
+from midepoch.loader.options import PADDING, Options
 from midepoch.order import epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located, number_dtype
@@ -28,17 +28,22 @@ _AHEAD_ROWS = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """Global batches from a position of an epoch on: batch g is the positions [start + g·B, start + (g+1)·B)."""
+    """Global batches from a position of an epoch on: batch g is the positions [start + g·B, start + (g+1)·B).
+
+    ``padded``: the last one is as large as the others, with padding behind the end of the epoch.
+    """
 
     epoch: int
     start: int
     end: int
     global_batch: int
+    padded: bool = False
 
     @staticmethod
     def make(pipeline: Pipeline, options: Options, epoch: int, start: int) -> Plan:
         size = options.batch_size * pipeline.cut.count
-        return Plan(epoch, start, epoch_end(start, pipeline.rows, size, options.drop_last), size)
+        end = epoch_end(start, pipeline.rows, size, options.ends == "drop")
+        return Plan(epoch, start, end, size, options.ends == "pad")
 
     def __len__(self) -> int:
         return -(-(self.end - self.start) // self.global_batch)
@@ -46,6 +51,14 @@ class Plan:
     def bounds(self, step: int) -> tuple[int, int]:
         first = self.start + step * self.global_batch
         return first, min(first + self.global_batch, self.end)
+
+    def reach(self, step: int) -> int:
+        """The position at which a batch ends, counting its padding."""
+        return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
+
+    def left_out(self, ranks: int) -> int:
+        """How many ranks the last batch has no row for."""
+        return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
 
 
 class Made(NamedTuple):
@@ -59,7 +72,7 @@ class Made(NamedTuple):
 
 class Read(NamedTuple):
     """One batch as far as it is read: its rows before any step; or, where no step follows, its columns as they will be
-    handed out, or where in memory they lie.
+    handed out, or where in memory they lie. ``genuine``: so many of the rows asked for are not padding; all, if None.
     """
 
     step: int
@@ -67,6 +80,7 @@ class Read(NamedTuple):
     batch: Batch | None = None
     columns: Any = None
     located: tuple[dict[str, Located], int, int] | None = None
+    genuine: int | None = None
 
     def touch(self) -> None:
         """Have what is only located read from disk."""
@@ -121,39 +135,43 @@ class BatchMaker:
         while step < len(plan):
             steps = list(range(step, min(len(plan), step + block * stride), stride))
             if stride == 1:
-                begin, end = plan.bounds(step)[0], plan.bounds(steps[-1])[1]
-                positions, before = cut.positions(begin, end), cut.before(begin)
-                ends = [0, *(cut.before(plan.bounds(each)[1]) - before for each in steps)]
+                begin = plan.bounds(step)[0]
+                positions, before = cut.positions(begin, plan.reach(steps[-1])), cut.before(begin)
+                ends = [0, *(cut.before(plan.reach(each)) - before for each in steps)]
             else:
-                parts = [cut.positions(*plan.bounds(each)) for each in steps]
+                parts = [cut.positions(plan.bounds(each)[0], plan.reach(each)) for each in steps]
                 positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
-            chosen = self._engine.chosen(plan.epoch, positions)
+            genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
+            chosen = self._engine.chosen(plan.epoch, positions if genuine is None else positions % plan.end)
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: in one chunk
-                bounds = zip(steps, pairwise(ends), strict=True)
-                yield [Read(each, b - a, located=(located, a, b)) for each, (a, b) in bounds]
+                yield [
+                    Read(each, b - a, located=(located, a, b), genuine=None if genuine is None else genuine - a)
+                    for each, (a, b) in zip(steps, pairwise(ends), strict=True)
+                ]
             else:
                 locates = False
                 for i in range(0, len(steps), size):
                     j = min(i + size, len(steps))
                     own = [end - ends[i] for end in ends[i : j + 1]]
                     self._engine.reached(plan.epoch, plan.bounds(steps[i])[0])
-                    yield self._read(steps[i:j], own, chosen[ends[i] : ends[j]])
+                    left = None if genuine is None else genuine - ends[i]
+                    yield self._read(steps[i:j], own, chosen[ends[i] : ends[j]], left)
             step = steps[-1] + stride
             size, block = min(2 * size, most), min(4 * block, ahead)
 
-    def _read(self, steps: list[int], ends: list[int], chosen: Int64Array) -> list[Read]:
+    def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
         """Several batches in one read; ``ends`` are their bounds among the rows asked for."""
         chunk = self._engine.read(chosen)
         whole = len(chunk) == len(chosen)
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
-        shown = present(chunk, self.format) if self._whole else None
+        shown = present(_marked(chunk, genuine), self.format) if self._whole else None
         found = []
         for step, asked, a, b in zip(steps, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
                 columns = {name: column[a:b] for name, column in shown.items()}
                 found.append(Read(step, asked, columns=columns))
             else:
-                found.append(Read(step, asked, chunk.slice(a, b)))
+                found.append(Read(step, asked, chunk.slice(a, b), genuine=genuine))
         return found
 
     def make(self, plan: Plan, read: Read) -> Made:
@@ -161,6 +179,8 @@ class BatchMaker:
         if read.located is not None:
             located, start, stop = read.located
             columns = {name: column.array(start, stop) for name, column in located.items()}
+            if read.genuine is not None:
+                columns[PADDING] = np.arange(stop - start) >= read.genuine
             return Made(read.step, columns, 0, empty=not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
@@ -169,6 +189,7 @@ class BatchMaker:
         skipped = read.asked - len(batch)
         if not len(batch):
             return Made(read.step, None, skipped, empty=True)
+        batch = _marked(batch, read.genuine)
         if self._collate is None:
             return Made(read.step, present(batch, self.format), skipped)
         if self._collate_columns:
@@ -183,3 +204,12 @@ class BatchMaker:
                 f"collate_fn failed on a batch of {len(batch)} rows (positions {first:,} to {stop - 1:,} of epoch "
                 f"{plan.epoch}): {type(problem).__name__}: {problem}"
             ) from problem
+
+
+def _marked(batch: Batch, genuine: int | None) -> Batch:
+    """With a column that is true for padding: for all that answers a place behind the genuine ones."""
+    if genuine is None:
+        return batch
+    if PADDING in batch.columns:
+        raise MapError(f'a map made a column {PADDING!r}, which ends="pad" marks padding rows with: rename it.')
+    return batch.with_columns({**batch.columns, PADDING: pa.array(batch.places >= genuine)})

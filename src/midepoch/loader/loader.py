@@ -12,9 +12,11 @@ from midepoch.checks import whole
 from midepoch.errors import CheckpointMismatchError, MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.direct import DirectBatches
+from midepoch.loader.equal import check_reach, check_start
 from midepoch.loader.options import Options
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
+from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.resumable import HasState, Resumable
 from midepoch.state import Cursor
@@ -30,8 +32,11 @@ class Loader(Resumable):
     gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing.
     """
 
-    def __init__(self, pipeline: Pipeline, options: Options, cursor: Cursor, *, asked: bool = False) -> None:
+    def __init__(
+        self, pipeline: Pipeline, options: Options, cursor: Cursor, *, asked: bool = False, together: bool = False
+    ) -> None:
         self._pipeline, self._options, self._cursor = pipeline, options, cursor
+        self._together = together  # all processes of the world have such a loader
         self._asked = asked  # the epoch was named by set_epoch
         self._delivered: Cursor | None = None
         self._identity = states.identity(pipeline)
@@ -40,13 +45,15 @@ class Loader(Resumable):
         self._maker: BatchMaker | None = None
         self.skipped = 0
         """Rows passed over so far under ``on_error="skip"``, on this rank."""
+        check_reach(self._plan(Cursor()), options, pipeline.cut)
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
         plan = Plan.make(self._pipeline, self._options, 0, 0)
         if not len(plan):
             return 0
-        return len(plan) - (not len(self._pipeline.cut.positions(*plan.bounds(len(plan) - 1))))
+        last = len(plan) - 1
+        return last + bool(len(self._pipeline.cut.positions(plan.bounds(last)[0], plan.reach(last))))
 
     def __repr__(self) -> str:
         at, cut = self._where(), self._pipeline.cut
@@ -55,6 +62,11 @@ class Loader(Resumable):
             f"num_workers={self._options.num_workers}; rank {cut.index} of {cut.count}; "
             f"at epoch {at.epoch}, position {at.position:,})"
         )
+
+    @property
+    def cut(self) -> Cut:
+        """Which share of every global batch this rank gets: ``index`` of ``count``."""
+        return self._pipeline.cut
 
     @property
     def epoch(self) -> int:
@@ -121,7 +133,11 @@ class Loader(Resumable):
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
-        batches = _Batches(self, *self._next_plan())
+        plan, rolled = self._next_plan()
+        check_reach(plan, self._options, self._pipeline.cut)
+        if self._together:
+            check_start(plan, self._identity, self._pipeline.cut)
+        batches = _Batches(self, plan, rolled)
         self._iterator = weakref.ref(batches)
         return batches
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 from midepoch.checks import whole
 from midepoch.errors import DataNotFoundError
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import Options, ahead_for
+from midepoch.loader.options import PADDING, Options, ahead_for
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.seeds import check_agreed
 from midepoch.state import Cursor
 from midepoch.world import find_world
+
+_log = logging.getLogger("midepoch")
 
 
 def make_loader(
@@ -26,32 +29,53 @@ def make_loader(
     prefetch: Any,
     rank: int | None,
     world_size: int | None,
+    data_parallel: Any,
+    drop_last: bool,
+    ends: str | None,
     **options: Any,
 ) -> Loader:
     """A loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
     if not pipeline.rows:
         raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-    cut = _cut(pipeline.cut, rank, world_size)
+    cut, found = _cut(pipeline.cut, rank, world_size, data_parallel)
+    if drop_last and ends not in (None, "drop"):
+        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
+    if ends is None:
+        # Ranks that found each other train together: one that is left without a batch would leave the others waiting.
+        ends = "drop" if drop_last else None if found and cut.count > 1 else "uneven"
     check_agreed(pipeline.seed_drawn, cut.count)
     ahead = ahead_for(batch_size * pipeline.source.bytes_per_row) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
         num_workers=whole(num_workers, "loader(num_workers=…)"),
         prefetch=whole(ahead, "loader(prefetch=…)", 1),
+        ends=ends,
         **options,
     )
     pipeline = replace(pipeline, cut=cut)
+    if ends == "pad" and PADDING in (pipeline.known_columns or ()):
+        raise ValueError(f'there is a column {PADDING!r} already, which ends="pad" marks padding rows with: rename it')
+    if ends == "drop" and pipeline.rows < batch_size * cut.count:
+        problem = (
+            f"no batch would be left: the {pipeline.rows:,} rows are fewer than a global batch of {batch_size:,} for "
+            f'each of {cut.count} ranks, and the last one is dropped if it is not whole. Use ends="pad", or smaller '
+            "batches."
+        )
+        if not drop_last:
+            raise ValueError(problem)
+        _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
     if pipeline.source.fetched and not pipeline.lanes_given and not cursor.position:
         pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
-    return Loader(pipeline, chosen, cursor, asked=asked)
+    return Loader(pipeline, chosen, cursor, asked=asked, together=found and data_parallel is None)
 
 
-def _cut(shard: Cut, rank: int | None, world_size: int | None) -> Cut:
-    """The shard if there is one, else what is given or found of the world."""
-    if rank is None and world_size is None and shard.count > 1:
-        return shard
-    world = find_world(rank, world_size)
+def _cut(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
+    """The shard if there is one, else what is given or found of the world; and whether it was found."""
+    given = rank is not None or world_size is not None
+    if not given and data_parallel is None and shard.count > 1:
+        return shard, False
+    world = find_world(rank, world_size, data_parallel)
     if shard.count > 1:
         raise ValueError(f"the dataset is already shard {shard.index} of {shard.count}: leave out rank and world_size")
-    return Cut(world.rank, world.size)
+    return Cut(world.rank, world.size), not given

@@ -8,6 +8,10 @@ from typing import Any
 
 _AHEAD_BYTES = 16 << 20
 
+ENDS = ("drop", "pad", "uneven")
+PADDING = "is_padding"
+"""The column that tells padding rows from rows of the epoch, in every batch under ``ends="pad"``."""
+
 
 def ahead_for(batch_bytes: float) -> int:
     """How many batches of about this size a worker makes ahead: 8 small ones are 1.5 times faster than 2."""
@@ -18,12 +22,16 @@ def ahead_for(batch_bytes: float) -> int:
 class Options:
     """``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
 
+    ``ends``: what becomes of the last global batch if it is not whole. "drop" leaves it out; "pad" fills it up with
+    rows that are marked; "uneven" hands out what there is, to some ranks maybe nothing; None does as well, but refuses
+    to leave a rank without a batch.
+
     ``prefetch`` counts batches, for each worker (or for the reading thread, in chunks).
     """
 
     batch_size: int
     num_workers: int = 0
-    drop_last: bool = False
+    ends: str | None = "uneven"
     collate_fn: Callable[[Any], Any] | None = None
     collate_columns: bool = False
     prefetch: int = 2
@@ -32,6 +40,8 @@ class Options:
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:
+        if self.ends is not None and self.ends not in ENDS:
+            raise ValueError(f"ends must be one of {', '.join(map(repr, ENDS))}, got {self.ends!r}")
         if self.persistent_workers and not self.num_workers:
             raise ValueError("persistent_workers=True needs num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):

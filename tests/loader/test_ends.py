@@ -1,0 +1,158 @@
+"""The end of an epoch over several ranks: equal steps, padding that is marked, every row once, at any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import midepoch
+from midepoch.testing import assert_resumes_exactly
+
+
+def numbers(column: Any) -> list[int]:
+    return column.tolist() if hasattr(column, "tolist") else list(column)
+
+
+def genuine(batch: dict[str, Any]) -> list[int]:
+    return [i for i, padding in zip(numbers(batch["id"]), numbers(batch["is_padding"]), strict=True) if not padding]
+
+
+def double(row: dict[str, Any]) -> dict[str, Any]:
+    return {"double": row["id"] * 2}
+
+
+def not_sevens(row: dict[str, Any]) -> dict[str, Any]:
+    if row["id"] % 7 == 0:
+        raise ValueError("seven")
+    return {}
+
+
+@pytest.fixture(params=["arrow", "parquet"])
+def open_ds(request: pytest.FixtureRequest, make_files: Callable[..., list[str]], tmp_path: Any) -> midepoch.Dataset:
+    files = make_files([9, 1, 12, 8, 7])
+    if request.param == "arrow":
+        return midepoch.from_files(files)
+    import pyarrow.ipc
+    import pyarrow.parquet as pq
+
+    for number, file in enumerate(files):
+        with pyarrow.ipc.open_stream(file) as reader:
+            pq.write_table(reader.read_all(), tmp_path / f"{number}.parquet", row_group_size=5)
+    return midepoch.from_files(str(tmp_path))
+
+
+STEPS: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
+    "numbers": lambda ds: ds.select_columns("id").shuffle(seed=1),
+    "text": lambda ds: ds.shuffle(seed=1),
+    "map": lambda ds: ds.shuffle(seed=1).map(double),
+    "numpy": lambda ds: ds.with_format("numpy"),
+    "python": lambda ds: ds.with_format("python"),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(("batch", "world", "workers"), [(4, 3, 0), (1, 5, 0), (3, 50, 0), (37, 1, 0), (4, 3, 2)])
+def test_padded_ranks_take_equal_steps_of_equal_size(
+    open_ds: midepoch.Dataset, steps: str, batch: int, world: int, workers: int
+) -> None:
+    seen, lengths = [], set()
+    for rank in range(world):
+        loader = STEPS[steps](open_ds).loader(batch, workers, ends="pad", rank=rank, world_size=world)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        lengths.add(len(batches))
+        assert all(len(numbers(one["id"])) == batch for one in batches)
+        assert not any(any(numbers(one["is_padding"])) for one in batches[:-1])
+        seen += [row for one in batches for row in genuine(one)]
+        assert loader.epoch == 1
+    assert len(lengths) == 1
+    assert len(seen) == len(set(seen))
+    assert sorted(seen) == list(range(37))
+
+
+@pytest.mark.parametrize("kind", ["arrow", "collate", "collate columns"])
+def test_the_mark_is_there_in_every_form(open_ds: midepoch.Dataset, kind: str) -> None:
+    if kind == "arrow":
+        batches = [table.to_pydict() for table in open_ds.with_format("arrow").loader(5, ends="pad")]
+    elif kind == "collate":
+        rows = open_ds.loader(5, ends="pad", collate_fn=lambda rows: rows)
+        batches = [{name: [row[name] for row in batch] for name in batch[0]} for batch in rows]
+    else:
+        batches = list(open_ds.loader(5, ends="pad", collate_fn=lambda columns: columns, collate_columns=True))
+    assert [sum(map(int, numbers(batch["is_padding"]))) for batch in batches] == [0] * 7 + [3]
+    assert sorted(sum(map(genuine, batches), [])) == list(range(37))
+
+
+def test_padding_is_marked_where_rows_are_skipped(open_ds: midepoch.Dataset) -> None:
+    batches = list(open_ds.map(not_sevens, on_error="skip").loader(5, ends="pad"))
+    assert sorted(sum(map(genuine, batches), [])) == [i for i in range(37) if i % 7]
+    # 35 is skipped; 0, with which the padding begins, is as well
+    assert numbers(batches[-1]["is_padding"]) == [False, True, True]
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 40])
+def test_dropped_ranks_take_equal_steps(open_ds: midepoch.Dataset, world: int) -> None:
+    make = lambda rank: open_ds.shuffle(seed=1).loader(3, ends="drop", rank=rank, world_size=world)  # noqa: E731
+    if world * 3 > 37:
+        with pytest.raises(ValueError, match="no batch would be left: the 37 rows are fewer than a global batch of 3"):
+            make(0)
+        return
+    passes = [[numbers(batch["id"]) for batch in make(rank)] for rank in range(world)]
+    assert {len(one) for one in passes} == {37 // (3 * world)}
+    assert {len(batch) for one in passes for batch in one} == {3}
+    seen = np.concatenate([batch for one in passes for batch in one])
+    assert len(np.unique(seen)) == len(seen) == 37 // (3 * world) * 3 * world
+
+
+@pytest.mark.parametrize(("rows", "world"), [(37, 5), (2, 4), (1, 3)])
+def test_uneven_ranks_get_every_row_once(open_ds: midepoch.Dataset, rows: int, world: int) -> None:
+    ds = open_ds.take(rows).shuffle(seed=1)
+    passes = [
+        [numbers(batch["id"]) for batch in ds.loader(3, ends="uneven", rank=rank, world_size=world)]
+        for rank in range(world)
+    ]
+    assert sorted(sum(sum(passes, []), [])) == list(range(rows))
+    assert all(batch for one in passes for batch in one)  # never an empty batch
+
+
+@pytest.mark.parametrize("ends", ["drop", "pad"])
+@pytest.mark.parametrize("steps", ["numbers", "map"])
+def test_resumes_exactly(small_files: list[str], ends: str, steps: str) -> None:
+    for rank in (0, 2):
+        make = lambda workers=0, rank=rank: STEPS[steps](midepoch.from_files(small_files)).loader(  # noqa: E731
+            4, workers, ends=ends, rank=rank, world_size=3
+        )
+        assert_resumes_exactly(make, resume_with=[lambda make=make: make(2)] if rank and steps == "map" else [])
+
+
+def test_padding_counts_for_nothing_on_resume(small_files: list[str]) -> None:
+    """Another world goes on behind the genuine rows, and pads for itself."""
+    make = lambda rank, world, batch: (  # noqa: E731
+        midepoch.from_files(small_files).shuffle(seed=3).loader(batch, ends="pad", rank=rank, world_size=world)
+    )
+    first = [make(rank, 2, 5) for rank in range(2)]
+    seen = [row for loader in first for row in genuine(next(loader))]
+    others = [make(rank, 7, 2) for rank in range(7)]
+    for loader in others:
+        loader.load_state_dict(first[0].state_dict())
+        batches = list(loader)
+        assert len(batches) == 2
+        seen += [row for batch in batches for row in genuine(batch)]
+        assert loader.state_dict()["epoch"] == 1
+    assert sorted(seen) == list(range(37))
+
+
+def test_what_contradicts_or_is_in_the_way_is_refused(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files)
+    with pytest.raises(ValueError, match="ends must be one of 'drop', 'pad', 'uneven', got 'loop'"):
+        ds.loader(4, ends="loop")
+    with pytest.raises(ValueError, match="drop_last=True and ends='pad' contradict"):
+        ds.loader(4, drop_last=True, ends="pad")
+    with pytest.raises(ValueError, match="there is a column 'is_padding' already"):
+        ds.rename_columns({"id": "is_padding"}).loader(4, ends="pad")
+    with pytest.raises(midepoch.MapError, match="a map made a column 'is_padding'"):
+        next(iter(ds.map(lambda row: {"is_padding": 1}).loader(4, ends="pad")))
+    assert len(ds.loader(4, drop_last=True, ends="drop")) == 9
