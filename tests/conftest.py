@@ -90,3 +90,13 @@ def proxy(s3_server: Server) -> Iterator[Proxy]:
     """A proxy in front of it, which counts requests and injects faults."""
     with Proxy(s3_server.endpoint) as front:
         yield front
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -18,6 +18,8 @@ _LEFT_BY_LAUNCHERS = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
     "MASTER_PORT",
 )
 _JAX_TIMEOUT_MS = 600_000
@@ -45,9 +47,18 @@ def run_identity(world: World) -> str:
     environment; else empty.
     """
     if given := os.environ.get("MIDEPOCH_RUN_ID"):
-        return "-" + "".join(c if c.isalnum() or c in "._" else "_" for c in given)
-    dist, jax = process_group(), jax_processes()
-    sizes = {dist.get_world_size() if dist is not None else 0, jax.process_count() if jax is not None else 0}
-    if world.size in sizes and (drawn := first_said("run", secrets.token_hex(8))) is not None:
+        return f"-{_plain(given)}"
+    if connected() >= world.size and (drawn := first_said("run", secrets.token_hex(8))) is not None:
         return f"-{drawn}"
-    return "".join(f"-{os.environ[name]}" for name in _LEFT_BY_LAUNCHERS if os.environ.get(name, "").isalnum())
+    return "".join(f"-{_plain(os.environ[name])}" for name in _LEFT_BY_LAUNCHERS if os.environ.get(name))
+
+
+def connected() -> int:
+    """How many processes share a key-value store with this one; 0 if there is none."""
+    dist, jax = process_group(), jax_processes()
+    return max(dist.get_world_size() if dist is not None else 0, jax.process_count() if jax is not None else 0)
+
+
+def _plain(text: str) -> str:
+    """As a part of a file's name."""
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in text)

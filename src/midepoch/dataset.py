@@ -328,6 +328,7 @@ class Dataset(Resumable):
         world_size: int | None = None,
         data_parallel: Any = None,
         ends: str | None = None,
+        audit: Any = None,
         multiprocessing_context: str | None = None,
         collate_columns: bool = False,
     ) -> Loader:
@@ -344,7 +345,8 @@ class Dataset(Resumable):
 
         A batch is a dict of columns, as torch tensors unless ``with_format`` chose otherwise; ``collate_fn`` gets a
         list of rows instead, or with ``collate_columns`` such a batch. ``prefetch`` batches are made ahead by each
-        worker: 2 to 8, by their size, unless given.
+        worker: 2 to 8, by their size, unless given. ``audit``: a folder (or ``midepoch.audit.Ledger``) to record in
+        what was handed over, for ``midepoch audit``.
         """
         from midepoch.loader.make import make_loader
 
@@ -363,6 +365,7 @@ class Dataset(Resumable):
             world_size=world_size,
             data_parallel=data_parallel,
             ends=ends,
+            audit=audit,
             multiprocessing_context=multiprocessing_context,
             collate_columns=collate_columns,
         )

@@ -163,3 +163,20 @@ def golden_orders() -> dict[str, dict[str, object]]:
 def test_order_is_pinned_for_ever() -> None:
     """If this fails, runs in progress everywhere would resume into another order. Never update the file: fix the code."""
     assert golden_orders() == json.loads(GOLDEN.read_text())
+
+
+@given(orders())
+@settings(max_examples=200)
+def test_positions_undo_chosen(case: tuple[Order, Layout, int]) -> None:
+    order, layout, epoch = case
+    here, positions = order.at(epoch, layout), np.arange(len(order))
+    assert np.array_equal(here.positions(here.chosen(positions)), positions)
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 4097, 10**6, 10**9, 2**33])
+def test_a_row_is_found_at_once_among_very_many(rows: int) -> None:
+    """Small ones by table, large ones by undoing the rounds, and above 2**32 without tables of hashes."""
+    order = Order(Selection.of_ranges([(0, rows)]), Shuffle(7, "rows"), lanes=min(rows, 48))
+    here = order.at(3, Layout(np.array([0, rows]), np.array([0, rows])))
+    positions = np.unique(np.random.default_rng(0).integers(0, rows, 1000))
+    assert np.array_equal(here.positions(here.chosen(positions)), positions)

@@ -67,6 +67,8 @@ class StructuredDataset(Resumable):
         shuffle_buffer_size: int | None = None,
         *,
         drop_last: bool = False,
+        ends: str | None = None,
+        audit: Any = None,
         filesystem: Any = None,
         cache_dir: PathLike | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -78,6 +80,7 @@ class StructuredDataset(Resumable):
         rows in windows of them: of as many as hold ``shuffle_buffer_size`` rows, if that is given. ``split_bytes`` and
         ``split_rows`` say how large the shards are in which the state reports progress; what is read at once is a row
         group in any case. Without ``num_ranks`` and ``rank`` those of an initialised ``torch.distributed`` are taken.
+        ``ends`` and ``audit`` are as for ``Dataset.loader``.
         """
         if output_format not in OUTPUTS:
             raise ValueError(f"output_format must be one of {', '.join(map(repr, OUTPUTS))}, got {output_format!r}")
@@ -108,6 +111,8 @@ class StructuredDataset(Resumable):
             collate_fn=collate_fn,
             collate_columns=True,
             drop_last=drop_last,
+            ends=ends,
+            audit=audit,
             rank=0 if rank is None and num_ranks is not None else rank,
             world_size=1 if num_ranks is None and rank is not None else num_ranks,
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from midepoch import state as states
+from midepoch.audit.ledger import Ledger
 from midepoch.checks import whole
 from midepoch.errors import CheckpointMismatchError, MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
@@ -33,10 +34,18 @@ class Loader(Resumable):
     """
 
     def __init__(
-        self, pipeline: Pipeline, options: Options, cursor: Cursor, *, asked: bool = False, together: bool = False
+        self,
+        pipeline: Pipeline,
+        options: Options,
+        cursor: Cursor,
+        *,
+        asked: bool = False,
+        together: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
         self._pipeline, self._options, self._cursor = pipeline, options, cursor
         self._together = together  # all processes of the world have such a loader
+        self._ledger = ledger
         self._asked = asked  # the epoch was named by set_epoch
         self._delivered: Cursor | None = None
         self._identity = states.identity(pipeline)
@@ -200,7 +209,7 @@ class _Batches(HasState):
     """One pass over (the rest of) an epoch."""
 
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
-        self._loader = loader
+        self._loader, self._ledger = loader, loader._ledger
         self._begin(plan, rolled)
         pipeline, options = loader._pipeline, loader._options
         self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
@@ -242,9 +251,25 @@ class _Batches(HasState):
             # The cursor moves here and nowhere else: when the batch is handed over.
             self._loader._delivered = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
             self._loader.skipped += made.skipped
+            if self._ledger is not None:
+                self._record(self._ledger, made)
             if not made.empty:
                 return value
             self._refuse_to_drift(made)
+
+    def _record(self, ledger: Ledger, made: Made) -> None:
+        """In the ledger, whose entries for this pass begin with the first batch."""
+        if not made.step:
+            plan, pipeline = self._plan, self._loader._pipeline
+            ledger.begin(
+                pipeline,
+                epoch=plan.epoch,
+                start=plan.start,
+                end=plan.end,
+                global_batch=plan.global_batch,
+                workers=self._loader._options.num_workers,
+            )
+        ledger.step(made.skipped)
 
     def _refuse_to_drift(self, made: Made) -> None:
         """A rank that passes over a whole batch would be a step ahead of the others from then on."""
@@ -268,6 +293,8 @@ class _Batches(HasState):
             )
         if self._step >= len(self._plan):
             self._over = True
+            if self._ledger is not None:
+                self._ledger.sync()
             self._loader._epoch_over(self._plan, self._rolled)
             return None
         try:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from midepoch.audit.ledger import ledger_of
 from midepoch.checks import whole
 from midepoch.errors import DataNotFoundError
 from midepoch.loader.loader import Loader
@@ -32,6 +33,7 @@ def make_loader(
     data_parallel: Any,
     drop_last: bool,
     ends: str | None,
+    audit: Any,
     **options: Any,
 ) -> Loader:
     """A loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
@@ -67,7 +69,10 @@ def make_loader(
         _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
     if pipeline.source.fetched and not pipeline.lanes_given and not cursor.position:
         pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
-    return Loader(pipeline, chosen, cursor, asked=asked, together=found and data_parallel is None)
+    ledger = ledger_of(audit)
+    if ledger is not None:
+        ledger.attempt(cut)  # raises where the ranks have nothing in common to be known by
+    return Loader(pipeline, chosen, cursor, asked=asked, together=found and data_parallel is None, ledger=ledger)
 
 
 def _cut(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:

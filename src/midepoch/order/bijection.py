@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -81,16 +82,37 @@ class Bijection:
         left += right
         return left
 
+    def _undone(self, y: Int64Array) -> Int64Array:
+        a, b = self._a, self._b
+        left, right = np.divmod(y, b)
+        for i in reversed(range(ROUNDS)):
+            moved, by, modulus = (left, right, a) if i % 2 == 0 else (right, left, b)
+            moved -= self._tables[i][by] if self._tables is not None else self._hash(by, i)
+            moved += modulus * (moved < 0)
+        left *= b
+        left += right
+        return left
+
     def __call__(self, x: Int64Array) -> Int64Array:
         """The images of x, which must lie in range(n)."""
+        x = self._checked(x)
+        return self._sorted[x] if self._sorted is not None else self._walk(x, self._once)
+
+    def inverse(self, y: Int64Array) -> Int64Array:
+        """The values whose images are y, which must lie in range(n)."""
+        y = self._checked(y)
+        return np.argsort(self._sorted)[y] if self._sorted is not None else self._walk(y, self._undone)
+
+    def _checked(self, x: Int64Array) -> Int64Array:
         x = np.asarray(x, dtype=np.int64)
         if len(x) and (x.min() < 0 or x.max() >= self.n):
             raise IndexError(f"values must be in [0, {self.n}), got {x.min()} to {x.max()}")
-        if self._sorted is not None:
-            return self._sorted[x]
-        y = self._once(x)
+        return x
+
+    def _walk(self, x: Int64Array, step: Callable[[Int64Array], Int64Array]) -> Int64Array:
+        y = step(x)
         (outside,) = np.nonzero(y >= self.n)
         while len(outside):
-            y[outside] = self._once(y[outside])
+            y[outside] = step(y[outside])
             outside = outside[y[outside] >= self.n]
         return y

@@ -45,8 +45,8 @@ class Cut:
         return Cut(self.index + self.count * inner.index, self.count * inner.count)
 
 
-def epoch_end(start: int, rows: int, global_batch: int, whole_only: bool) -> int:
-    """The position at which batches (only whole ones, maybe) of ``global_batch`` from ``start`` on end."""
-    if not whole_only:
+def epoch_end(start: int, rows: int, global_batch: int, drop_last: bool) -> int:
+    """The position at which batches of ``global_batch`` from ``start`` on end."""
+    if not drop_last:
         return rows
     return start + max(0, rows - start) // global_batch * global_batch

@@ -40,9 +40,11 @@ class Uses:
 
 
 class _Permute(Protocol):
-    """Sequence indices in, chosen rows out; a bijection on range(rows)."""
+    """Sequence indices in, chosen rows out, and back; a bijection on range(rows)."""
 
     def __call__(self, sequence: Int64Array) -> Int64Array: ...
+
+    def inverse(self, chosen: Int64Array) -> Int64Array: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +138,16 @@ class EpochOrder:
 
     def position(self, sequence: int) -> int:
         """The position of a sequence index: the inverse of ``sequence``."""
-        lanes = self._order.lanes
-        size, longer = divmod(self._n, lanes)
-        edge = longer * (size + 1)
-        if sequence < edge:
-            lane, offset = divmod(sequence, size + 1)
-        else:
-            lane, offset = divmod(sequence - edge, size)
-            lane += longer
-        return offset * lanes + lane
+        return int(self._in_lane(np.array([sequence]))[0])
+
+    def _in_lane(self, sequence: Int64Array) -> Int64Array:
+        lane = np.searchsorted(self.lane_starts, sequence, side="right") - 1
+        return (sequence - self.lane_starts[lane]) * self._order.lanes + lane
+
+    def positions(self, chosen: Int64Array) -> Int64Array:
+        """Chosen rows to the positions at which they stand: the inverse of ``chosen``."""
+        sequence = chosen if self._permute is None else self._permute.inverse(chosen)
+        return sequence if self._order.lanes == 1 else self._in_lane(sequence)
 
     def chosen(self, positions: Int64Array) -> Int64Array:
         """Positions to chosen rows: the row numbers of the dataset before it was shuffled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,6 +48,9 @@ class RowShuffle:
     def __call__(self, sequence: Int64Array) -> Int64Array:
         return self._permute(sequence)
 
+    def inverse(self, chosen: Int64Array) -> Int64Array:
+        return self._permute.inverse(chosen)
+
 
 class UnitShuffle:
     """Whole units (files, or blocks) permuted; the rows inside keep their order.
@@ -56,6 +60,7 @@ class UnitShuffle:
 
     def __init__(self, shuffle: Shuffle, epoch: int, boundaries: Int64Array, purpose: str) -> None:
         units = len(boundaries) - 1
+        self._boundaries = boundaries
         self.permuted = Bijection(units, derive(shuffle.seed, epoch, purpose))(np.arange(units, dtype=np.int64))
         first = boundaries[self.permuted]
         self.starts = np.zeros(units + 1, dtype=np.int64)  # sequence index at which the unit at each place begins
@@ -64,6 +69,10 @@ class UnitShuffle:
 
     def __call__(self, sequence: Int64Array) -> Int64Array:
         return sequence + self._shift[np.searchsorted(self.starts, sequence, side="right") - 1]
+
+    def inverse(self, chosen: Int64Array) -> Int64Array:
+        owner = np.searchsorted(self._boundaries, chosen, side="right") - 1
+        return chosen + (self.sequence_starts - self._boundaries[:-1])[owner]
 
     @property
     def sequence_starts(self) -> Int64Array:
@@ -108,10 +117,17 @@ class WindowShuffle:
         return self._last[1]
 
     def __call__(self, sequence: Int64Array) -> Int64Array:
+        return self._blocks(self._in_windows(sequence, lambda window, inner: self._within(window)(inner)))
+
+    def inverse(self, chosen: Int64Array) -> Int64Array:
+        return self._in_windows(self._blocks.inverse(chosen), lambda window, inner: self._within(window).inverse(inner))
+
+    def _in_windows(self, sequence: Int64Array, move: Callable[[int, Int64Array], Int64Array]) -> Int64Array:
+        """Sequence indices moved within their windows."""
         owner = np.searchsorted(self._starts, sequence, side="right") - 1
-        inner = np.empty_like(sequence)
+        moved = np.empty_like(sequence)
         for window in np.unique(owner).tolist():
             mine = owner == window
             start = self._starts[window]
-            inner[mine] = start + self._within(window)(sequence[mine] - start)
-        return self._blocks(inner)
+            moved[mine] = start + move(window, sequence[mine] - start)
+        return moved

@@ -1,0 +1,157 @@
+"""Ranks for real: torchrun with gloo, DDP, another number of ranks, nodes that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import midepoch
+
+HERE = Path(__file__).parent
+ROWS = 111
+
+
+@pytest.fixture(scope="module")
+def data(make_files: Callable[..., list[str]]) -> str:
+    return str(Path(make_files([40, 30, 41])[0]).parent)
+
+
+def launch(*arguments: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+
+
+def torchrun(size: int, *arguments: str) -> None:
+    process = launch("--standalone", f"--nproc-per-node={size}", *arguments)
+    try:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()[-4000:]
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """An agent and all that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path) -> None:
+    job = str(HERE / "recipes_job.py")
+    torchrun(2, job, str(tmp_path), data, "train")
+    first = [read(tmp_path / f"train-{rank}.json") for rank in range(2)]
+    ds = midepoch.from_files(data).shuffle(seed=5)
+    order = [row["id"] for row in ds]
+    batches = [set(order[i * 12 : i * 12 + 12]) for i in range(9)]
+    assert [set(a) | set(b) for a, b in zip(first[0]["rows"], first[1]["rows"], strict=True)] == batches
+
+    torchrun(3, job, str(tmp_path), data, "resume")
+    second = [read(tmp_path / f"resume-{rank}.json") for rank in range(3)]
+    for recipe in ("rank0", "gathered", "gathered list", "per rank"):
+        runs = [one[recipe] for one in second]
+        steps = zip(*(run["rows"] for run in runs), strict=True)
+        assert [set().union(*step) for step in steps] == batches[4:], recipe
+        assert all(len(set(row)) == 4 for run in runs for row in run["rows"])
+        # The same rows in every global batch: the same gradients, but for the order in which they are summed up.
+        np.testing.assert_allclose(runs[0]["weights"], first[0]["weights"], rtol=1e-9)
+
+    # What two ranks must not get away with.
+    assert all("rank 0: epoch 0, position 48" in one["list"] for one in first)
+    assert all("the ranks were not at the same step when they were saved" in one["list"] for one in first)
+    refused = [one["apart"] for one in first if "apart" in one]
+    assert len(refused) == 1  # the one that came second; under DDP the other ends with it
+    assert "Load one state on all ranks" in refused[0]
+    assert all("the last step of epoch 0 has 1 row left for 2 ranks" in one["uneven"] for one in first)
+    assert first[0]["shared"] == first[1]["shared"] == order[:6]  # tensor parallel: the same rows
+    assert first[0]["drawn"] == first[1]["drawn"]  # a seed that nobody gave is one for all
+
+
+def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for path in sorted(folder.glob("log-*.jsonl")):
+        found += [(path.name, json.loads(line)) for line in path.read_text().splitlines() if line.endswith("}")]
+    return found
+
+
+def wait_for(steps: int, size: int, folder: Path, agents: list[subprocess.Popen[bytes]]) -> None:
+    """Until so many steps more were made by a world of that size."""
+    done = lambda: sum("step" in entry and entry["size"] == size for _, entry in entries(folder))  # noqa: E731
+    before, started = done(), time.monotonic()
+    while done() < before + steps:
+        assert all(agent.poll() is None for agent in agents), agents[0].communicate()[1].decode()[-3000:]
+        assert time.monotonic() - started < 120, entries(folder)[-5:]
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def agents() -> Iterator[list[subprocess.Popen[bytes]]]:
+    running: list[subprocess.Popen[bytes]] = []
+    yield running
+    for agent in running:
+        end(agent)
+
+
+def test_nodes_come_and_go(data: str, tmp_path: Path, agents: list[subprocess.Popen[bytes]], free_port: int) -> None:
+    """One node, then two, then one again by kill -9: each time the run goes on with another world size by itself."""
+    options = ["--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{free_port}", "--monitor-interval=0.1"]
+    timing = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    arguments = [str(HERE / "elastic_job.py"), str(tmp_path), data]
+    agents.append(launch(*options, f"--rdzv-conf=is_host=1,{timing}", *arguments))
+    wait_for(5, 1, tmp_path, agents)
+    agents.append(launch(*options, f"--rdzv-conf=is_host=0,{timing}", *arguments))
+    wait_for(8, 2, tmp_path, agents)
+    end(agents.pop())
+    wait_for(4, 1, tmp_path, agents)
+    (tmp_path / "finish").touch()
+    assert agents[0].wait(timeout=120) == 0, agents[0].communicate()[1].decode()[-3000:]
+    check_history(tmp_path, data)
+
+
+def check_history(folder: Path, data: str) -> None:
+    """Along what the weights at the end have seen, every row of every epoch came once, in the order of the positions."""
+    starts = sorted({(entry["time"], name): entry for name, entry in entries(folder) if "from" in entry}.items())
+    assert {entry["size"] for _, entry in starts} == {1, 2}
+    steps: dict[int, list[int]] = {}
+    generation: dict[str, int] = {}
+    restored: list[int] = []
+    for (_, name), entry in starts:  # ranks of one start restore the same step, one after the other
+        if entry["rank"] == 0:
+            restored.append(entry["from"])
+        generation[name] = entry["from"]
+    # A step counts as it was made by the last start that made it.
+    for (_, name), _entry in starts:
+        mine = [entry for of, entry in entries(folder) if of == name and "step" in entry]
+        first = generation[name]
+        if _entry["rank"] == 0:
+            steps = {step: rows for step, rows in steps.items() if step <= first}
+        for entry in mine:
+            steps.setdefault(entry["step"], []).extend(entry["ids"])
+    seen = [row for step in sorted(steps) for row in sorted(steps[step])]
+    assert len(seen) % ROWS == 0
+    epochs = len(seen) // ROWS
+    assert sorted(seen) == sorted(list(range(ROWS)) * epochs)
+    ds, expected = midepoch.from_files(data).shuffle(seed=5), []
+    for epoch in range(epochs):
+        ds.set_epoch(epoch)
+        expected += [row["id"] for row in ds]
+    at = 0
+    for step in sorted(steps):
+        assert set(expected[at : at + len(steps[step])]) == set(steps[step])
+        at += len(steps[step])
