@@ -27,7 +27,8 @@ def main(folder: Path, data: str) -> None:
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=3)
     loader = midepoch.from_files(data).shuffle(seed=5).loader(4, ends="pad", audit=folder / "ledger")
     step = checkpoint.restore_latest(loader, model) or 0
-    os.write(log, json.dumps({"from": step, "rank": rank, "size": size, "time": time.time()}).encode() + b"\n")
+    start = {"from": step, "rank": rank, "size": size, "time": time.time(), "agent": os.getppid(), "pid": os.getpid()}
+    os.write(log, json.dumps(start).encode() + b"\n")
     while True:
         for batch in loader:
             step += 1

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import midepoch
+from midepoch.audit import read_run
 
 HERE = Path(__file__).parent
 ROWS = 111
@@ -27,16 +28,16 @@ def data(make_files: Callable[..., list[str]]) -> str:
 
 
 def launch(*arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # With the store shared between agents, torch 2.13 does not come together again after a node has joined.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    return subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def torchrun(size: int, *arguments: str) -> None:
     process = launch("--standalone", f"--nproc-per-node={size}", *arguments)
     try:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()[-4000:]
+        assert process.wait(timeout=300) == 0
     finally:
         end(process)
 
@@ -45,7 +46,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """An agent and all that it started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
 
 
 def read(path: Path) -> Any:
@@ -94,7 +95,7 @@ def wait_for(steps: int, size: int, folder: Path, agents: list[subprocess.Popen[
     done = lambda: sum("step" in entry and entry["size"] == size for _, entry in entries(folder))  # noqa: E731
     before, started = done(), time.monotonic()
     while done() < before + steps:
-        assert all(agent.poll() is None for agent in agents), agents[0].communicate()[1].decode()[-3000:]
+        assert all(agent.poll() is None for agent in agents), "an agent has ended"
         assert time.monotonic() - started < 120, entries(folder)[-5:]
         time.sleep(0.05)
 
@@ -117,41 +118,40 @@ def test_nodes_come_and_go(data: str, tmp_path: Path, agents: list[subprocess.Po
     wait_for(5, 1, tmp_path, agents)
     agents.append(launch(*options, f"--rdzv-conf=is_host=0,{timing}", *arguments))
     wait_for(8, 2, tmp_path, agents)
-    end(agents.pop())
+    lost = agents.pop()
+    for _, entry in entries(tmp_path):  # the node as a whole: its workers are no children of its agent's session
+        if entry.get("agent") == lost.pid:
+            os.kill(entry["pid"], signal.SIGKILL)
+    end(lost)
     wait_for(4, 1, tmp_path, agents)
     (tmp_path / "finish").touch()
-    assert agents[0].wait(timeout=120) == 0, agents[0].communicate()[1].decode()[-3000:]
+    assert agents[0].wait(timeout=120) == 0
     check_history(tmp_path, data)
+    run = read_run(tmp_path)  # the ledger tells the same
+    assert run.exact and all(epoch.complete for epoch in run.epochs)
+    assert run.worlds == [1, 2, 1]
 
 
 def check_history(folder: Path, data: str) -> None:
     """Along what the weights at the end have seen, every row of every epoch came once, in the order of the positions."""
-    starts = sorted({(entry["time"], name): entry for name, entry in entries(folder) if "from" in entry}.items())
-    assert {entry["size"] for _, entry in starts} == {1, 2}
+    logs: dict[str, list[dict[str, Any]]] = {}
+    for name, entry in entries(folder):
+        logs.setdefault(name, []).append(entry)
+    starts = sorted(logs.values(), key=lambda log: (log[0]["time"], log[0]["rank"]))
     steps: dict[int, list[int]] = {}
-    generation: dict[str, int] = {}
-    restored: list[int] = []
-    for (_, name), entry in starts:  # ranks of one start restore the same step, one after the other
-        if entry["rank"] == 0:
-            restored.append(entry["from"])
-        generation[name] = entry["from"]
-    # A step counts as it was made by the last start that made it.
-    for (_, name), _entry in starts:
-        mine = [entry for of, entry in entries(folder) if of == name and "step" in entry]
-        first = generation[name]
-        if _entry["rank"] == 0:
-            steps = {step: rows for step, rows in steps.items() if step <= first}
-        for entry in mine:
+    before: tuple[int, int] | None = None
+    for first, *made in starts:
+        if (first["size"], first["from"]) != before:  # ranks of one start restore the same step
+            steps = {step: rows for step, rows in steps.items() if step <= first["from"]}
+            before = (first["size"], first["from"])
+        for entry in made:
             steps.setdefault(entry["step"], []).extend(entry["ids"])
-    seen = [row for step in sorted(steps) for row in sorted(steps[step])]
-    assert len(seen) % ROWS == 0
-    epochs = len(seen) // ROWS
-    assert sorted(seen) == sorted(list(range(ROWS)) * epochs)
-    ds, expected = midepoch.from_files(data).shuffle(seed=5), []
-    for epoch in range(epochs):
-        ds.set_epoch(epoch)
-        expected += [row["id"] for row in ds]
-    at = 0
+    ds, at = midepoch.from_files(data).shuffle(seed=5), 0
+    expected: list[int] = []
     for step in sorted(steps):
-        assert set(expected[at : at + len(steps[step])]) == set(steps[step])
+        if at == len(expected):
+            ds.set_epoch(at // ROWS)
+            expected += [row["id"] for row in ds]
+        assert sorted(expected[at : at + len(steps[step])]) == sorted(steps[step]), step
         at += len(steps[step])
+    assert at == len(expected) > 0  # whole epochs, each row once
