@@ -197,3 +197,26 @@ def test_corrupt_block_in_the_reading_thread(make_files: Callable[..., list[str]
     for workers in (0, 2):
         with pytest.raises(midepoch.CorruptBlockError, match="has changed"):
             list(ds.loader(4, num_workers=workers))
+
+
+def test_a_loader_may_be_collected_in_its_own_reading_thread(ds: midepoch.Dataset) -> None:
+    """A loader and its pass refer to each other: the collector ends them wherever it happens to run."""
+    loader = ds.with_format("python").loader(2)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    source = batches._source  # type: ignore[attr-defined]
+    ended = []
+
+    def end() -> None:
+        source._thread = threading.current_thread()
+        source.close()
+        ended.append(True)
+
+    first = source._thread
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert ended
+    source._thread = first
+    loader.close()

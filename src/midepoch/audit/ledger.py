@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from midepoch.agreement import connected, run_identity
-from midepoch.audit.streams import save_stream, stream_name
+from midepoch.audit.orders import order_name, save_order, stream_name
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.world import World
@@ -72,6 +72,7 @@ class Ledger:
             "midepoch_ledger": VERSION,
             "attempt": self.attempt(cut),
             "stream": stream_name(pipeline),
+            "order": order_name(pipeline),
             "rank": cut.index,
             "ranks": cut.count,
             "epoch": epoch,
@@ -86,7 +87,7 @@ class Ledger:
         }
         try:
             self._open(cut)
-            save_stream(self.folder, pipeline)
+            save_order(self.folder, pipeline)
         except OSError as problem:
             raise OSError(problem.errno, f"the ledger cannot be kept in {self.folder}: {problem.strerror}") from None
         self._began = self._mark = time.monotonic()

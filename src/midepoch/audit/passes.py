@@ -17,6 +17,7 @@ class Shape(NamedTuple):
 
     attempt: str
     stream: str
+    order: str
     epoch: int
     start: int
     ranks: int

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.coverage import Piece, count, pieces_of, positions_in
+from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
-from midepoch.audit.streams import Stream
 from midepoch.errors import DataNotFoundError, StateError
 
 Int64Array = npt.NDArray[np.int64]
@@ -81,11 +81,20 @@ class Run:
     """
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
-        self.folder, self.stream = folder, Stream(folder, stream)
+        self.folder, self.stream = folder, stream
         self._all = [one for one in generations if one.shape.stream == stream]
         self.streams = tuple(dict.fromkeys(one.shape.stream for one in generations))
         self.generations = _history(self._all)
         """The passes that the weights have seen, each up to where the next one took over."""
+
+    @cached_property
+    def _orders(self) -> dict[str, KnownOrder]:
+        return {one.shape.order: KnownOrder(self.folder, one.shape.order) for one in self.generations}
+
+    @property
+    def order(self) -> KnownOrder:
+        """The order of the rows, as of the last pass. (Another one may stand before a start from the beginning.)"""
+        return self._orders[self.generations[-1].shape.order]
 
     @cached_property
     def _first_steps(self) -> list[int]:
@@ -168,7 +177,7 @@ class Run:
         ranks = positions % one.shape.ranks
         here = np.array([one.reached(rank) for rank in range(one.shape.ranks)])[ranks] > positions
         positions, ranks = positions[here], ranks[here]
-        rows = self.stream.at(one.shape.epoch).chosen(positions)
+        rows = self._orders[one.shape.order].at(one.shape.epoch).chosen(positions)
         return [
             Delivery(step, one.shape.epoch, *values)
             for values in zip(positions.tolist(), ranks.tolist(), rows.tolist(), strict=True)
@@ -184,7 +193,7 @@ class Run:
         for number, one in enumerate(self.generations):
             epoch, ranks = one.shape.epoch, one.shape.ranks
             if epoch not in places:
-                places[epoch] = int(self.stream.at(epoch).positions(np.array([row]))[0])
+                places[epoch] = int(self._orders[one.shape.order].at(epoch).positions(np.array([row]))[0])
             position = places[epoch]
             if one.shape.start <= position < one.reached(position % ranks):
                 step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
@@ -193,7 +202,7 @@ class Run:
 
     def overlap(self, other: Run, report: Report | None = None) -> Overlap:
         """How many rows of the files both runs have seen: of the same data, in whichever order and selection."""
-        mine, theirs = self.stream.about["data"], other.stream.about["data"]
+        mine, theirs = self.order.about["data"], other.order.about["data"]
         if mine != theirs:
             raise StateError(
                 f"the runs read different data (fingerprints {mine} and {theirs}): their rows cannot be compared."
@@ -204,12 +213,13 @@ class Run:
 
     def _seen(self, report: Report | None) -> npt.NDArray[np.bool_]:
         """Which rows of the files were handed over at least once."""
-        seen = np.zeros(self.stream.source_rows, dtype=bool)
-        done, total = 0, sum(piece.stop - piece.start for proof in self.epochs for piece in self._pieces(proof.epoch))
-        for proof in self.epochs:
-            order = self.stream.at(proof.epoch)
-            for positions in positions_in(self._pieces(proof.epoch)):
-                seen[self.stream.in_source(order.chosen(positions))] = True
+        seen = np.zeros(self.order.source_rows, dtype=bool)
+        done, total = 0, sum(one.frontier - one.shape.start for one in self.generations)
+        for one in self.generations:
+            known = self._orders[one.shape.order]
+            order = known.at(one.shape.epoch)
+            for positions in positions_in(pieces_of(one)):
+                seen[known.in_source(order.chosen(positions))] = True
                 done += len(positions)
                 if report is not None:
                     report(done, max(done, total))

@@ -54,7 +54,8 @@ class ThreadedBatches:
     def close(self) -> None:
         self._stop.set()
         self._room.release()
-        if self._thread is not None:
+        # The garbage collector may run in the reading thread itself, and end this there.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
 

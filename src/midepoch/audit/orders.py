@@ -1,4 +1,4 @@
-"""The order of a stream of rows, kept beside the ledger: enough to say years later which row stood at a position.
+"""The order of the rows of a run, kept beside the ledger: enough to say years later which row stood at a position.
 
 A few hundred bytes; for shuffles by window or file, also where blocks or files begin. The data itself is not needed.
 """
@@ -25,19 +25,28 @@ from midepoch.pipeline import Pipeline
 
 Int64Array = npt.NDArray[np.int64]
 
-SUFFIX = ".stream"
+SUFFIX = ".order"
 _MOST_NAMES = 10_000
 
 
 def stream_name(pipeline: Pipeline) -> str:
-    """Of the data, the rows chosen and their order: two runs with the same name see the same rows at a position."""
-    text = json.dumps(states.identity(pipeline), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    """Of what a loader was asked for: the same on every start, though a fresh one may draw another seed or lanes."""
+    chosen = {"seed": pipeline.seed_drawn, "lanes": not pipeline.lanes_given}
+    return _name({name: None if chosen.get(name) else value for name, value in states.identity(pipeline).items()})
 
 
-def save_stream(folder: Path, pipeline: Pipeline) -> None:
+def order_name(pipeline: Pipeline) -> str:
+    """Of the rows and their order: two runs with the same name see the same rows at a position."""
+    return _name(states.identity(pipeline))
+
+
+def _name(identity: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def save_order(folder: Path, pipeline: Pipeline) -> None:
     """Write down the order of a pipeline, unless it is there."""
-    path = folder / f"{stream_name(pipeline)}{SUFFIX}"
+    path = folder / f"{order_name(pipeline)}{SUFFIX}"
     if path.exists():
         return
     order, source = pipeline.order, pipeline.source
@@ -63,7 +72,7 @@ def _steps(starts: Int64Array) -> Int64Array:
     return np.diff(starts, prepend=0)
 
 
-class Stream:
+class KnownOrder:
     """The rows of a run in their order, read from beside its ledger."""
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -1,0 +1,118 @@
+"""What must hold after a trial: by the log of row ids, and by the ledger, each on its own."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chaos.trial import EPOCHS, Pipeline, Start
+from midepoch.audit import read_run
+
+
+class Verdict(NamedTuple):
+    """Rows delivered in the history, rows delivered again after a crash, starts that got anywhere."""
+
+    rows: int
+    again: int
+    starts: int
+
+
+class _Log(NamedTuple):
+    restored: int
+    steps: dict[int, tuple[int, list[int]]]
+
+
+def prove(pipeline: Pipeline, starts: list[Start], folder: Path, seed: int) -> Verdict:
+    """Raises AssertionError with what was lost, repeated, or told differently by the ledger."""
+    begun = [(start, logs) for start in starts if (logs := _logs(folder, start))]
+    for start, logs in begun:
+        assert len({log.restored for log in logs.values()}) == 1, f"ranks of {start} restored different steps"
+    history: dict[int, tuple[Start, dict[int, tuple[int, list[int]]]]] = {}
+    made = 0
+    for start, logs in begun:
+        (restored,) = {log.restored for log in logs.values()}
+        history = {step: found for step, found in history.items() if step <= restored}
+        for rank, log in logs.items():
+            for step, (epoch, ids) in log.steps.items():
+                made += len(ids)
+                history.setdefault(step, (start, {}))[1][rank] = (epoch, ids)
+    lanes = next(start.world for start, logs in reversed(begun) if all(log.restored == 0 for log in logs.values()))
+    kept = _check_order(pipeline, history, folder, lanes)
+    _check_ledger(history, folder, made - kept, starts, seed)
+    return Verdict(kept, made - kept, len(begun))
+
+
+def _logs(folder: Path, start: Start) -> dict[int, _Log]:
+    found = {}
+    for rank in range(start.world):
+        path = folder / f"log-{start.number:04}-{rank}"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        entries = [json.loads(line) for line in lines]
+        if entries:
+            steps = {entry["step"]: (entry["epoch"], entry["ids"]) for entry in entries if "step" in entry}
+            found[rank] = _Log(entries[0]["from"], steps)
+    return found
+
+
+def _check_order(pipeline: Pipeline, history: dict[int, Any], folder: Path, lanes: int) -> int:
+    """Every rank had at every step the rows that stand at its positions in an uninterrupted run."""
+    ds = pipeline.open(folder / "data")
+    if pipeline.lanes is None and pipeline.kind == "parquet":
+        ds = ds.with_lanes(lanes)  # where blocks are decoded, the first start chooses
+    assert sorted(history) == list(range(1, len(history) + 1)), "a step is missing"
+    kept = at = epoch = 0
+    order = _order(ds, 0)
+    assert len(set(order)) == len(order) == len(ds)
+    for step in sorted(history):
+        start, ranks = history[step]
+        if next(iter(ranks.values()))[0] != epoch:
+            left = len(order) - at
+            assert left == 0 or (start.ends == "drop" or _dropped(history, step)), f"epoch {epoch}: {left} rows lost"
+            at, epoch = 0, epoch + 1
+            order = _order(ds, epoch)
+        stop = min(at + start.world * start.batch, len(order))
+        for rank in range(start.world):
+            expected = [order[p] for p in range(at, stop) if p % start.world == rank]
+            found_epoch, ids = ranks.get(rank, (epoch, []))
+            assert found_epoch == epoch, f"step {step}: rank {rank} is in epoch {found_epoch}, not {epoch}"
+            assert ids == expected, f"step {step} of {start}, rank {rank}: {ids} instead of {expected}"
+            kept += len(ids)
+        at = stop
+    assert epoch == EPOCHS - 1
+    return kept
+
+
+def _dropped(history: dict[int, Any], step: int) -> bool:
+    """Whether the start that ended the epoch before this step leaves out batches that are not whole."""
+    return bool(history[step - 1][0].ends == "drop")
+
+
+def _order(ds: Any, epoch: int) -> list[int]:
+    ds.set_epoch(epoch)
+    return [int(row["id"]) for row in ds]
+
+
+def _check_ledger(history: dict[int, Any], folder: Path, again: int, starts: list[Start], seed: int) -> None:
+    run = read_run(folder)
+    assert run.exact, [epoch for epoch in run.epochs if not epoch.exact]
+    assert all(epoch.complete for epoch in run.epochs), run.epochs
+    assert run.steps == len(history), (run.steps, len(history))
+    assert not run.gaps, run.gaps
+    # The ledger is written as a batch is handed over, the log by who gets it: a rank may die in between.
+    most = again + sum(start.world * start.batch for start in starts)
+    assert again <= sum(epoch.again for epoch in run.epochs) <= most
+    for step in random.Random(seed).sample(sorted(history), min(5, len(history))):
+        start, ranks = history[step]
+        found: dict[int, list[int]] = {rank: [] for rank in range(start.world)}
+        for one in run.rows_of_step(step):
+            found[one.rank].append(int(run.order.in_source(_array(one.row))[0]))
+            assert step in [other.step for other in run.steps_of_row(one.row)]
+        assert found == {rank: ranks.get(rank, (0, []))[1] for rank in range(start.world)}
+
+
+def _array(row: int) -> Any:
+    import numpy as np
+
+    return np.array([row])
