@@ -1,0 +1,64 @@
+"""A cluster that nobody tests on: 1,024 ranks with 8 workers each over 10⁹ rows, in arithmetic, with the real parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from midepoch.loader.batches import Plan
+from midepoch.order import Cut, Layout, Order, Selection, Shuffle, epoch_end
+
+ROWS, RANKS, WORKERS, BATCH = 10**9 + 7, 1024, 8, 16
+
+
+def plan_of(start: int, ranks: int, ends: str) -> Plan:
+    size = ranks * BATCH
+    return Plan(0, start, epoch_end(start, ROWS, size, ends == "drop"), size, ends == "pad")
+
+
+@pytest.mark.parametrize("ends", ["drop", "pad", "uneven"])
+def test_steps_are_cut_disjoint_complete_and_balanced(ends: str) -> None:
+    plan, draw = plan_of(123_456_789, RANKS, ends), np.random.default_rng(1)
+    steps = {0, 1, len(plan) - 1, *draw.integers(0, len(plan), 12).tolist()}
+    for step in steps:
+        first, stop = plan.bounds(step)
+        shares = [Cut(rank, RANKS).positions(first, plan.reach(step)) for rank in range(RANKS)]
+        assert np.array_equal(np.sort(np.concatenate(shares)), np.arange(first, plan.reach(step)))
+        sizes = {len(share) for share in shares}
+        assert max(sizes) - min(sizes) <= (ends == "uneven")
+        assert step < len(plan) - 1 or stop == plan.end
+    # A worker makes whole steps, each of which is one worker's.
+    owners = [len(range(worker, len(plan), WORKERS)) for worker in range(WORKERS)]
+    assert sum(owners) == len(plan)
+    assert max(owners) - min(owners) <= 1
+
+
+def test_an_epoch_on_changing_clusters_is_cut_without_gap_or_overlap() -> None:
+    """By counting: over all ranks of all worlds, every position of the epoch is somebody's, and one's only."""
+    draw, start = np.random.default_rng(2), 0
+    counted = 0
+    for ranks in (1024, 768, 1000, 1, 17, 1024):
+        plan = plan_of(start, ranks, "uneven")
+        steps = len(plan) if ranks == 1024 and start else int(draw.integers(1, len(plan)))
+        stop = plan.bounds(steps - 1)[1]
+        shares = np.array([Cut(r, ranks).before(stop) - Cut(r, ranks).before(start) for r in range(ranks)])
+        assert shares.sum() == stop - start
+        assert shares.max() - shares.min() <= 1
+        counted, start = counted + int(shares.sum()), stop
+    assert counted == start == ROWS
+
+
+@pytest.mark.parametrize("scope", ["rows", "window"])
+def test_each_rank_finds_its_first_batch_by_itself(scope: str) -> None:
+    """No rank computes anything of the others' rows; together they are the rows of an uncut run, each found again."""
+    blocks = np.append(np.arange(0, ROWS, 100_000), ROWS)
+    layout = Layout(blocks, np.array([0, ROWS // 2, ROWS]))
+    order = Order(Selection.of_ranges([(0, ROWS)]), Shuffle(5, scope, 64), lanes=RANKS).at(3, layout)
+    plan = plan_of(700_000_001, RANKS, "drop")
+    first, stop = plan.bounds(0)
+    found = np.concatenate([order.rows(Cut(rank, RANKS).positions(first, stop)) for rank in range(RANKS)])
+    assert len(np.unique(found)) == RANKS * BATCH
+    assert found.min() >= 0 and found.max() < ROWS
+    whole = order.rows(np.arange(first, stop))
+    assert np.array_equal(np.sort(found), np.sort(whole))
+    assert np.array_equal(order.positions(whole), np.arange(first, stop))
