@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from midepoch.loader.batches import Plan
-from midepoch.order import Cut, Layout, Order, Selection, Shuffle, epoch_end
+from midepoch.order import Cut, Layout, Order, Selection, Shuffle
 
 ROWS, RANKS, WORKERS, BATCH = 10**9 + 7, 1024, 8, 16
 
 
 def plan_of(start: int, ranks: int, ends: str) -> Plan:
-    size = ranks * BATCH
-    return Plan(0, start, epoch_end(start, ROWS, size, ends == "drop"), size, ends == "pad")
+    return Plan.of(0, start, ROWS, ranks * BATCH, ends)
 
 
 @pytest.mark.parametrize("ends", ["drop", "pad", "uneven"])

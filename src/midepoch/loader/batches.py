@@ -41,9 +41,11 @@ class Plan:
 
     @staticmethod
     def make(pipeline: Pipeline, options: Options, epoch: int, start: int) -> Plan:
-        size = options.batch_size * pipeline.cut.count
-        end = epoch_end(start, pipeline.rows, size, options.ends == "drop")
-        return Plan(epoch, start, end, size, options.ends == "pad")
+        return Plan.of(epoch, start, pipeline.rows, options.batch_size * pipeline.cut.count, options.ends)
+
+    @staticmethod
+    def of(epoch: int, start: int, rows: int, global_batch: int, ends: str | None) -> Plan:
+        return Plan(epoch, start, epoch_end(start, rows, global_batch, ends == "drop"), global_batch, ends == "pad")
 
     def __len__(self) -> int:
         return -(-(self.end - self.start) // self.global_batch)

@@ -73,6 +73,11 @@ class Loader(Resumable):
         )
 
     @property
+    def pipeline(self) -> Pipeline:
+        """The frozen description of what it loads."""
+        return self._pipeline
+
+    @property
     def cut(self) -> Cut:
         """Which share of every global batch this rank gets: ``index`` of ``count``."""
         return self._pipeline.cut

@@ -1,0 +1,16 @@
+"""The command line: ``midepoch audit``, ``midepoch plan``. Needs ``pip install "midepoch[cli]"``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The command ``midepoch``."""
+    try:
+        from midepoch.cli.app import app
+    except ModuleNotFoundError as problem:
+        if problem.name not in ("typer", "rich"):
+            raise
+        sys.exit(f'the command line needs {problem.name}: pip install "midepoch[cli]"')
+    app()
