@@ -9,9 +9,8 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatErro
 from midepoch.sources.arrow_ipc import FileScan, scan
 from midepoch.sources.footers import Footers
 from midepoch.sources.partitions import Values
+from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
@@ -147,19 +147,8 @@ def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
 
 
 def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) -> Index:
-    def one(path: Path) -> tuple[FileScan, os.stat_result]:
-        try:
-            stat = os.stat(path)  # before the scan: a file that changes under it will look stale
-        except OSError as problem:
-            raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
-        return scan(path, skip_damage=skip_damage), stat
-
-    scans = []
-    with ThreadPoolExecutor(max_workers=min(16, len(files))) as pool:
-        for done, result in enumerate(pool.map(one, files), 1):
-            scans.append(result)
-            if progress is not None:
-                progress(done, len(files))
+    report = progress or (lambda _done, _total: None)
+    scans = for_all(partial(_scanned, skip_damage), files, lambda done: report(done, len(files)))
     schema = scans[0][0].schema
     usable(files[0], schema)
     entries = []
@@ -183,6 +172,14 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
     nullable = frozenset().union(*(found.nullable for found, _ in scans))
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
     return Index(tuple(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
+
+
+def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
+    try:
+        stat = os.stat(path)  # before the scan: a file that changes under it will look stale
+    except OSError as problem:
+        raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
+    return scan(path, skip_damage=skip_damage), stat
 
 
 def usable(path: object, schema: pa.Schema) -> None:

@@ -10,10 +10,9 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,12 +26,11 @@ from midepoch.sources.formats import Block, Scanned, format_named
 from midepoch.sources.index import Index, IndexedFile, Progress, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
+from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
 from midepoch.sources.stores import Entry, Store
 
-T = TypeVar("T")
 _log = logging.getLogger("midepoch")
-_THREADS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +107,11 @@ def _fresh(index: Index, found: Found) -> bool:
 
 
 def _build(request: Request, found: Found, progress: Progress | None) -> Index:
-    store, entries, form = found.store, found.entries, format_named(found.format)
-    filtered = request.filter is not None
-
-    def scanned(entry: Entry) -> Scanned:
-        return store.persist(entry.path, "indexed", lambda: form.scan(store, entry, skip_damage=request.skip_damage))
-
-    scans = _all(scanned, entries, progress, 2 * len(entries) if filtered else len(entries), 0)
+    store, entries = found.store, found.entries
+    total = len(entries) * (1 if request.filter is None else 2)
+    report = progress or _quiet
+    scan_one = partial(_scanned, store, found.format, request.skip_damage)
+    scans = for_all(scan_one, entries, lambda done: report(done, total))
     values, added = (
         hive_values([_below(request.paths, e.path) for e in entries])
         if request.partitioning == "hive"
@@ -132,7 +128,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     if request.filter is not None:
         counter = _Counter(store, found.format, request.filter, schema, request.skip_damage)
         work = list(zip(entries, scans, values, strict=True))
-        counts = _all(lambda one: counter.count(*one), work, progress, 2 * len(entries), len(entries))
+        counts = for_all(counter.count, work, lambda done: report(len(entries) + done, total))
         kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
     files = tuple(
         IndexedFile(
@@ -168,17 +164,12 @@ def _below(given: Sequence[str], path: str) -> str:
     return path[len(base) :] if path != base else path.rsplit("/", 1)[-1]
 
 
-def _all(
-    action: Callable[[Any], T], items: Sequence[Any], progress: Progress | None, total: int, before: int
-) -> list[T]:
-    """``action`` of all items, many at a time."""
-    results = []
-    with ThreadPoolExecutor(max_workers=min(_THREADS, len(items))) as pool:
-        for done, result in enumerate(pool.map(action, items), 1):
-            results.append(result)
-            if progress is not None:
-                progress(before + done, total)
-    return results
+def _scanned(store: Store, form: str, skip_damage: bool, entry: Entry) -> Scanned:
+    return store.persist(entry.path, "indexed", lambda: format_named(form).scan(store, entry, skip_damage=skip_damage))
+
+
+def _quiet(done: int, total: int) -> None:
+    """No progress is shown."""
 
 
 class _Counter:
@@ -190,7 +181,8 @@ class _Counter:
         floats = any(pa.types.is_floating(schema.field(name).type) for name in self._columns)
         self._prunes = not floats or chosen.never_nan
 
-    def count(self, entry: Entry, scan: Scanned, values: Values) -> list[int]:
+    def count(self, file: tuple[Entry, Scanned, Values]) -> list[int]:
+        entry, scan, values = file
         return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
 
     def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
