@@ -28,7 +28,7 @@ print(json.dumps({"rows": len(ds), "seconds": time.perf_counter() - start, "mega
 """
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, blocks: int = BLOCKS) -> Path:
     """The file, made once."""
     import numpy as np
     import pyarrow as pa
@@ -43,7 +43,7 @@ def make(folder: Path) -> Path:
     temporary = path.with_suffix(".new")
     with temporary.open("wb") as file:
         file.write(schema.serialize().to_pybytes())
-        for _ in range(BLOCKS // 1_000):
+        for _ in range(blocks // 1_000):
             file.write(message * 1_000)
         file.write(b"\xff\xff\xff\xff\x00\x00\x00\x00")
     temporary.rename(path)
