@@ -22,6 +22,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes have addresses of their own in 127.0.0.0/8")
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 ROWS = 96
 QUIET = {
     "RAY_AUTH_MODE": "disabled",  # or it writes a token into the home directory
@@ -122,3 +123,17 @@ def test_a_worker_is_killed_a_node_is_lost_and_their_number_changes(
     assert PipelineCheckpoint(tmp_path / "checkpoints").restore_latest(None, trained) == END
     for weight, expected in zip(trained.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(weight, expected)
+
+
+@pytest.mark.slow
+def test_the_example(ray_folder: Path, tmp_path: Path) -> None:
+    said = run(ray_folder, EXAMPLE, "--storage", str(tmp_path), "--workers", "2", "--kill")
+    for line in (
+        "Started at step 0: epoch 0, position 0, world size 2",
+        "Resumed from step 40: epoch 0, position 1920, world size 2",
+        "Saved step 100: epoch 0, position 4800, world size 2",
+    ):
+        assert line in said
+    said = run(ray_folder, EXAMPLE, "--storage", str(tmp_path), "--workers", "3")
+    assert "Resumed from step 100: epoch 0, position 4800, world size 3" in said
+    assert "Saved step 200: epoch 1, position 2400, world size 3" in said
