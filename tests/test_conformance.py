@@ -62,26 +62,45 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
     return lambda: midepoch.from_files(small_files)
 
 
+def resumes(make: Callable[[], Any], far: bool, ends: list[int], **options: Any) -> int:
+    """At every moment: all that follows from moments around the ``ends`` of epochs, 6 items from others, or all (far)."""
+    if far:
+        return assert_resumes_exactly(make, **options)
+    around = [0, *(end + near for end in ends for near in (-1, 0, 1))]
+    return assert_resumes_exactly(make, tail=6, **options) + assert_resumes_exactly(make, steps=around, **options)
+
+
+far = pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["near", "far"])
+
+
+@far
 @pytest.mark.parametrize("name", PIPELINES)
-def test_rows_resume_exactly(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
-    assert assert_resumes_exactly(lambda: PIPELINES[name](open_ds())) > 10
+def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
 
 
+@far
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_loader_resumes_exactly(name: str, drop_last: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
+def test_loader_resumes_exactly(name: str, drop_last: bool, far: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
     make = lambda: PIPELINES[name](open_ds()).loader(3, drop_last=drop_last)  # noqa: E731
-    assert assert_resumes_exactly(make, epochs=3) > 5
+    assert resumes(make, far, ends=[13, 27], epochs=3) > 5
 
 
+SOME, MORE = [0, 1, 7, 8, 9], [0, 1, 3, 4, 7, 8, 9, 15]
+
+
+@pytest.mark.parametrize("steps", [SOME, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
 @pytest.mark.parametrize("name", ["rows", "batched map", "skipping map", "file shard"])
 @pytest.mark.parametrize("saved_with", [0, 2])
-def test_loader_resumes_with_other_workers(name: str, saved_with: int, open_ds: Callable[[], midepoch.Dataset]) -> None:
+def test_loader_resumes_with_other_workers(
+    name: str, saved_with: int, steps: list[int], open_ds: Callable[[], midepoch.Dataset]
+) -> None:
     def make(workers: int, **options: Any) -> Callable[[], midepoch.Loader]:
         return lambda: PIPELINES[name](open_ds()).loader(5, num_workers=workers, **options)
 
     others = [make(0), make(1), make(3, persistent_workers=True)]
-    assert_resumes_exactly(make(saved_with), resume_with=others, steps=[0, 1, 3, 4, 7, 8, 9, 15], tail=9)
+    assert_resumes_exactly(make(saved_with), resume_with=others, steps=steps, tail=9)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

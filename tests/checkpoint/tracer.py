@@ -292,6 +292,15 @@ class Disk:
         """Write what is left: without names that were not synced, or with all of them; never with unsynced bytes."""
         self._write(self._tree, target, "now" if names_survive else "kept")
 
+    def left(self, *, names_survive: bool) -> Any:
+        """The same as a value: equal where the same would be written."""
+        return self._value(self._tree, "now" if names_survive else "kept")
+
+    def _value(self, node: Any, entries: str) -> Any:
+        if "now" in node:
+            return frozenset((name, self._value(inner, entries)) for name, inner in node[entries].items())
+        return node["synced"]
+
     def _write(self, node: Any, target: Path, entries: str) -> None:
         if "now" in node:
             target.mkdir()
