@@ -1,6 +1,8 @@
-"""A Ray cluster of three nodes on this machine, and two runs of a TorchTrainer on it: python cluster_job.py FOLDER DATA.
+"""A Ray cluster of several nodes on this machine, on which an index is made and a TorchTrainer runs twice.
 
-The first run is elastic, and loses a worker and then a whole node; the second has another number of workers.
+python cluster_job.py FOLDER DATA
+
+The index loses a worker and a node on the way. The first run is elastic, and loses a worker and then a whole node; the second has another number of workers.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import threading
 from pathlib import Path
 
 import ray
+from index_job import index
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -73,6 +76,8 @@ def fit(folder: Path, data: str, workers: int | tuple[int, int], cpus: float, un
 
 def main(folder: Path, data: str) -> None:
     cluster = start_cluster()
+    spare = cluster.add_node(**NODE, node_ip_address="127.0.0.5")
+    index(folder, lambda: cluster.remove_node(spare, allow_graceful=False))
     threading.Thread(target=lose_a_node, args=(cluster, folder), daemon=True).start()
     fit(folder, data, workers=(1, 2), cpus=1, until=STOP_AT)
     fit(folder, data, workers=3, cpus=0.3, until=END)

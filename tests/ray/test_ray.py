@@ -1,4 +1,4 @@
-"""Ray Train loses workers and nodes in the middle, changes their number, and hands out every row exactly once."""
+"""Ray loses workers and nodes in the middle of an index and of a run, and every row is still handed out exactly once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from index_job import OPTIONS
 from train_job import END, GLOBAL_BATCH, make_data, make_model, train_step
 
+import midepoch
 from midepoch.checkpoint import PipelineCheckpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes have addresses of their own in 127.0.0.0/8")
@@ -96,11 +101,33 @@ def surviving(lines: list[dict[str, Any]]) -> dict[int, list[list[int]]]:
     return {step: [rows[rank] for rank in range(len(rows))] for step, rows in sorted(steps.items())}
 
 
-def test_a_worker_is_killed_a_node_is_lost_and_their_number_changes(
-    make_files: Any, ray_folder: Path, tmp_path: Path
-) -> None:
+def make_lake(folder: Path, files: int = 240) -> None:
+    folder.mkdir()
+    for number in range(files):
+        ids = np.arange(number * 5, number * 5 + 5)
+        pq.write_table(
+            pa.table({"id": ids, "text": ids.astype(str)}), folder / f"{number:04}.parquet", row_group_size=2
+        )
+
+
+def check_index(folder: Path) -> None:
+    """It is the index that threads make, byte for byte, though a worker and a node were lost."""
+    told = json.loads((folder / "index.json").read_text())
+    assert (told["killed"], told["lost"]) == (1, 1)
+    done = [number for number, _ in told["seen"]]
+    assert done == sorted(done) and done[-1] == told["seen"][-1][1] == 480  # looked at, then counted
+    midepoch.from_files(folder / "lake", index_dir=folder / "by-threads", **OPTIONS)
+    names = {path.name for path in (folder / "by-threads").iterdir() if not path.name.startswith(".")}
+    assert Path(told["path"]).name in names and len(names) == 2
+    for name in names:
+        assert (folder / "by-ray" / name).read_bytes() == (folder / "by-threads" / name).read_bytes()
+
+
+def test_workers_and_nodes_are_lost_and_their_number_changes(make_files: Any, ray_folder: Path, tmp_path: Path) -> None:
     data = str(Path(make_files([40, ROWS - 40])[0]).parent)
+    make_lake(tmp_path / "lake")
     run(ray_folder, Path(__file__).with_name("cluster_job.py"), str(tmp_path), data)
+    check_index(tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     starts = sorted({(line["attempt"], line["size"], line["restored"]) for line in lines if "restored" in line})
