@@ -54,7 +54,9 @@ def test_audit(run: Path) -> None:
     assert found.exit_code == 0, found.output
     assert "complete" in found.output and "exact so far" in found.output and "ranks: 2 → 3" in found.output
     told = of_json("audit", run / "run")
-    assert told["exact"] and told["steps"] == 7 and told["world_sizes"] == [2, 3]
+    assert told["exact"]
+    (told,) = told["loaders"]
+    assert told["steps"] == 7 and told["world_sizes"] == [2, 3]
     assert [epoch["once"] for epoch in told["epochs"]] == [37, 9]
     rows = of_json("audit", run / "run", "--step", 4)
     assert len(rows) == 9 and {row["rank"] for row in rows} == {0, 1, 2} and rows[0]["position"] == 18
@@ -76,6 +78,7 @@ def test_audit_finds_what_is_wrong_and_says_what_cannot_be_looked_at(small_files
     found = call("audit", tmp_path / "nothing")
     assert found.exit_code == 2 and "there is no ledger in" in found.stderr
     assert call("audit", tmp_path, "--step", 99).exit_code == 2
+    assert call("audit", tmp_path, "--step", 1, "--row", 1).exit_code == 2
 
 
 def test_plan_tells_what_the_resume_does(run: Path, small_files: list[str]) -> None:

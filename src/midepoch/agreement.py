@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 from midepoch.world import World, jax_processes, process_group
 
@@ -22,22 +24,50 @@ _LEFT_BY_LAUNCHERS = (
     "OMPI_MCA_ess_base_jobid",
     "MASTER_PORT",
 )
+_UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _JAX_TIMEOUT_MS = 600_000
 
 
 def first_said(key: str, value: str) -> str | None:
     """The value that the first rank gave for this key: this one, or one from before. None where there is no store."""
     key = f"midepoch/{key}"
-    if process_group() is not None:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return str(_get_default_store().compare_set(key, "", value).decode())
+    if (store := _store()) is not None:
+        try:
+            return str(store.compare_set(key, "", value).decode())
+        except (NotImplementedError, RuntimeError) as problem:
+            if "not implemented" in str(problem).lower() or "INTERNAL ASSERT" in str(problem):
+                return None  # a store that only looks like one, as of the "fake" backend
+            raise
     if jax_processes() is not None:
         client = sys.modules["jax._src.distributed"].global_state.client
         with suppress(Exception):  # it was set before, and stays
             client.key_value_set(key, value)
         return str(client.blocking_key_value_get(key, _JAX_TIMEOUT_MS))
     return None
+
+
+def _store() -> Any:
+    """The key-value store of torch.distributed, if there is one (MPI has none)."""
+    if process_group() is None:
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+class Occasions:
+    """Counts how often something came up in this process, anew with every process group: as often as on other ranks."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._store: Any = None
+
+    def next(self, key: str) -> int:
+        if (store := _store()) is not self._store:
+            self._store = store
+            self._counts.clear()
+        self._counts[key] += 1
+        return self._counts[key]
 
 
 def run_identity(world: World) -> str:
@@ -50,7 +80,39 @@ def run_identity(world: World) -> str:
         return f"-{_plain(given)}"
     if connected() >= world.size and (drawn := first_said("run", secrets.token_hex(8))) is not None:
         return f"-{drawn}"
+    if placed := _placement():
+        return f"-{placed}"
     return "".join(f"-{_plain(os.environ[name])}" for name in _LEFT_BY_LAUNCHERS if os.environ.get(name))
+
+
+def start_name(world: World) -> str:
+    """As ``run_identity``, but empty where another start might have the same name."""
+    found = run_identity(world)
+    if os.environ.get("MIDEPOCH_RUN_ID") or connected() >= world.size:
+        return found
+    if _placement() or any(os.environ.get(name) for name in _UNIQUE):
+        return found
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world.size):  # torchrun on one machine: its agent started all ranks
+        return f"{found}-{_parent()}"
+    return ""
+
+
+def _parent() -> str:
+    """The process that started this one, and when that was started: no other will ever be both."""
+    parent = os.getppid()
+    with suppress(OSError, IndexError), open(f"/proc/{parent}/stat") as file:
+        return f"{parent}.{file.read().rsplit(')', 1)[1].split()[19]}"
+    return str(parent)
+
+
+def _placement() -> str | None:
+    """What the workers of one start of Ray Train have in common, where there is no store."""
+    ray: Any = sys.modules.get("ray")
+    if "ray.train" not in sys.modules or ray is None or not ray.is_initialized():
+        return None
+    with suppress(Exception):
+        return ray.get_runtime_context().get_placement_group_id() or None
+    return None
 
 
 def connected() -> int:

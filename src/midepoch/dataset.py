@@ -149,15 +149,17 @@ class Dataset(Resumable):
         fetched or decoded, each of which then is read once an epoch. Without a seed one is drawn, kept in the state,
         and taken over on resume.
         """
-        drawn = seed is None
-        check_agreed(drawn, self.pipeline.cut.count)
-        source = self.pipeline.source
+        source, drawn, agreed = self.pipeline.source, seed is None, False
+        if seed is None:
+            seed, agreed = draw_seed(f"{source.fingerprint}/{self.pipeline.order.selection.text}")
+        check_agreed(drawn and not agreed, self.pipeline.cut.count)
         scope = scope or self._default_scope or ("window" if source.fetched else "rows")
         aligned = source.fetched and scope == "window"
         window = source.window if window is None else window
-        shuffle = Shuffle(draw_seed() if seed is None else seed, scope, window, aligned)
+        shuffle = Shuffle(seed, scope, window, aligned)
         order = replace(self.pipeline.order, shuffle=shuffle)
-        return self._derive(replace(self.pipeline, order=order, seed_drawn=drawn), same_positions=False)
+        pipeline = replace(self.pipeline, order=order, seed_drawn=drawn, seed_agreed=agreed)
+        return self._derive(pipeline, same_positions=False)
 
     _default_scope: str | None = None
 
@@ -183,12 +185,12 @@ class Dataset(Resumable):
         if self.pipeline.cut.count > 1:
             raise ValueError(f"the dataset is already shard {self.pipeline.cut.index} of {self.pipeline.cut.count}")
         cut = Cut(index, num_shards)
-        check_agreed(self.pipeline.seed_drawn, num_shards)
+        check_agreed(self.pipeline.seed_alone, num_shards)
         if num_shards > self.pipeline.rows:
             raise ValueError(f"{self.pipeline.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
         # A position that a state was loaded for is one of that state's lanes: they stay. So do lanes that were given.
-        chosen = self._standing.start or self.pipeline.lanes_given
+        chosen = self._standing.start or self.pipeline.lanes_given or self.pipeline.lanes_kept
         lanes = self.pipeline.order.lanes if chosen else num_shards if by_file else 1
         order = replace(self.pipeline.order, lanes=lanes)
         return self._derive(replace(self.pipeline, order=order, cut=cut))

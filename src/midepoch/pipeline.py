@@ -16,8 +16,9 @@ ON_ERROR = ("raise", "skip")
 class Pipeline:
     """All that decides what stands at a position. Immutable, and it pickles small.
 
-    ``seed_drawn``: the seed was not given by the user, so a resume takes over the one in the state. ``lanes_given``:
-    the number of lanes was, so a loader does not choose it.
+    ``seed_drawn``: the seed was not given by the user, so a resume takes over the one in the state; ``seed_agreed``:
+    it is the same on all ranks all the same. ``lanes_given``: the number of lanes was, so a loader does not choose it;
+    ``lanes_kept``: nor does it choose one for a state that was loaded.
     """
 
     source: Source
@@ -27,11 +28,18 @@ class Pipeline:
     format: str | None = None
     on_error: str = "raise"
     seed_drawn: bool = False
+    seed_agreed: bool = False
     lanes_given: bool = False
+    lanes_kept: bool = False
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
             raise ValueError(f"on_error must be 'raise' or 'skip', got {self.on_error!r}")
+
+    @property
+    def seed_alone(self) -> bool:
+        """Whether the seed was drawn by this process alone."""
+        return self.seed_drawn and not self.seed_agreed
 
     @property
     def rows(self) -> int:

@@ -23,7 +23,7 @@ from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.loader.batches import Plan
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import Options
+from midepoch.loader.options import Options, check_drop
 from midepoch.order import Cut, EpochOrder, Layout, Order, Selection, Shuffle
 from midepoch.sources.index import Index, default_index_dir, read_index
 
@@ -71,7 +71,7 @@ def plan_resume(
     world_size: int,
     batch_size: int,
     num_workers: int = 0,
-    ends: str = "uneven",
+    ends: str | None = None,
     steps: int = 3,
     machines: int = 1,
     index_dir: str | os.PathLike[str] | None = None,
@@ -79,17 +79,21 @@ def plan_resume(
     """What loading a state would do on ``world_size`` ranks with ``batch_size`` rows each.
 
     Without a dataset the state's data is looked up among the indexes on this machine by its fingerprint. ``machines``:
-    over how many the ranks are spread, evenly. ``steps``: of how many steps to tell the rows.
+    over how many the ranks are spread, evenly. ``steps``: of how many steps to tell the rows. ``ends``: as the loader
+    has it, if one is given, else "uneven".
     """
     size = whole(world_size, "plan(world_size=…)", 1)
     machines = whole(machines, "plan(machines=…)", 1)
     whole(num_workers, "plan(num_workers=…)")
     if size % machines:
         raise ValueError(f"{size} ranks cannot be spread evenly over {machines} machines")
+    if ends is None:
+        ends = (dataset.ends if isinstance(dataset, Loader) else None) or "uneven"
     options = Options(whole(batch_size, "plan(batch_size=…)", 1), ends=ends)
     try:
         known = _of_dataset(state, dataset) if dataset is not None else _of_index(state, index_dir)
-    except StateError as problem:
+        check_drop(known.rows, options, size)
+    except (StateError, ValueError) as problem:
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
     return known.plan(options, size, whole(steps, "plan(steps=…)"), machines)
 
@@ -174,9 +178,8 @@ class _Known:
 
 
 def _of_dataset(state: Any, dataset: Dataset | Loader) -> _Known:
-    dataset.check_state(state)
     pipeline = dataset.pipeline
-    resumed = states.load(state, pipeline)
+    resumed = states.load_global(state, pipeline)
     pipeline = states.adopt(resumed, pipeline)
     source = pipeline.source
     sizes = np.concatenate([_block_bytes(index) for index in source.indexes])
@@ -195,7 +198,13 @@ def _of_dataset(state: Any, dataset: Dataset | Loader) -> _Known:
 def _of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> _Known:
     state = states.one_of(state, Cut())
     states.check(state)
+    if state.get("workers") or state.get("shard") is not None:
+        raise StateError("the state is that of one worker or shard, which fits just the same number of them.")
     cursor, order = states.Cursor(state["epoch"], state["position"]), _order(state)
+    if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
+        raise StateError(
+            f"the state is damaged: position {cursor.position} of {state['rows']} rows, selection {state['selection']}."
+        )
     folder = default_index_dir() if index_dir is None else Path(index_dir).expanduser()
     index = _index_of(state["data"], folder)
     if index is None:

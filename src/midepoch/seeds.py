@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 import secrets
 
-from midepoch.agreement import first_said
-from midepoch.world import jax_processes, process_group
+from midepoch.agreement import Occasions, first_said
 
 _log = logging.getLogger("midepoch")
-_draws = 0
+_draws = Occasions()
 
 
-def draw_seed() -> int:
-    """A fresh seed; the same on all ranks that call in the same order, if torch.distributed or JAX connects them.
+def draw_seed(what: str) -> tuple[int, bool]:
+    """A fresh seed, and whether all ranks that draw for the same rows (as often as this one) have the same.
 
-    The first to arrive decides, nobody waits.
+    They do if torch.distributed or JAX connects them: the first to arrive decides, nobody waits.
     """
-    global _draws
-    _draws += 1
     drawn = str(secrets.randbits(32))
-    seed = int(first_said(f"seed/{_draws}", drawn) or drawn)
+    said = first_said(f"seed/{what}/{_draws.next(what)}", drawn)
+    seed = int(said or drawn)
     _log.info("shuffle(seed=None): drew seed %d", seed)
-    return seed
+    return seed, said is not None
 
 
-def check_agreed(drawn: bool, shards: int) -> None:
+def check_agreed(drawn_alone: bool, shards: int) -> None:
     """Refuse a drawn seed where the ranks had no way to agree on it: each would go through another order."""
-    if drawn and shards > 1 and process_group() is None and jax_processes() is None:
+    if drawn_alone and shards > 1:
         raise ValueError(
-            f"shuffle() without a seed cannot be cut into {shards} shards: each process would draw its own seed. "
+            f"shuffle() without a seed cannot be cut into {shards} shards: each process has drawn its own seed. "
             "Pass a seed, or initialise torch.distributed or jax.distributed before shuffle()."
         )

@@ -6,7 +6,7 @@ released version keeps a fixture under ``tests/fixtures`` and is accepted for ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
     order = replace(pipeline.order, lanes=resumed.lanes)
     if order.shuffle is not None and resumed.seed is not None:
         order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
-    return replace(pipeline, order=order)
+    return replace(pipeline, order=order, seed_agreed=True, lanes_kept=True)
 
 
 def identity(pipeline: Pipeline) -> dict[str, Any]:
@@ -91,27 +91,43 @@ def one_of(state: Any, cut: Cut) -> Any:
     if not state:
         raise StateError("a list of the states of all ranks is empty.")
     found = [_parse(one) for one in state]
-    own = [one["shard"] is not None for one in found]
-    if any(own):
-        mine = [one for one in state if isinstance(one, Mapping) and one.get("shard") == cut.index]
-        return mine[0] if mine else state[0]
-    for number, one in enumerate(found):
-        for name in ("epoch", "position"):
+    skipping = all(one["shard"] is not None for one in found)  # then each rank has a place of its own
+    places = {(one["epoch"], one["position"]) for one in found}
+    if len(places) > 1 and not skipping and not _one_place(found):
+        at = [f"rank {rank}: epoch {one['epoch']}, position {one['position']}" for rank, one in enumerate(found)]
+        raise _apart(
+            "position",
+            f"the ranks were not at the same step when these states were saved ({'; '.join(at[:4])}"
+            f"{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all ranks behind the "
+            "same batch; the state of one rank alone restores every rank.",
+        )
+    free = {"epoch", "position", "worker", "round", "batch", *(("shard",) if skipping else ())}
+    for rank, one in enumerate(found):
+        for name in _TYPES.keys() - free:
             if one[name] != found[0][name]:
-                first, other = (
-                    f"rank {i}: epoch {at['epoch']}, position {at['position']}"
-                    for i, at in ((0, found[0]), (number, one))
+                raise _apart(
+                    name,
+                    f"the list holds states of different runs: {name} is {found[0][name]!r} on rank 0 and "
+                    f"{one[name]!r} on rank {rank}. Nothing was changed.",
                 )
-                cause = (
-                    "the ranks were not at the same step when they were saved, so that rows would be lost or repeated. "
-                    "Save all of them behind the same batch; the state of one rank alone restores every rank"
-                )
-                raise CheckpointMismatchError(name, first, other, cause)
-        for name in _TYPES:
-            if name not in ("worker", "round", "batch") and one[name] != found[0][name]:
-                cause = f"the list holds states of different runs: this is rank 0 against rank {number}"
-                raise CheckpointMismatchError(name, found[0][name], one[name], cause)
-    return state[0]
+    if skipping:
+        return next((one for one in state if one["shard"] == cut.index), state[0])
+    return state[max(range(len(found)), key=lambda rank: (found[rank]["epoch"], found[rank]["position"]))]
+
+
+def _apart(field: str, text: str) -> CheckpointMismatchError:
+    """Ranks that differ among themselves, not from what is here."""
+    problem = CheckpointMismatchError(text)
+    problem.field = field
+    return problem
+
+
+def _one_place(found: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether states differ only in whether they stand at the end of an epoch or the beginning of the next."""
+    ends = {
+        (one["epoch"] + 1, 0) if one["position"] == one["rows"] else (one["epoch"], one["position"]) for one in found
+    }
+    return len(ends) == 1
 
 
 def load(state: Any, pipeline: Pipeline) -> Resumed:
@@ -138,6 +154,19 @@ def load(state: Any, pipeline: Pipeline) -> Resumed:
         )
     cursor = Cursor(found["epoch"], found["position"])
     return Resumed(cursor, found["seed"], found["lanes"], worker, found["round"], found["batch"], shard)
+
+
+def load_global(state: Any, pipeline: Pipeline) -> Resumed:
+    """As ``load``, of a state that is one for all ranks and workers."""
+    resumed = load(state, pipeline)
+    if resumed.worker is not None:
+        worker = f"worker {resumed.worker[0]} of {resumed.worker[1]}"
+        raise CheckpointMismatchError("worker", worker, None, "a state of one DataLoader worker")
+    if resumed.shard is not None:
+        shard = f"shard {resumed.shard[0]} of {resumed.shard[1]}"
+        cause = 'a state of rows handed out one by one under on_error="skip", where each shard has a place of its own'
+        raise CheckpointMismatchError("shard", shard, None, cause)
+    return resumed
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -37,7 +37,8 @@ def process_group() -> Any:
 def jax_processes() -> Any:
     """jax if ``jax.distributed`` is in use, else None."""
     jax: Any = sys.modules.get("jax")
-    return jax if jax is not None and jax.distributed.is_initialized() else None
+    known = getattr(getattr(jax, "distributed", None), "is_initialized", None)
+    return jax if known is not None and known() else None
 
 
 def find_world(rank: int | None = None, size: int | None = None, data_parallel: Any = None) -> World:
@@ -112,9 +113,17 @@ def launcher(environment: Mapping[str, str]) -> tuple[World, str] | None:
     >>> launcher({"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "RANK": "5", "WORLD_SIZE": "128"})
     (World(rank=5, size=128), 'torchrun')
     """
+    found: dict[str, World] = {}
     for by, rank_name, size_names in _LAUNCHERS:
         size_name = next((name for name in size_names if name in environment), None)
-        if rank_name not in environment or size_name is None:
+        if rank_name not in environment:
+            continue
+        if size_name is None:
+            if environment[rank_name].isdigit() and int(environment[rank_name]) > 0:
+                raise WorldError(
+                    f"the environment says {rank_name}={environment[rank_name]}, but not of how many: "
+                    f"{' or '.join(size_names)} is missing. Set it, or pass rank= and world_size=."
+                )
             continue
         try:
             world = World(int(environment[rank_name]), int(environment[size_name]))
@@ -126,12 +135,23 @@ def launcher(environment: Mapping[str, str]) -> tuple[World, str] | None:
                 "that is no rank. Mend or unset them, or pass rank= and world_size=."
             )
         if by == "SLURM" and world.size > 1 and world.rank == 0 and not _in_step(environment):
+            if found:
+                continue  # a batch script that starts the ranks in another way
             raise WorldError(
                 f"SLURM has {world.size} tasks, but this process was not started by srun, so it may be all there is "
                 "or the first of them. Start it with srun, or pass rank= and world_size=."
             )
-        return world, by
-    return None
+        found[by] = world
+    if not found:
+        return None
+    by, world = next(iter(found.items()))
+    for other, outer in found.items():
+        if outer.size > world.size and "TORCHELASTIC_RUN_ID" not in environment:
+            raise WorldError(
+                f"{by} says rank {world.rank} of {world.size}, but {other} has started {outer.size} processes: it is "
+                "not clear which of them share the data. Unset what is wrong, or pass rank= and world_size=."
+            )
+    return world, by
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:
@@ -149,12 +169,15 @@ def part_of(data_parallel: Any) -> World:
     and the name (or names) of the dimensions over which data is cut: ``(mesh, ("dp_replicate", "dp_shard"))``.
     """
     mesh, names = data_parallel if isinstance(data_parallel, tuple) and len(data_parallel) == 2 else (data_parallel, ())
-    names = (names,) if isinstance(names, str) else tuple(names)
+    names = (names,) if isinstance(names, (str, int)) else names
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"data_parallel=(mesh, names) takes the names of dimensions, got {data_parallel[1]!r}")
+    names = tuple(names)
     if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         return _of_torch_mesh(mesh, names)
     if _is(mesh, "jax.sharding", "Mesh"):
         return _of_jax_mesh(mesh, names)
-    if _is(mesh, "torch.distributed", "ProcessGroup") and not names:
+    if is_process_group(mesh) and not names:
         dist = sys.modules["torch.distributed"]
         rank = dist.get_rank(mesh)
         if rank < 0:
@@ -164,6 +187,11 @@ def part_of(data_parallel: Any) -> World:
         "data_parallel takes a torch process group, a DeviceMesh of one dimension, or (mesh, names of dimensions), "
         f"got {data_parallel!r:.80}"
     )
+
+
+def is_process_group(thing: Any) -> bool:
+    """Whether this is a process group of torch, of which there may be several side by side."""
+    return _is(thing, "torch.distributed", "ProcessGroup")
 
 
 def _is(thing: Any, module: str, name: str) -> bool:

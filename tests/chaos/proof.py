@@ -99,7 +99,7 @@ def _check_ledger(history: dict[int, Any], folder: Path, again: int, starts: lis
     assert run.exact, [epoch for epoch in run.epochs if not epoch.exact]
     assert all(epoch.complete for epoch in run.epochs), run.epochs
     assert run.steps == len(history), (run.steps, len(history))
-    assert not run.gaps, run.gaps
+    assert not run.problems, run.problems
     # The ledger is written as a batch is handed over, the log by who gets it: a rank may die in between.
     most = again + sum(start.world * start.batch for start in starts)
     assert again <= sum(epoch.again for epoch in run.epochs) <= most

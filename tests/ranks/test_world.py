@@ -48,7 +48,8 @@ def be(rank: int, size: int) -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (World(0, 1), "SLURM")),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "RANK": "9", "WORLD_SIZE": "16"}, (World(9, 16), "torchrun")),
         ({"SLURM_NTASKS": "8"}, None),
-        ({"RANK": "3"}, None),
+        ({"RANK": "0"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "RANK": "0", "WORLD_SIZE": "1"}, (World(0, 1), "torchrun")),
         ({}, None),
     ],
 )
@@ -62,6 +63,11 @@ def test_launchers(environment: dict[str, str], found: Any) -> None:
         ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 and WORLD_SIZE=8: that is no rank"),
         ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x and WORLD_SIZE=8: that is no rank"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "not started by srun"),
+        ({"RANK": "3"}, "RANK=3, but not of how many: WORLD_SIZE is missing"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"},
+            "torchrun says rank 0 of 1, but OpenMPI has started 8 processes",
+        ),
     ],
 )
 def test_environments_that_cannot_be(environment: dict[str, str], says: str) -> None:

@@ -10,6 +10,6 @@ run.steps_of_row(123456)                             # which steps saw a row
 """
 
 from midepoch.audit.ledger import Ledger
-from midepoch.audit.run import Delivery, EpochProof, Overlap, Run, read_run
+from midepoch.audit.run import Delivery, EpochProof, Overlap, Run, read_run, read_runs
 
-__all__ = ["Delivery", "EpochProof", "Ledger", "Overlap", "Run", "read_run"]
+__all__ = ["Delivery", "EpochProof", "Ledger", "Overlap", "Run", "read_run", "read_runs"]

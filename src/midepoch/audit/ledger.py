@@ -1,23 +1,26 @@
-r"""Writing the ledger: a file for each process, appended to as batches are handed over.
+r"""Writing the ledger: a file for each loader of each process, appended to as batches are handed over.
 
-A pass over (the rest of) an epoch is a line of JSON that says which positions its steps have, and behind it one byte
-for each step: ``.``, or ``-3.`` if three rows of it were passed over; now and then ``@1500;``, the milliseconds since
-the pass began. So the record of a step is a single byte that is there or is not, whatever kills the process, and a
-million rows in batches of 64 take 16 KB over all ranks.
+A pass over (the rest of) an epoch is a line of JSON that says which positions its steps have and where the run stood
+before it, and behind it one byte for each step: ``.``, or ``-3.`` if three rows of it were passed over; now and then
+``@1500;``, the milliseconds since the pass began. So the record of a step is a single byte that is there or is not,
+whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from midepoch.agreement import connected, run_identity
+from midepoch.agreement import start_name
 from midepoch.audit.orders import order_name, save_order, stream_name
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
@@ -27,52 +30,84 @@ VERSION = 1
 SUFFIX = ".ledger"
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
-_process = secrets.token_hex(4)
+_numbers = count(1)  # of the passes of this process
+_latest: dict[tuple[str, int], Ledger] = {}  # who began the last pass of a stream and rank in this process
 
 
 class Ledger:
     """Where a run's ledger is kept, and which start of the run this is.
 
-    ``attempt`` is a name that all ranks of this start have in common and no other start has. It is found by itself
-    under torchrun, SLURM, Ray Train, torch.distributed and JAX; who starts ranks in another way sets
-    ``MIDEPOCH_RUN_ID``, or gives it here.
+    ``name`` tells loaders of the same rows apart that record in one folder (training and evaluation). ``attempt`` is a
+    name that all ranks of this start have in common and no other start has. It is found by itself under torchrun,
+    SLURM, MPI, Ray Train, torch.distributed and JAX; who starts ranks in another way sets ``MIDEPOCH_RUN_ID``, or gives
+    it here.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, attempt: str | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, name: str = "", attempt: str | None = None) -> None:
         text = os.fspath(folder)
         if "://" in text:
             raise ValueError(f"a ledger is appended to at every step, which {text} cannot be: give a folder.")
-        self.folder, self._attempt = Path(text).expanduser(), attempt
-        self._file = -1
-        self._owner = 0
+        self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
+        self._file, self._owner, self._rows = -1, 0, ("", 0)
         self._mark = self._began = 0.0
 
     def __repr__(self) -> str:
-        return f"Ledger({str(self.folder)!r})"
+        return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
+
+    def prepare(self, cut: Cut) -> None:
+        """Raise now what would be raised when the first batch is handed over."""
+        self.attempt(cut)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError(13, "no permission to write")
+        except OSError as problem:
+            raise self._unkept(problem) from None
+
+    def _unkept(self, problem: OSError) -> OSError:
+        return OSError(problem.errno, f"the ledger cannot be kept in {self.folder}: {problem.strerror}")
 
     def attempt(self, cut: Cut) -> str:
         """The name of this start. Raises where the ranks have none in common."""
         if self._attempt is not None:
             return self._attempt
-        if cut.count == 1 and not connected():
-            return f"{socket.gethostname()}-{os.getpid()}-{_process}"
-        found = run_identity(World(cut.index, cut.count)).strip("-")
-        if not found:
-            raise ValueError(
-                f"a ledger of {cut.count} ranks needs a name that all ranks of this start share and no other start "
-                "has, and no launcher left one: set MIDEPOCH_RUN_ID for all of them, or pass "
-                "audit=midepoch.audit.Ledger(folder, attempt=…)."
-            )
-        return found
+        if found := start_name(World(cut.index, cut.count)).strip("-"):
+            return found
+        if cut.count == 1:
+            return f"{socket.gethostname()}-{os.getpid()}-{_born()}"
+        raise ValueError(
+            f"a ledger of {cut.count} ranks needs a name that all ranks of this start share and no other start has, "
+            "and none was found: initialise torch.distributed or jax.distributed before the loader is made, set "
+            "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
+        )
 
-    def begin(self, pipeline: Pipeline, *, epoch: int, start: int, end: int, global_batch: int, workers: int) -> None:
-        """A pass is begun: its steps are the positions [start + g·B, start + (g+1)·B) up to the end."""
+    def begin(
+        self,
+        pipeline: Pipeline,
+        *,
+        how: str,
+        stood: tuple[int, int],
+        epoch: int,
+        start: int,
+        end: int,
+        global_batch: int,
+        ends: str | None,
+        workers: int,
+    ) -> None:
+        """A pass is begun: its steps are the positions [start + g·B, start + (g+1)·B) up to the end.
+
+        ``stood``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
+        """
         cut = pipeline.cut
+        self._rows = (stream_name(pipeline, self.name), cut.index)
         header = {
             "midepoch_ledger": VERSION,
             "attempt": self.attempt(cut),
-            "stream": stream_name(pipeline),
+            "stream": self._rows[0],
             "order": order_name(pipeline),
+            "name": self.name,
+            "how": how,
+            "stood": stood,
             "rank": cut.index,
             "ranks": cut.count,
             "epoch": epoch,
@@ -80,22 +115,26 @@ class Ledger:
             "end": end,
             "rows": pipeline.rows,
             "global_batch": global_batch,
+            "ends": ends or "uneven",
             "workers": workers,
+            "number": next(_numbers),
+            "process": f"{socket.gethostname()}-{os.getpid()}-{_born()}",
             "time": round(time.time(), 3),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
         }
         try:
-            self._open(cut)
+            self._open(header["attempt"], cut)
             save_order(self.folder, pipeline)
         except OSError as problem:
-            raise OSError(problem.errno, f"the ledger cannot be kept in {self.folder}: {problem.strerror}") from None
+            raise self._unkept(problem) from None
+        _latest[self._rows] = self
         self._began = self._mark = time.monotonic()
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
 
     def step(self, skipped: int = 0) -> None:
         """A batch is handed over, without so many of its rows."""
         record = b"." if not skipped else b"-%d." % skipped
+        if _latest.get(self._rows) is not self:
+            record += b"!"  # another loader of the same rows has begun a pass meanwhile: which is the run?
         now = time.monotonic()
         if now - self._mark < _MARK_SECONDS:
             self._write(record)
@@ -109,19 +148,29 @@ class Ledger:
         if self._file >= 0 and self._owner == os.getpid():
             os.fsync(self._file)
 
-    def _open(self, cut: Cut) -> None:
+    def _open(self, attempt: Any, cut: Cut) -> None:
         if self._file >= 0 and self._owner == os.getpid():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"{time.time_ns():020}-rank{cut.index:05}of{cut.count:05}-{secrets.token_hex(4)}{SUFFIX}"
+        # Starts are numbered by what they find in the folder, not by clocks, which differ between machines.
+        mark = hashlib.blake2b(str(attempt).encode(), digest_size=5).hexdigest()
+        known = [found for path in self.folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
+        mine = [number for number, other in known if other == mark]
+        number = min(mine) if mine else max((number for number, _ in known), default=0) + 1
+        name = f"{number:06}-{mark}-rank{cut.index:05}of{cut.count:05}-{secrets.token_hex(4)}{SUFFIX}"
         self._file = os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         self._owner = os.getpid()
 
     def _write(self, record: bytes) -> None:
         if self._file < 0:
             return
+        if self._owner != os.getpid():  # a fork: what it is handed is not what its parent is handed
+            self._file = -1
+            _log.error("what a forked process is handed by its parent's loader is not recorded in %s", self.folder)
+            return
         try:
-            os.write(self._file, record)
+            if os.write(self._file, record) < len(record):
+                raise OSError(28, "No space left on device")
         except OSError as problem:
             # What is not recorded will show as not delivered, never as proven. That is not worth the run's life.
             _log.error("the ledger in %s ends here: %s", self.folder, problem)
@@ -137,15 +186,29 @@ class Ledger:
             self._close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ledger, (str(self.folder), self._attempt)
+        return _ledger, (str(self.folder), self.name, self._attempt)
+
+
+_births: dict[int, str] = {}
+
+
+def _born() -> str:
+    """A name that this process has, and no fork of it."""
+    return _births.setdefault(os.getpid(), secrets.token_hex(4))
+
+
+def numbered(path: Path) -> tuple[int, str] | None:
+    """The number of the start that a file is of, and the mark of its name."""
+    found = re.match(r"(\d+)-([0-9a-f]{10})-rank", path.name)
+    return (int(found[1]), found[2]) if found else None
 
 
 def ledger_of(given: Any) -> Ledger | None:
     """The argument ``audit`` of a loader (a folder, a Ledger, or None) as a ledger with a file of its own."""
     if given is None:
         return None
-    return Ledger(given.folder, attempt=given._attempt) if isinstance(given, Ledger) else Ledger(given)
+    return _ledger(given.folder, given.name, given._attempt) if isinstance(given, Ledger) else Ledger(given)
 
 
-def _ledger(folder: str, attempt: str | None) -> Ledger:
-    return Ledger(folder, attempt=attempt)
+def _ledger(folder: Any, name: str, attempt: str | None) -> Ledger:
+    return Ledger(folder, name=name, attempt=attempt)

@@ -29,10 +29,10 @@ SUFFIX = ".order"
 _MOST_NAMES = 10_000
 
 
-def stream_name(pipeline: Pipeline) -> str:
-    """Of what a loader was asked for: the same on every start, though a fresh one may draw another seed or lanes."""
-    chosen = {"seed": pipeline.seed_drawn, "lanes": not pipeline.lanes_given}
-    return _name({name: None if chosen.get(name) else value for name, value in states.identity(pipeline).items()})
+def stream_name(pipeline: Pipeline, name: str) -> str:
+    """Of the rows that a loader goes through: the same on every start, whatever seed and lanes it has."""
+    identity = {key: value for key, value in states.identity(pipeline).items() if key not in ("seed", "lanes")}
+    return _name({**identity, "name": name})
 
 
 def order_name(pipeline: Pipeline) -> str:
@@ -47,7 +47,7 @@ def _name(identity: dict[str, Any]) -> str:
 def save_order(folder: Path, pipeline: Pipeline) -> None:
     """Write down the order of a pipeline, unless it is there."""
     path = folder / f"{order_name(pipeline)}{SUFFIX}"
-    if path.exists():
+    if path.exists() and path.stat().st_size:
         return
     order, source = pipeline.order, pipeline.source
     arrays: dict[str, Int64Array] = {"file_starts": _steps(source.layout.file_starts)}
@@ -63,7 +63,10 @@ def save_order(folder: Path, pipeline: Pipeline) -> None:
     text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
     np.savez_compressed(buffer, about=text, **arrays)  # type: ignore[arg-type]
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_bytes(buffer.getvalue())
+    with temporary.open("wb") as file:
+        file.write(buffer.getvalue())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)  # by all ranks, the same
 
 
@@ -84,7 +87,7 @@ class KnownOrder:
             with np.load(self._path, allow_pickle=False) as stored:
                 found = {key: stored[key] for key in stored.files}
             return {**found, "about": json.loads(found["about"].tobytes())}
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as problem:
             raise StateError(f"{self._path} cannot be read, so rows cannot be named: {problem}") from None
 
     @property

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midepoch.audit.ledger import SUFFIX, VERSION
+from midepoch.audit.ledger import SUFFIX, VERSION, numbered
 from midepoch.errors import DataNotFoundError, StateError
+
+Place = tuple[int, int]
+"""An epoch and a position."""
+
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+);|(\.+)|(!)")
 
 
 class Shape(NamedTuple):
@@ -22,21 +28,29 @@ class Shape(NamedTuple):
     start: int
     ranks: int
     global_batch: int
+    ends: str
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What one process recorded of one pass: so many steps handed over, so many rows passed over."""
+    """What one process recorded of one pass: so many steps handed over, some with rows passed over."""
 
     shape: Shape
+    beginning: tuple[int, int, float]
+    """The number of the start, of the pass in its process, and the time."""
+    process: str
+    how: str
+    stood: Place
     rank: int
     end: int
     rows: int
-    time: float
-    steps: int
-    skipped: int
-    header: dict[str, Any] = field(compare=False, repr=False)
-    marks: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
+    name: str = ""
+    steps: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
+    """(step, rows passed over), where there were any."""
+    beside: bool = False
+    """Whether another loader of the same rows recorded at the same time."""
+    marks: tuple[tuple[int, int], ...] = ()
     """(steps so far, milliseconds since the beginning), now and then."""
 
 
@@ -45,18 +59,29 @@ class Generation:
     """All ranks' records of one pass. ``until`` is where the run left it: what lies behind was made again later."""
 
     shape: Shape
-    time: float
+    beginning: tuple[int, int, int, float]
+    how: str
+    stood: Place
     end: int
     rows: int
+    name: str
     steps: dict[int, int]
-    skipped: int
+    skipped: dict[int, tuple[tuple[int, int], ...]]
     until: int
-    missing: tuple[int, ...] = ()
+    beside: bool = False
+    missing: tuple[int, ...] = field(default=())
+
+    @property
+    def place(self) -> Place:
+        return (self.shape.epoch, self.shape.start)
+
+    def made(self, rank: int) -> int:
+        """The position up to which a rank was handed its rows, whether the run kept them or not."""
+        return min(self.shape.start + self.steps.get(rank, 0) * self.shape.global_batch, self.end)
 
     def reached(self, rank: int) -> int:
         """The position up to which a rank got its rows, as the run went on."""
-        shape = self.shape
-        return min(shape.start + self.steps.get(rank, 0) * shape.global_batch, self.end, self.until)
+        return min(self.made(rank), self.until)
 
     @property
     def common(self) -> int:
@@ -67,6 +92,16 @@ class Generation:
     def frontier(self) -> int:
         """The position that the rank ahead of all others reached."""
         return max(map(self.reached, self.steps))
+
+    @property
+    def kept_steps(self) -> int:
+        """Steps that were made, up to where the run left the pass."""
+        return -(-(self.frontier - self.shape.start) // self.shape.global_batch)
+
+    @property
+    def kept_skipped(self) -> int:
+        """Rows passed over in those."""
+        return sum(rows for of_rank in self.skipped.values() for step, rows in of_rank if step < self.kept_steps)
 
 
 def ledger_folder(run: str | Path) -> Path:
@@ -80,28 +115,44 @@ def ledger_folder(run: str | Path) -> Path:
 
 def read_generations(folder: Path) -> list[Generation]:
     """All passes over all processes and starts, in the order in which they were begun."""
-    groups: dict[tuple[Shape, int], list[Passed]] = defaultdict(list)
+    of_process: dict[tuple[str, int], list[Passed]] = defaultdict(list)
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        passes = read_passes(path)
+        for one in read_passes(path):
+            of_process[one.process, one.rank].append(one)
+    groups: dict[tuple[Shape, int], list[Passed]] = defaultdict(list)
+    for passes in of_process.values():
+        passes.sort(key=lambda one: one.beginning)
         left = Counter(one.shape for one in passes)
         for one in passes:
             # Counted from the last: a rank may have had a look at the first batch that the others did not have.
             left[one.shape] -= 1
             groups[one.shape, left[one.shape]].append(one)
     found = [_together(shape, passes) for (shape, _), passes in groups.items()]
-    return sorted(found, key=lambda one: (one.time, one.shape))
+    return sorted(found, key=lambda one: one.beginning)
 
 
 def _together(shape: Shape, passes: list[Passed]) -> Generation:
-    steps: dict[int, int] = {}
-    skipped: dict[int, int] = {}
+    of_rank: dict[int, Passed] = {}
     for one in passes:  # several processes of one rank (tensor parallelism) see the same rows
-        steps[one.rank] = max(steps.get(one.rank, 0), one.steps)
-        skipped[one.rank] = max(skipped.get(one.rank, 0), one.skipped)
-    missing = tuple(rank for rank in range(shape.ranks) if rank not in steps)
+        if one.rank not in of_rank or one.steps > of_rank[one.rank].steps:
+            of_rank[one.rank] = one
+    starts, numbers, times = zip(*(one.beginning for one in passes), strict=True)
+    hows = {one.how for one in passes}
     end = max(one.end for one in passes)
-    time = min(one.time for one in passes)
-    return Generation(shape, time, end, passes[0].rows, steps, sum(skipped.values()), end, missing)
+    return Generation(
+        shape,
+        (min(starts), max(numbers), min(numbers), min(times)),
+        next(how for how in ("loaded", "fresh", "on") if how in hows),
+        min(one.stood for one in passes),
+        end,
+        passes[0].rows,
+        passes[0].name,
+        {rank: one.steps for rank, one in of_rank.items()},
+        {rank: one.skipped for rank, one in of_rank.items() if one.skipped},
+        end,
+        any(one.beside for one in passes),
+        tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
+    )
 
 
 def read_passes(path: Path) -> list[Passed]:
@@ -130,24 +181,33 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
 
 
 def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
-    steps = skipped = 0
-    marks = []
+    steps, beside = 0, False
+    skipped: list[tuple[int, int]] = []
+    marks: list[tuple[int, int]] = []
+    for without, after, dots, bang in _TOKEN.findall(record):
+        if without:
+            skipped.append((steps, int(without)))
+            steps += 1
+        elif after:
+            marks.append((steps, int(after)))
+        steps += len(dots)
+        beside = beside or bool(bang)
+    number = (numbered(path) or (0, ""))[0]
     try:
-        if record.strip(b"."):
-            for piece in record.replace(b"@", b" @").replace(b";", b" ").replace(b"-", b" -").split():
-                if piece.startswith(b"@"):
-                    marks.append((steps, int(piece[1:])))
-                elif piece.startswith(b"-"):
-                    number, dot, rest = piece[1:].partition(b".")
-                    skipped += int(number) if dot else 0
-                    steps += len(dot) + rest.count(b".")
-                else:
-                    steps += piece.count(b".")
-        else:
-            steps = len(record)
-        shape = Shape(*(header[name] for name in Shape._fields))
         return Passed(
-            shape, header["rank"], header["end"], header["rows"], header["time"], steps, skipped, header, tuple(marks)
+            shape=Shape(*(header[name] for name in Shape._fields)),
+            beginning=(number, header["number"], header["time"]),
+            process=header["process"],
+            how=header["how"],
+            stood=(header["stood"][0], header["stood"][1]),
+            rank=header["rank"],
+            end=header["end"],
+            rows=header["rows"],
+            name=header["name"],
+            steps=steps,
+            skipped=tuple(skipped),
+            beside=beside,
+            marks=tuple(marks),
         )
-    except (KeyError, ValueError, TypeError) as problem:
+    except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.audit.coverage import Piece, count, pieces_of, positions_in
+from midepoch.audit.coverage import count, pieces_of, positions_in
+from midepoch.audit.history import History
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
 from midepoch.errors import DataNotFoundError, StateError
@@ -74,7 +75,7 @@ class Overlap(NamedTuple):
 
 
 class Run:
-    """The ledger of a run, read. ``stream`` chooses among several (training, evaluation) by name.
+    """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
     Steps are counted from 1 over the whole run, as its weights have seen them: one that was lost with a crash and made
     again counts once. Rows are numbers in the dataset before it was shuffled.
@@ -83,9 +84,13 @@ class Run:
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
         self.folder, self.stream = folder, stream
         self._all = [one for one in generations if one.shape.stream == stream]
-        self.streams = tuple(dict.fromkeys(one.shape.stream for one in generations))
-        self.generations = _history(self._all)
-        """The passes that the weights have seen, each up to where the next one took over."""
+        self.streams = {one.shape.stream: one.name for one in generations}
+        """All loaders that recorded in the folder, with the names that were given to them."""
+        history = History()
+        for one in self._all:
+            history.add(one)
+        self.generations = history.all
+        """The passes that the weights have seen, each up to where a later one took over."""
 
     @cached_property
     def _orders(self) -> dict[str, KnownOrder]:
@@ -99,7 +104,7 @@ class Run:
     @cached_property
     def _first_steps(self) -> list[int]:
         """The number of steps before each pass, and the total."""
-        return list(accumulate(map(_steps, self.generations), initial=0))
+        return list(accumulate((one.kept_steps for one in self.generations), initial=0))
 
     @property
     def steps(self) -> int:
@@ -116,42 +121,52 @@ class Run:
         sizes = [one.shape.ranks for one in self._all]
         return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
 
-    @property
-    def gaps(self) -> list[str]:
-        """Passes of which some ranks left no record."""
-        return [
+    @cached_property
+    def problems(self) -> list[str]:
+        """What keeps the ledger from proving anything, in words; none, if all is well."""
+        found = [
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
-            if one.missing
+            if one.missing and (one is not self.generations[-1] or one.frontier >= one.end)
         ]
+        if any(one.beside for one in self._all):
+            found.append(
+                "two loaders of the same rows recorded at the same time, so their records cannot be told apart: give "
+                'them names, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
+            )
+        for epoch, passes in self._by_epoch.items():
+            if len({one.shape.order for one in passes}) > 1:
+                found.append(f"epoch {epoch} was gone on with in another order than it was begun in")
+        return found
+
+    @cached_property
+    def _by_epoch(self) -> dict[int, list[Generation]]:
+        found: dict[int, list[Generation]] = {}
+        for one in self.generations:
+            found.setdefault(one.shape.epoch, []).append(one)
+        return found
 
     @cached_property
     def epochs(self) -> list[EpochProof]:
-        """The proof, epoch by epoch."""
-        return [self._proof(epoch) for epoch in sorted({one.shape.epoch for one in self._all})]
+        """The proof, epoch by epoch, also of those that were left out."""
+        every: dict[int, list[Generation]] = {}
+        for one in self._all:
+            every.setdefault(one.shape.epoch, []).append(one)
+        return [self._proof(epoch, every.get(epoch, [])) for epoch in range(min(every), max(every) + 1)]
 
     @property
     def exact(self) -> bool:
-        """Whether no row of any epoch was lost or repeated, so far."""
-        return all(epoch.exact for epoch in self.epochs)
+        """Whether no row of any epoch was lost or repeated, so far, and the ledger can tell."""
+        return not self.problems and all(epoch.exact for epoch in self.epochs)
 
-    def _pieces(self, epoch: int) -> list[Piece]:
-        return [piece for one in self.generations if one.shape.epoch == epoch for piece in pieces_of(one)]
-
-    def _proof(self, epoch: int) -> EpochProof:
-        mine = [one for one in self.generations if one.shape.epoch == epoch]
-        rows = next(one.rows for one in self._all if one.shape.epoch == epoch)
-        pieces = self._pieces(epoch)
-        last = mine[-1] if mine else None
-        running = last is not None and last is self.generations[-1]
-        # Of a pass that may still be going on, ranks are a step apart now and then: that is no gap yet.
-        frontier = last.common if running and last else last.end if last else 0
-        end = last.end if last is not None else rows
-        sure, rest = count(pieces, 0, frontier), count(pieces, frontier, end)
-        behind = count(pieces, end, rows)  # nothing, unless the batch size changed under ends="drop"
-        made = sum(_rows(one, until=one.end) for one in self._all if one.shape.epoch == epoch)
-        kept = sum(_rows(one, until=one.until) for one in mine)
+    def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
+        kept = self._by_epoch.get(epoch, [])
+        rows = self._all[-1].rows
+        pieces = [piece for one in kept for piece in pieces_of(one)]
+        end, frontier = self._end(epoch, kept, rows)
+        sure, rest, behind = count(pieces, 0, frontier), count(pieces, frontier, end), count(pieces, end, rows)
+        made = sum(_rows(one, one.made) for one in every)
         return EpochProof(
             epoch,
             rows,
@@ -160,11 +175,32 @@ class Run:
             never=sure.never,
             dropped=behind.never,
             pending=rest.never,
-            skipped=sum(one.skipped for one in mine),
-            again=made - kept,
-            steps=sum(map(_steps, mine)),
+            skipped=sum(one.kept_skipped for one in kept),
+            again=made - sum(_rows(one, one.reached) for one in kept),
+            steps=sum(one.kept_steps for one in kept),
             examples=(sure.examples + tuple(rest.examples if rest.repeated else ()))[:10],
         )
+
+    def _end(self, epoch: int, kept: list[Generation], rows: int) -> tuple[int, int]:
+        """Where an epoch ends (rows behind that are dropped), and up to where every row must have come by now."""
+        if not kept:
+            left_out = epoch < max(self._by_epoch)
+            return rows, rows if left_out else 0
+        last = max(kept, key=lambda one: (one.place, one.beginning))
+        end = last.end if _drops(last, rows - last.end) else rows
+        later = [one for one in self.generations if one.shape.epoch > epoch]
+        if later:
+            after = later[0]
+            if after.stood[0] == epoch and _drops(after, rows - after.stood[1]):
+                end = min(end, after.stood[1])  # a larger batch than the rest of the epoch: it was dropped
+        # Ranks are a step apart now and then, also over the end of an epoch: in the last start that is no gap yet.
+        attempt = self.generations[-1].shape.attempt
+        behind = {rank for rank in range(last.shape.ranks) if last.reached(rank) < min(last.end, last.until)}
+        waiting = all(one.shape.attempt == attempt and behind <= set(one.missing) for one in later)
+        alone = bool(last.missing) and last.frontier >= last.end  # ranks without any record, where others are through
+        if last.shape.attempt == attempt and waiting and (behind or not later) and not alone:
+            return end, min(last.common, end)
+        return end, end
 
     def rows_of_step(self, step: int) -> list[Delivery]:
         """The rows that fed a step, in the order of their positions."""
@@ -189,12 +225,12 @@ class Run:
         if not 0 <= row < rows:
             raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
         found = []
-        places: dict[int, int] = {}
+        places: dict[tuple[str, int], int] = {}
         for number, one in enumerate(self.generations):
-            epoch, ranks = one.shape.epoch, one.shape.ranks
-            if epoch not in places:
-                places[epoch] = int(self._orders[one.shape.order].at(epoch).positions(np.array([row]))[0])
-            position = places[epoch]
+            order, epoch, ranks = one.shape.order, one.shape.epoch, one.shape.ranks
+            if (order, epoch) not in places:
+                places[order, epoch] = int(self._orders[order].at(epoch).positions(np.array([row]))[0])
+            position = places[order, epoch]
             if one.shape.start <= position < one.reached(position % ranks):
                 step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
                 found.append(Delivery(step, epoch, position, position % ranks, row))
@@ -227,45 +263,34 @@ class Run:
 
 
 def read_run(folder: str | Path, stream: str | None = None) -> Run:
-    """The run whose ledger is in a folder, as it stands now. Of several streams the one with the most steps."""
+    """The run whose ledger is in a folder, as it stands now.
+
+    ``stream``: a loader by its name, or by its key in ``streams``; if not given, the one with the most steps.
+    """
+    runs = read_runs(folder)
+    if stream is not None:
+        runs = [run for run in runs if stream in (run.stream, run.streams[run.stream])]
+        if not runs:
+            there = ", ".join(name or key for key, name in read_runs(folder)[0].streams.items())
+            raise DataNotFoundError(f"no loader {stream!r} recorded in {folder}; there are: {there}.")
+    return max(runs, key=lambda run: run.steps)
+
+
+def read_runs(folder: str | Path) -> list[Run]:
+    """All loaders that recorded in a folder."""
     where = ledger_folder(folder)
     generations = read_generations(where)
-    names = list(dict.fromkeys(one.shape.stream for one in generations))
-    if stream is not None and stream not in names:
-        raise DataNotFoundError(f"there is no stream {stream!r} in {where}: it has {', '.join(names) or 'none'}.")
-    if not names:
+    if not generations:
         raise DataNotFoundError(f"the ledger in {where} holds no step yet.")
-    chosen = [stream] if stream is not None else names
-    return max((Run(where, generations, name) for name in chosen), key=lambda run: run.steps)
+    return [Run(where, generations, name) for name in dict.fromkeys(one.shape.stream for one in generations)]
 
 
-def _history(generations: list[Generation]) -> list[Generation]:
-    """The passes in the order in which they were begun; each takes the place of all that lies behind its beginning."""
-    history: list[Generation] = []
-    for one in generations:
-        begin = (one.shape.epoch, one.shape.start)
-        for before in history:
-            if before.shape.epoch == one.shape.epoch:
-                before.until = min(before.until, one.shape.start)
-        history = [
-            before
-            for before in history
-            if (before.shape.epoch, before.shape.start) < begin and before.until > before.shape.start
-        ]
-        history.append(one)
-    return history
+def _drops(one: Generation, rows: int) -> bool:
+    """Whether a pass leaves out so many rows at the end of an epoch."""
+    return one.shape.ends == "drop" and 0 < rows < one.shape.global_batch
 
 
-def _steps(one: Generation) -> int:
-    """Steps that were made, up to where the run left the pass."""
-    return -(-(one.frontier - one.shape.start) // one.shape.global_batch)
-
-
-def _rows(one: Generation, until: int) -> int:
-    """Rows that were handed over, over all ranks, up to a position."""
-    shape = one.shape
-    total = 0
-    for rank, steps in one.steps.items():
-        stop = min(shape.start + steps * shape.global_batch, one.end, until)
-        total += len(range(shape.start + (rank - shape.start) % shape.ranks, stop, shape.ranks))
-    return total
+def _rows(one: Generation, reached: Callable[[int], int]) -> int:
+    """Rows that were handed over, over all ranks, up to a position for each."""
+    start, ranks = one.shape.start, one.shape.ranks
+    return sum(len(range(start + (rank - start) % ranks, reached(rank), ranks)) for rank in one.steps)

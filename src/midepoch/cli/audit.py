@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from midepoch.audit import Delivery, Run, read_run
+from midepoch.audit import Delivery, Run, read_run, read_runs
 from midepoch.cli import common
 from midepoch.progress import shown
 
@@ -21,7 +21,7 @@ def audit(
     step: Annotated[int | None, typer.Option(help="Which rows fed this step (counted from 1).")] = None,
     row: Annotated[int | None, typer.Option(help="Which steps saw this row.")] = None,
     against: Annotated[Path | None, typer.Option(help="How many rows this run and another one have both seen.")] = None,
-    stream: Annotated[str | None, typer.Option(help="Which of several loaders that recorded there.")] = None,
+    stream: Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Prove from its ledger what a run has seen: rows delivered once, more than once, never.
@@ -36,40 +36,46 @@ def audit(
 
     [bold]midepoch audit runs/7 --against runs/8[/]
     """
+    if sum(given is not None for given in (step, row, against)) > 1:
+        raise ValueError("one question at a time: --step, --row or --against")
+    if step is None and row is None and against is None:
+        _proof([read_run(run, stream)] if stream is not None else read_runs(run), as_json)
+        return
     found = read_run(run, stream)
     if step is not None:
         _deliveries(found, found.rows_of_step(step), f"step {step}", as_json)
     elif row is not None:
         _deliveries(found, found.steps_of_row(row), f"row {row}", as_json)
     elif against is not None:
-        _overlap(found, read_run(against), as_json)
-    else:
-        _proof(found, as_json)
+        _overlap(found, read_run(against, found.streams[found.stream] or None), as_json)
 
 
-def _proof(run: Run, as_json: bool) -> None:
+def _proof(runs: list[Run], as_json: bool) -> None:
     if as_json:
-        epochs = [{**asdict(one), "exact": one.exact, "complete": one.complete} for one in run.epochs]
-        common.print_json(
+        told = [
             {
+                "stream": run.stream,
+                "name": run.streams[run.stream],
                 "exact": run.exact,
                 "steps": run.steps,
                 "starts": run.attempts,
                 "world_sizes": run.worlds,
-                "stream": run.stream,
-                "streams": run.streams,
-                "gaps": run.gaps,
-                "epochs": epochs,
+                "problems": run.problems,
+                "epochs": [{**asdict(one), "exact": one.exact, "complete": one.complete} for one in run.epochs],
             }
-        )
+            for run in runs
+        ]
+        common.print_json({"exact": all(run.exact for run in runs), "loaders": told})
     else:
-        _show_proof(run)
-    if not run.exact:
+        for run in runs:
+            _show_proof(run, len(runs) > 1)
+    if not all(run.exact for run in runs):
         raise typer.Exit(1)
 
 
-def _show_proof(run: Run) -> None:
-    table = Table(title=f"{run.folder}: {run.steps:,} steps", title_justify="left")
+def _show_proof(run: Run, several: bool) -> None:
+    which = f", loader {run.streams[run.stream] or run.stream}" if several else ""
+    table = Table(title=f"{run.folder}{which}: {run.steps:,} steps", title_justify="left")
     names = {
         "epoch": "epoch",
         "rows": "rows",
@@ -87,7 +93,8 @@ def _show_proof(run: Run) -> None:
         cells = [f"{getattr(one, name):,}" for name in names]
         cells = [f"[red]{cell}[/]" if i in (3, 4) and cell != "0" else cell for i, cell in enumerate(cells)]
         so_far = "complete" if one.complete else "exact so far"
-        table.add_row(*cells, f"[green]{so_far}[/]" if one.exact else "[red]not exact[/]")
+        good = one.exact and not run.problems
+        table.add_row(*cells, f"[green]{so_far}[/]" if good else "[red]not exact[/]")
     common.console.print(table)
     worlds = " → ".join(map(str, run.worlds))
     common.console.print(f"{run.attempts} start{'s' * (run.attempts != 1)}; ranks: {worlds}")
@@ -96,11 +103,8 @@ def _show_proof(run: Run) -> None:
             common.console.print(
                 f"epoch {one.epoch}: lost or repeated at positions {', '.join(map(str, one.examples))}, …"
             )
-    for gap in run.gaps:
-        common.console.print(f"[yellow]{gap}[/]")
-    if len(run.streams) > 1:
-        others = ", ".join(name for name in run.streams if name != run.stream)
-        common.console.print(f"Other loaders recorded here as well: --stream {others}")
+    for problem in run.problems:
+        common.console.print(f"[red]{problem}[/]")
 
 
 def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> None:

@@ -72,7 +72,8 @@ class _DocumentedStanding(Standing):
             raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
         at = int(starts[place]) + example
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
-        return states.save(states.identity(pipeline), Cursor(epoch, min(taken * shards, pipeline.rows)))
+        over = taken >= pipeline.cut.before(pipeline.rows)  # of this shard: others may have a row more
+        return states.save(states.identity(pipeline), Cursor(epoch, pipeline.rows if over else taken * shards))
 
     def _with_seed(self, saved: Any) -> Pipeline:
         """The pipeline with the seed of a state, if its own was drawn; a mismatch if the user chose another."""

@@ -24,6 +24,7 @@ from midepoch.pipeline import Pipeline
 from midepoch.progress import shown
 from midepoch.resumable import Resumable
 from midepoch.sources.files import PathLike
+from midepoch.world import find_world
 
 OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python"}
 _SPLIT_BYTES = 128 << 20
@@ -105,6 +106,7 @@ class StructuredDataset(Resumable):
         ).with_format(OUTPUTS[output_format])
         if shuffle or shuffle_buffer_size is not None:
             dataset = dataset.shuffle(shuffle_seed, "window", _window(dataset.pipeline, shuffle_buffer_size))
+        mine, of = _ranks(num_ranks, rank)
         loader = dataset.loader(
             batch_size,
             num_workers,
@@ -113,8 +115,8 @@ class StructuredDataset(Resumable):
             drop_last=drop_last,
             ends=ends,
             audit=audit,
-            rank=0 if rank is None and num_ranks is not None else rank,
-            world_size=1 if num_ranks is None and rank is not None else num_ranks,
+            rank=mine,
+            world_size=of,
         )
         splits = Splits(dataset.pipeline, target_bytes, target_rows, shuffle_seed, partitioning)
         made = cls(dataset, loader, splits, num_workers)
@@ -381,6 +383,18 @@ def _window(pipeline: Pipeline, buffer: int | None) -> int | None:
         return None
     rows = pipeline.rows / max(1, len(pipeline.source.layout.block_starts) - 1)
     return max(1, -(-whole(buffer, "create_dataloader(shuffle_buffer_size=…)", 1) // max(1, int(rows))))
+
+
+def _ranks(count: int | None, rank: int | None) -> tuple[int | None, int | None]:
+    """Rank and world size: both are given, or the rank is found; one of one needs no other word."""
+    if count is None:
+        return rank, None if rank is None else 1
+    if rank is not None or count == 1:
+        return rank or 0, count
+    found = find_world()
+    if found.size != count:
+        raise ValueError(f"num_ranks={count} needs rank=…, too: {found.size} ranks were found here, not {count}")
+    return found.rank, count
 
 
 def _bytes(given: int | str | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import sub
 from typing import Any, NamedTuple
@@ -83,6 +83,8 @@ class Read(NamedTuple):
     columns: Any = None
     located: tuple[dict[str, Located], int, int] | None = None
     genuine: int | None = None
+    first: int = 0
+    """The place of its first row among those read together; ``genuine`` counts from the same beginning."""
 
     def touch(self) -> None:
         """Have what is only located read from disk."""
@@ -168,13 +170,25 @@ class BatchMaker:
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
         shown = present(_marked(chunk, genuine), self.format) if self._whole else None
         found = []
-        for step, asked, a, b in zip(steps, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
+        for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
                 columns = {name: column[a:b] for name, column in shown.items()}
-                found.append(Read(step, asked, columns=columns))
+                found.append(Read(step, asked, columns=columns, genuine=genuine, first=first))
             else:
-                found.append(Read(step, asked, chunk.slice(a, b), genuine=genuine))
+                found.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
         return found
+
+    def _other_padding(self, plan: Plan, read: Read) -> Batch:
+        """Padding from further on in the epoch, where all the rows that it was to be made of are passed over."""
+        batch = read.batch
+        assert batch is not None
+        for start in range(0, plan.end, max(1, read.asked)):
+            positions = np.arange(start, min(start + max(1, read.asked), plan.end))
+            batch = self._engine.read(self._engine.chosen(plan.epoch, positions))
+            batch = self._engine.transform(plan.epoch, batch)
+            if len(batch):
+                break
+        return replace(batch, places=batch.places + max(0, read.genuine or 0))  # all of them behind the genuine ones
 
     def make(self, plan: Plan, read: Read) -> Made:
         """Transform and present one batch. What is left for the main process is ``finish``."""
@@ -186,9 +200,15 @@ class BatchMaker:
             return Made(read.step, columns, 0, empty=not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
-            return Made(read.step, read.columns, read.asked - length)
+            missing = read.asked - length
+            if missing and read.genuine is not None:
+                genuine = min(max(0, read.genuine - read.first), read.asked)
+                missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
+            return Made(read.step, read.columns, missing)
         batch = self._engine.transform(plan.epoch, read.batch)
-        skipped = read.asked - len(batch)
+        skipped = _skipped(read, batch)
+        if not len(batch) and read.genuine is not None and not skipped:
+            batch = self._other_padding(plan, read)
         if not len(batch):
             return Made(read.step, None, skipped, empty=True)
         batch = _marked(batch, read.genuine)
@@ -206,6 +226,14 @@ class BatchMaker:
                 f"collate_fn failed on a batch of {len(batch)} rows (positions {first:,} to {stop - 1:,} of epoch "
                 f"{plan.epoch}): {type(problem).__name__}: {problem}"
             ) from problem
+
+
+def _skipped(read: Read, batch: Batch) -> int:
+    """How many genuine rows are missing from a batch."""
+    if read.genuine is None:
+        return read.asked - len(batch)
+    genuine = min(max(0, read.genuine - read.first), read.asked)
+    return genuine - int((batch.places < read.genuine).sum())
 
 
 def _marked(batch: Batch, genuine: int | None) -> Batch:

@@ -7,13 +7,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from midepoch.agreement import first_said
+from midepoch.agreement import Occasions, first_said
 from midepoch.errors import WorldError
 from midepoch.loader.batches import Plan
 from midepoch.loader.options import Options
 from midepoch.order import Cut
 
-_begun: dict[str, tuple[int, int]] = {}  # how many other places an epoch was begun at in this process, and the last one
+_COMMON = ("data", "rows", "selection", "scope", "pipeline")
+"""By these fields a loader of one rank finds its counterparts on the others. In all else they are compared."""
+
+_loaders = Occasions()
 
 
 def check_reach(plan: Plan, options: Options, cut: Cut) -> None:
@@ -29,27 +32,36 @@ def check_reach(plan: Plan, options: Options, cut: Cut) -> None:
     )
 
 
-def check_start(plan: Plan, identity: Mapping[str, Any], cut: Cut) -> None:
-    """Refuse to go on at another place than the rank that began this epoch first.
+class Companions:
+    """Compares the passes of a loader with those of its counterparts on the other ranks. Nobody waits for anybody.
 
-    The n-th place at which this process begins an epoch is compared with the n-th of the others; nobody waits.
+    The n-th pass of which more than one batch is asked for is compared with the n-th of the others: a look at a first
+    batch, which one rank may have and another not, does not count.
     """
-    if cut.count == 1:
-        return
-    what = json.dumps([dict(identity), plan.global_batch, cut.count, plan.epoch], sort_keys=True)
-    key = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
-    number, last = _begun.get(key, (0, -1))
-    if last == plan.start:
-        return
-    _begun[key] = (number + 1, plan.start)
-    said = first_said(f"start/{key}/{number}", f"{plan.start} {cut.index}")
-    if said is None:
-        return
-    start, rank = map(int, said.split())
-    if start != plan.start:
-        raise WorldError(
-            f"rank {cut.index} is to begin epoch {plan.epoch} at position {plan.start:,}, but rank {rank} began it at "
-            f"{start:,}: rows would be lost or repeated, and ranks take unequal steps. Either the ranks loaded states "
-            "that were saved behind different batches, or only some of them found a checkpoint. Load one state on all "
-            "ranks: it does not matter which rank saved it."
-        )
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._passes = 0
+
+    def check(self, plan: Plan, identity: Mapping[str, Any], options: Options, cut: Cut) -> None:
+        """Raise if the rank that came first goes through something else."""
+        if self._name is None:
+            what = json.dumps([[identity[name] for name in _COMMON], cut.count], sort_keys=True)
+            key = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+            self._name = f"{key}/{_loaders.next(key)}"
+        self._passes += 1
+        mine = {name: value for name, value in identity.items() if name not in _COMMON}
+        mine |= {"epoch": plan.epoch, "position": plan.start, "ends": options.ends, "batch size": options.batch_size}
+        said = first_said(f"pass/{self._name}/{self._passes}", json.dumps([cut.index, mine]))
+        if said is None:
+            return
+        rank, theirs = json.loads(said)
+        differing = [name for name in mine if theirs.get(name) != mine[name]]
+        if differing:
+            here, there = (", ".join(f"{name} {of[name]}" for name in differing) for of in (mine, theirs))
+            raise WorldError(
+                f"the ranks do not go through the same: rank {cut.index} has {here}; rank {rank} has {there}. Rows "
+                "would be lost or repeated, and ranks take unequal steps. Either the ranks loaded states that were "
+                "saved behind different batches, or only some of them loaded one, or they made different loaders. "
+                "Load one state on all ranks (it does not matter which rank saved it), and make the loader alike."
+            )

@@ -10,10 +10,10 @@ from typing import Any
 from midepoch import state as states
 from midepoch.audit.ledger import Ledger
 from midepoch.checks import whole
-from midepoch.errors import CheckpointMismatchError, MidepochError, WorkerError
+from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.direct import DirectBatches
-from midepoch.loader.equal import check_reach, check_start
+from midepoch.loader.equal import Companions, check_reach
 from midepoch.loader.options import Options
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
@@ -44,8 +44,10 @@ class Loader(Resumable):
         ledger: Ledger | None = None,
     ) -> None:
         self._pipeline, self._options, self._cursor = pipeline, options, cursor
-        self._together = together  # all processes of the world have such a loader
+        self._companions = Companions() if together and pipeline.cut.count > 1 else None
         self._ledger = ledger
+        self._stood = cursor  # behind the last batch handed over, or where a state was loaded, whatever epoch is named
+        self._how = "fresh"
         self._asked = asked  # the epoch was named by set_epoch
         self._delivered: Cursor | None = None
         self._identity = states.identity(pipeline)
@@ -58,11 +60,7 @@ class Loader(Resumable):
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
-        plan = Plan.make(self._pipeline, self._options, 0, 0)
-        if not len(plan):
-            return 0
-        last = len(plan) - 1
-        return last + bool(len(self._pipeline.cut.positions(plan.bounds(last)[0], plan.reach(last))))
+        return _batches(self._plan(Cursor()), self._pipeline.cut)
 
     def __repr__(self) -> str:
         at, cut = self._where(), self._pipeline.cut
@@ -76,6 +74,11 @@ class Loader(Resumable):
     def pipeline(self) -> Pipeline:
         """The frozen description of what it loads."""
         return self._pipeline
+
+    @property
+    def ends(self) -> str | None:
+        """What becomes of the last global batch if it is not whole."""
+        return self._options.ends
 
     @property
     def cut(self) -> Cut:
@@ -122,19 +125,15 @@ class Loader(Resumable):
         self._pipeline = states.adopt(resumed, self._pipeline)
         self._identity = states.identity(self._pipeline)
         self._maker, self._delivered, self._asked = None, None, False
-        self._cursor = resumed.cursor
+        self._cursor = self._stood = resumed.cursor
+        self._how = "loaded"
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
         self._resumed(state)
 
     def _resumed(self, state: Mapping[str, Any]) -> states.Resumed:
-        resumed = states.load(state, self._pipeline)
-        if resumed.worker is not None:
-            raise CheckpointMismatchError(
-                "worker", f"worker {resumed.worker[0]} of {resumed.worker[1]}", None, "a state of one DataLoader worker"
-            )
-        return resumed
+        return states.load_global(state, self._pipeline)
 
     def _where(self) -> Cursor:
         return self._delivered or self._cursor
@@ -147,11 +146,7 @@ class Loader(Resumable):
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
-        plan, rolled = self._next_plan()
-        check_reach(plan, self._options, self._pipeline.cut)
-        if self._together:
-            check_start(plan, self._identity, self._pipeline.cut)
-        batches = _Batches(self, plan, rolled)
+        batches = _Batches(self, *self._next_plan())
         self._iterator = weakref.ref(batches)
         return batches
 
@@ -162,7 +157,9 @@ class Loader(Resumable):
             # A state saved behind the last batch: going on means the next epoch, not an empty one.
             cursor, rolled = Cursor(cursor.epoch + 1), True
         self._delivered = cursor if rolled else None
-        return self._plan(cursor), rolled
+        plan = self._plan(cursor)
+        check_reach(plan, self._options, self._pipeline.cut)
+        return plan, rolled
 
     def _epoch_over(self, plan: Plan, rolled: bool) -> None:
         """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
@@ -214,7 +211,7 @@ class _Batches(HasState):
     """One pass over (the rest of) an epoch."""
 
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
-        self._loader, self._ledger = loader, loader._ledger
+        self._loader, self._ledger, self._companions = loader, loader._ledger, loader._companions
         self._begin(plan, rolled)
         pipeline, options = loader._pipeline, loader._options
         self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
@@ -242,7 +239,7 @@ class _Batches(HasState):
 
     def __length_hint__(self) -> int:
         """Batches left."""
-        return 0 if self._over else len(self._plan) - self._step
+        return 0 if self._over else max(0, _batches(self._plan, self._loader._pipeline.cut) - self._step)
 
     def __next__(self) -> Any:
         while True:
@@ -253,28 +250,38 @@ class _Batches(HasState):
             value = None if made.empty else finish(made.value, self._format)
             if self._pin is not None:
                 value = self._pin(value)
+            if self._ledger is not None and not made.step:
+                self._begin_record(self._ledger)
             # The cursor moves here and nowhere else: when the batch is handed over.
-            self._loader._delivered = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
-            self._loader.skipped += made.skipped
+            loader = self._loader
+            loader._delivered = loader._stood = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
+            loader.skipped += made.skipped
             if self._ledger is not None:
-                self._record(self._ledger, made)
+                self._ledger.step(made.skipped)
             if not made.empty:
                 return value
             self._refuse_to_drift(made)
 
-    def _record(self, ledger: Ledger, made: Made) -> None:
-        """In the ledger, whose entries for this pass begin with the first batch."""
-        if not made.step:
-            plan, pipeline = self._plan, self._loader._pipeline
+    def _begin_record(self, ledger: Ledger) -> None:
+        """The entries of a pass in the ledger begin with its first batch."""
+        plan, loader = self._plan, self._loader
+        try:
             ledger.begin(
-                pipeline,
+                loader._pipeline,
+                how=loader._how,
+                stood=loader._stood,
                 epoch=plan.epoch,
                 start=plan.start,
                 end=plan.end,
                 global_batch=plan.global_batch,
-                workers=self._loader._options.num_workers,
+                ends=loader._options.ends,
+                workers=loader._options.num_workers,
             )
-        ledger.step(made.skipped)
+        except OSError as problem:
+            self._failure = problem  # the batch is not handed over, and none after it
+            self.close()
+            raise
+        loader._how = "on"
 
     def _refuse_to_drift(self, made: Made) -> None:
         """A rank that passes over a whole batch would be a step ahead of the others from then on."""
@@ -289,6 +296,9 @@ class _Batches(HasState):
     def _next(self) -> Made | None:
         if self._over:
             return None
+        if self._step == 1 and self._companions is not None:
+            loader = self._loader
+            self._companions.check(self._plan, loader._identity, loader._options, loader._pipeline.cut)
         if self._failure is not None:
             raise MidepochError("this iteration has failed; load the last state, or iterate again") from self._failure
         if self._closed:
@@ -329,6 +339,14 @@ class _Batches(HasState):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _batches(plan: Plan, cut: Cut) -> int:
+    """How many batches of a plan one rank gets: all, unless no row of the last one is its."""
+    if not len(plan):
+        return 0
+    last = len(plan) - 1
+    return last + bool(len(cut.positions(plan.bounds(last)[0], plan.reach(last))))
 
 
 def _pinner() -> Any:

@@ -6,16 +6,17 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from midepoch.agreement import connected
 from midepoch.audit.ledger import ledger_of
 from midepoch.checks import whole
 from midepoch.errors import DataNotFoundError
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import PADDING, Options, ahead_for
+from midepoch.loader.options import PADDING, Options, ahead_for, check_drop
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.seeds import check_agreed
 from midepoch.state import Cursor
-from midepoch.world import find_world
+from midepoch.world import find_world, is_process_group
 
 _log = logging.getLogger("midepoch")
 
@@ -40,13 +41,13 @@ def make_loader(
     if not pipeline.rows:
         raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-    cut, found = _cut(pipeline.cut, rank, world_size, data_parallel)
+    cut, together = _cut(pipeline.cut, rank, world_size, data_parallel)
     if drop_last and ends not in (None, "drop"):
         raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
     if ends is None:
-        # Ranks that found each other train together: one that is left without a batch would leave the others waiting.
-        ends = "drop" if drop_last else None if found and cut.count > 1 else "uneven"
-    check_agreed(pipeline.seed_drawn, cut.count)
+        # Ranks that train together would wait for one that is left without a batch.
+        ends = "drop" if drop_last else None if together and cut.count > 1 else "uneven"
+    check_agreed(pipeline.seed_alone, cut.count)
     ahead = ahead_for(batch_size * pipeline.source.bytes_per_row) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
@@ -58,29 +59,27 @@ def make_loader(
     pipeline = replace(pipeline, cut=cut)
     if ends == "pad" and PADDING in (pipeline.known_columns or ()):
         raise ValueError(f'there is a column {PADDING!r} already, which ends="pad" marks padding rows with: rename it')
-    if ends == "drop" and pipeline.rows < batch_size * cut.count:
-        problem = (
-            f"no batch would be left: the {pipeline.rows:,} rows are fewer than a global batch of {batch_size:,} for "
-            f'each of {cut.count} ranks, and the last one is dropped if it is not whole. Use ends="pad", or smaller '
-            "batches."
-        )
+    try:
+        check_drop(pipeline.rows, chosen, cut.count)
+    except ValueError as problem:
         if not drop_last:
-            raise ValueError(problem)
+            raise
         _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
-    if pipeline.source.fetched and not pipeline.lanes_given and not cursor.position:
+    if pipeline.source.fetched and not (pipeline.lanes_given or pipeline.lanes_kept or cursor.position):
         pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
+    alike = together and not is_process_group(data_parallel)  # several groups may be at different places
     ledger = ledger_of(audit)
     if ledger is not None:
-        ledger.attempt(cut)  # raises where the ranks have nothing in common to be known by
-    return Loader(pipeline, chosen, cursor, asked=asked, together=found and data_parallel is None, ledger=ledger)
+        ledger.prepare(cut)
+    return Loader(pipeline, chosen, cursor, asked=asked, together=alike, ledger=ledger)
 
 
 def _cut(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
-    """The shard if there is one, else what is given or found of the world; and whether it was found."""
+    """The shard if there is one, else what is given or found of the world; and whether it is all that were started."""
     given = rank is not None or world_size is not None
     if not given and data_parallel is None and shard.count > 1:
-        return shard, False
+        return shard, shard.count == connected()
     world = find_world(rank, world_size, data_parallel)
     if shard.count > 1:
         raise ValueError(f"the dataset is already shard {shard.index} of {shard.count}: leave out rank and world_size")
-    return Cut(world.rank, world.size), not given
+    return Cut(world.rank, world.size), not given or world.size == connected()

@@ -18,6 +18,16 @@ def ahead_for(batch_bytes: float) -> int:
     return int(max(2, min(8, _AHEAD_BYTES / max(1.0, batch_bytes))))
 
 
+def check_drop(rows: int, options: Options, ranks: int) -> None:
+    """Raise ValueError if no batch would be left of an epoch."""
+    if options.ends == "drop" and rows < options.batch_size * ranks:
+        raise ValueError(
+            f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
+            f"each of {ranks} ranks, and the last one is dropped if it is not whole. Use smaller batches, or "
+            'ends="pad".'
+        )
+
+
 @dataclass(frozen=True)
 class Options:
     """``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
