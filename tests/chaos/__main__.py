@@ -82,7 +82,7 @@ class Supervisor:
     def _start(self, start: Start) -> bool:
         """Whether all ranks came to the end."""
         self.starts.append(start)
-        victim = self.draw.choice(["rank", "worker" if start.workers else "rank", "all", "all"])
+        victim = self.draw.choice(["worker", "worker", "rank", "all"] if start.workers else ["rank", "all"])
         # Now and then while it starts; else when so much has been logged, and a moment later.
         early = self.draw.random() * 0.3 if self.draw.random() < 0.15 else None
         logged, moment = self.draw.choice([50, 300, 1000, 2500]) * self.draw.random(), self.draw.random() * 0.01

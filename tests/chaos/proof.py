@@ -39,7 +39,7 @@ def prove(pipeline: Pipeline, starts: list[Start], folder: Path, seed: int) -> V
                 made += len(ids)
                 history.setdefault(step, (start, {}))[1][rank] = (epoch, ids)
     lanes = next(start.world for start, logs in reversed(begun) if all(log.restored == 0 for log in logs.values()))
-    kept = _check_order(pipeline, history, folder, lanes)
+    kept = _check_order(pipeline, history, starts, folder, lanes)
     _check_ledger(history, folder, made - kept, starts, seed)
     return Verdict(kept, made - kept, len(begun))
 
@@ -56,7 +56,7 @@ def _logs(folder: Path, start: Start) -> dict[int, _Log]:
     return found
 
 
-def _check_order(pipeline: Pipeline, history: dict[int, Any], folder: Path, lanes: int) -> int:
+def _check_order(pipeline: Pipeline, history: dict[int, Any], starts: list[Start], folder: Path, lanes: int) -> int:
     """Every rank had at every step the rows that stand at its positions in an uninterrupted run."""
     ds = pipeline.open(folder / "data")
     if pipeline.lanes is None and pipeline.kind == "parquet":
@@ -68,10 +68,10 @@ def _check_order(pipeline: Pipeline, history: dict[int, Any], folder: Path, lane
     for step in sorted(history):
         start, ranks = history[step]
         if next(iter(ranks.values()))[0] != epoch:
-            left = len(order) - at
-            assert left == 0 or (start.ends == "drop" or _dropped(history, step)), f"epoch {epoch}: {left} rows lost"
+            _check_rest(len(order) - at, [start, history[step - 1][0]], epoch)
             at, epoch = 0, epoch + 1
             order = _order(ds, epoch)
+            assert len(set(order)) == len(order) == len(ds)
         stop = min(at + start.world * start.batch, len(order))
         for rank in range(start.world):
             expected = [order[p] for p in range(at, stop) if p % start.world == rank]
@@ -81,12 +81,14 @@ def _check_order(pipeline: Pipeline, history: dict[int, Any], folder: Path, lane
             kept += len(ids)
         at = stop
     assert epoch == EPOCHS - 1
+    _check_rest(len(order) - at, [starts[-1]], epoch)
     return kept
 
 
-def _dropped(history: dict[int, Any], step: int) -> bool:
-    """Whether the start that ended the epoch before this step leaves out batches that are not whole."""
-    return bool(history[step - 1][0].ends == "drop")
+def _check_rest(left: int, starts: list[Start], epoch: int) -> None:
+    """Rows may be left over at the end of an epoch only if they are no whole batch of a start that drops such."""
+    dropped = any(start.ends == "drop" and left < start.world * start.batch for start in starts)
+    assert left == 0 or dropped, f"epoch {epoch}: {left} rows lost"
 
 
 def _order(ds: Any, epoch: int) -> list[int]:

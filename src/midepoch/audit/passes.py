@@ -70,6 +70,9 @@ class Generation:
     until: int
     beside: bool = False
     missing: tuple[int, ...] = field(default=())
+    host: str = ""
+    last_time: float = 0.0
+    """When something was recorded last, as far as that is told."""
 
     @property
     def place(self) -> Place:
@@ -152,6 +155,8 @@ def _together(shape: Shape, passes: list[Passed]) -> Generation:
         end,
         any(one.beside for one in passes),
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
+        passes[0].process.rsplit("-", 2)[0],
+        max(one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0) for one in passes),
     )
 
 

@@ -22,6 +22,9 @@ from midepoch.errors import DataNotFoundError, StateError
 Int64Array = npt.NDArray[np.int64]
 Report = Callable[[int, int], None]
 
+_SAME_CLOCK, _OTHER_CLOCK = 1.0, 300.0
+"""Seconds by which clocks may differ, on one machine and between two."""
+
 
 @dataclass(frozen=True)
 class EpochProof:
@@ -135,10 +138,25 @@ class Run:
                 "two loaders of the same rows recorded at the same time, so their records cannot be told apart: give "
                 'them names, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
             )
+        if self._side_by_side():
+            found.append("two starts of the run recorded at the same time: each row may have been seen by both")
         for epoch, passes in self._by_epoch.items():
             if len({one.shape.order for one in passes}) > 1:
                 found.append(f"epoch {epoch} was gone on with in another order than it was begun in")
         return found
+
+    def _side_by_side(self) -> bool:
+        """Whether a start went on after a later one had begun, by clocks that may differ between machines."""
+        latest: dict[int, Generation] = {}
+        for one in self._all:
+            for number, before in latest.items():
+                slack = _SAME_CLOCK if one.host == before.host else _OTHER_CLOCK
+                if number != one.beginning[0] and before.last_time > one.beginning[3] + slack:
+                    return True
+            held = latest.get(one.beginning[0])
+            if held is None or one.last_time > held.last_time:
+                latest = {**{k: v for k, v in latest.items() if k == one.beginning[0]}, one.beginning[0]: one}
+        return False
 
     @cached_property
     def _by_epoch(self) -> dict[int, list[Generation]]:

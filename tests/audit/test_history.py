@@ -1,0 +1,290 @@
+"""Histories that an audit could get wrong: each was told wrongly once, or could easily be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import midepoch
+from midepoch.audit import EpochProof, Ledger, Run, ledger, read_run, read_runs
+
+
+@pytest.fixture
+def ds(make_files: Any) -> midepoch.Dataset:
+    return midepoch.from_files(make_files([25, 15])).shuffle(seed=1)
+
+
+def take(loader: midepoch.Loader, steps: int) -> None:
+    passing = iter(loader)
+    for _ in range(steps):
+        next(passing)
+
+
+def told(run: Run, epoch: int = 0) -> tuple[int, int, int, int, int]:
+    proof: EpochProof = run.epochs[epoch]
+    return proof.once, proof.repeated, proof.never, proof.dropped, proof.pending
+
+
+def at(loader: midepoch.Loader, position: int) -> dict[str, Any]:
+    return {**loader.state_dict(), "position": position}
+
+
+def test_a_restore_that_lands_in_the_next_epoch_takes_back_the_rest_of_the_old_one(
+    ds: midepoch.Dataset, tmp_path: Path
+) -> None:
+    first = ds.loader(3, ends="pad", audit=Ledger(tmp_path, attempt="1"))
+    passing = iter(first)
+    for _ in range(11):
+        next(passing)
+    state = first.state_dict()
+    list(passing)  # to the end, which is lost in a crash
+    second = ds.loader(9, ends="drop", audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(state)
+    take(second, 1)
+    run = read_run(tmp_path)
+    assert told(run) == (33, 0, 0, 7, 0) and run.steps == 12 and run.exact
+    assert told(run, 1) == (9, 0, 0, 4, 27)
+
+
+def test_rows_that_a_named_epoch_leaves_out_are_lost(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    list(ds.loader(4, audit=Ledger(tmp_path, attempt="1")))
+    second = ds.loader(4, audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(at(second, 20))
+    second.set_epoch(1)
+    take(second, 1)
+    assert told(read_run(tmp_path)) == (20, 0, 20, 0, 0)
+
+
+def test_an_epoch_that_never_was(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    loader = ds.loader(4, audit=tmp_path)
+    list(loader)
+    loader.set_epoch(2)
+    list(loader)
+    run = read_run(tmp_path)
+    assert [told(run, epoch)[:3] for epoch in range(3)] == [(40, 0, 0), (0, 0, 40), (40, 0, 0)] and not run.exact
+
+
+def test_loaders_made_again_in_one_process_come_one_after_the_other(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    first = ds.loader(4, audit=tmp_path)
+    take(first, 5)
+    state = first.state_dict()
+    for steps in (5, 1):
+        again = ds.loader(4, audit=tmp_path)
+        again.load_state_dict(state)
+        take(again, steps)
+    assert told(read_run(tmp_path)) == (24, 0, 0, 0, 16)
+    last = ds.loader(4, audit=tmp_path)
+    last.load_state_dict({**state, "position": 32})
+    take(last, 2)
+    assert told(read_run(tmp_path)) == (32, 0, 8, 0, 0)
+
+
+def test_going_back_without_loading_repeats(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    loader = ds.loader(4, audit=tmp_path)
+    for _ in range(3):
+        loader.set_epoch(0)
+        list(loader)
+    run = read_run(tmp_path)
+    assert told(run) == (0, 40, 0, 0, 0) and run.steps == 30 and not run.exact
+
+
+def test_a_look_at_a_batch_is_no_step(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    loader = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
+    next(iter(loader))
+    take(loader, 5)
+    state = loader.state_dict()
+    next(iter(loader))
+    second = ds.loader(4, audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(state)
+    list(second)
+    run = read_run(tmp_path)
+    assert told(run) == (40, 0, 0, 0, 0) and run.exact and run.steps == 10 and run.epochs[0].again == 8
+
+
+def test_ranks_a_step_apart_over_the_end_of_an_epoch(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    """While a run goes on that is no loss; if it was gone on with from there, it is."""
+    loaders = [ds.loader(4, rank=r, world_size=2, audit=Ledger(tmp_path, attempt="1")) for r in range(2)]
+    take(loaders[0], 4)
+    list(loaders[1])
+    take(loaders[1], 1)
+    assert told(read_run(tmp_path)) == (36, 0, 0, 0, 4) and read_run(tmp_path).exact
+    third = [ds.loader(4, rank=r, world_size=2, audit=Ledger(tmp_path, attempt="2")) for r in range(2)]
+    for loader in third:
+        loader.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 8})
+        take(loader, 1)
+    assert told(read_run(tmp_path)) == (36, 0, 4, 0, 0)
+
+
+def test_a_rank_without_a_record(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    for rank in range(2):
+        list(ds.loader(4, rank=rank, world_size=3, audit=Ledger(tmp_path, attempt="1")))
+    run = read_run(tmp_path)
+    assert told(run) == (27, 0, 13, 0, 0) and run.problems == ["epoch 0 from position 0: no record of rank 2 of 3"]
+
+
+def test_tensor_parallel_processes_count_once(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    """Two processes of one data rank: of other pids, which stand for other processes here."""
+    script = (
+        "import sys, midepoch\n"
+        "ds = midepoch.from_files(sys.argv[2:]).shuffle(seed=1)\n"
+        "list(ds.loader(4, rank=0, world_size=1, audit=sys.argv[1]))\n"
+    )
+    files = [file.path for file in ds.pipeline.source.files]
+    environment = {**os.environ, "MIDEPOCH_RUN_ID": "together"}
+    command = [sys.executable, "-c", script, str(tmp_path), *files]
+    running = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [one.wait(timeout=120) for one in running] == [0, 0]
+    run = read_run(tmp_path)
+    assert told(run) == (40, 0, 0, 0, 0) and run.attempts == 1 and run.steps == 10
+
+
+def test_clocks_do_not_order_starts(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.time
+    for number, (position, steps) in enumerate([(0, 10), (20, 1), (32, 2)]):
+        monkeypatch.setattr(ledger.time, "time", lambda number=number: clock() - 60 * number)
+        loader = ds.loader(4, audit=Ledger(tmp_path, attempt=str(number)))
+        loader.load_state_dict(at(loader, position))
+        take(loader, steps)
+    assert told(read_run(tmp_path)) == (32, 0, 8, 0, 0)
+
+
+def test_an_epoch_in_two_orders_proves_nothing(make_files: Any, tmp_path: Path) -> None:
+    files = make_files([40])
+    for number, position in enumerate((0, 20)):
+        loader = midepoch.from_files(files).shuffle().loader(4, audit=Ledger(tmp_path, attempt=str(number)))
+        loader.load_state_dict(at(loader, position))  # the position only: another seed was drawn
+        take(loader, 5)
+    run = read_run(tmp_path)
+    assert not run.exact and "in another order" in run.problems[0]
+
+
+def test_the_same_run_with_its_seed_given_later(make_files: Any, tmp_path: Path) -> None:
+    files = make_files([40])
+    first = midepoch.from_files(files).shuffle().loader(4, audit=Ledger(tmp_path, attempt="1"))
+    take(first, 3)
+    state = first.state_dict()
+    second = midepoch.from_files(files).shuffle(state["seed"]).loader(4, audit=Ledger(tmp_path, attempt="2"))
+    second.load_state_dict(state)
+    list(second)
+    assert told(read_run(tmp_path)) == (40, 0, 0, 0, 0)
+
+
+def test_loaders_of_the_same_rows_need_names(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    def train(folder: Path, **names: Any) -> None:
+        training, evaluation = (
+            ds.loader(size, audit=Ledger(folder, attempt="1", name=names.get(name, "")))
+            for name, size in (("train", 4), ("test", 8))
+        )
+        passing = iter(training)
+        for _ in range(5):
+            next(passing)
+        list(evaluation)
+        list(passing)
+
+    train(tmp_path / "a")
+    assert "give them names" in read_run(tmp_path / "a").problems[0]
+    train(tmp_path / "b", train="train", test="test")
+    assert all(run.exact and told(run)[0] == 40 for run in read_runs(tmp_path / "b"))
+    assert read_run(tmp_path / "b", "train").steps == 10 and read_run(tmp_path / "b", "test").steps == 5
+    with pytest.raises(midepoch.DataNotFoundError, match="there are: train, test"):
+        read_run(tmp_path / "b", "other")
+
+
+def test_two_runs_at_once_are_noticed(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_MARK_SECONDS", 0.0)
+    first, second = (ds.loader(4, audit=Ledger(tmp_path, attempt=str(number))) for number in range(2))
+    a = iter(first)
+    next(a)
+    monkeypatch.setattr(ledger, "_latest", {})  # as in two processes
+    b = iter(second)
+    next(b)
+    time.sleep(1.2)
+    monkeypatch.setattr(ledger, "_latest", {})
+    next(a)
+    assert any("recorded at the same time" in problem for problem in read_run(tmp_path).problems)
+
+
+def test_a_fork_does_not_write_its_parents_ledger(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    loader = ds.select_columns("id").loader(4, audit=tmp_path)  # numbers only: no thread reads them, which a fork lacks
+    passing = iter(loader)
+    next(passing)
+    next(passing)
+    child = os.fork()
+    if not child:
+        try:
+            list(passing)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert told(read_run(tmp_path)) == (8, 0, 0, 0, 32)
+
+
+def test_marks_may_be_torn(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_MARK_SECONDS", 0.0)  # a mark behind every step
+    take(ds.loader(4, audit=tmp_path), 5)
+    (path,) = tmp_path.glob("*.ledger")
+    content = path.read_bytes()
+    assert content.count(b"@") == 5
+    first = content.index(b".", content.index(b"}"))
+    for cut in range(first, len(content)):
+        path.write_bytes(content[:cut])
+        steps = content[first:cut].count(b".")
+        assert (read_run(tmp_path).steps if steps else 0) == steps
+
+
+def test_skipped_rows_of_lost_steps_do_not_count(make_files: Any, tmp_path: Path) -> None:
+    def not_sevens(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] % 7 == 0:
+            raise ValueError("seven")
+        return {}
+
+    ds = midepoch.from_files(make_files([40])).map(not_sevens, on_error="skip")
+    for number, position in enumerate((0, 10)):
+        loader = ds.loader(5, audit=Ledger(tmp_path, attempt=str(number)))
+        loader.load_state_dict(at(loader, position))
+        list(loader)
+    assert read_run(tmp_path).epochs[0].skipped == 6
+
+
+def test_a_ledger_that_fails_hands_nothing_over(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    loader = ds.loader(4, audit=tmp_path / "run")
+    passing = iter(loader)
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").touch()
+    with pytest.raises(OSError, match="the ledger cannot be kept in"):
+        next(passing)
+    assert loader.position == 0
+    with pytest.raises(midepoch.MidepochError, match="this iteration has failed"):
+        next(passing)
+    (tmp_path / "run").unlink()
+    list(loader)
+    assert told(read_run(tmp_path / "run")) == (40, 0, 0, 0, 0)
+
+
+def test_an_emptied_order_is_written_again(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    take(ds.loader(4, audit=Ledger(tmp_path, attempt="1")), 1)
+    (order,) = tmp_path.glob("*.order")
+    order.write_bytes(b"")
+    with pytest.raises(midepoch.StateError, match="cannot be read, so rows cannot be named"):
+        read_run(tmp_path).rows_of_step(1)
+    take(ds.loader(4, audit=Ledger(tmp_path, attempt="2")), 1)
+    assert len(read_run(tmp_path).rows_of_step(1)) == 4
+
+
+def test_torchrun_on_one_machine_names_its_starts(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: Any) -> None:
+    """Without a process group: by the agent that started the ranks. Over several machines there is no such name."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    take(ds.loader(4, ends="drop", audit=tmp_path), 1)
+    (path,) = tmp_path.glob("*.ledger")
+    assert f"-{os.getppid()}." in json.loads(path.read_bytes().split(b"\n")[1])["attempt"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="initialise torch.distributed or jax.distributed before the loader is made"):
+        ds.loader(4, ends="drop", audit=tmp_path)
