@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import midepoch
 
 GLOBAL_BATCH, SAVED = 12, 4
+EARLY: list[midepoch.Dataset] = []
 
 
 class Run:
@@ -90,8 +91,53 @@ def refusals(folder: Path, data: str) -> dict[str, Any]:
         found["uneven"] = str(problem)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     found["shared"] = next(iter(ds.loader(6, data_parallel=mesh["dp"])))["id"].tolist()
-    drawn = midepoch.from_files(data).shuffle()
-    found["drawn"] = drawn.pipeline.order.shuffle.seed if drawn.pipeline.order.shuffle else None
+    if rank == 0:
+        midepoch.from_files(data).take(10).shuffle()  # a preview, which only one rank has
+    drawn = midepoch.from_files(data).shuffle().pipeline.order.shuffle
+    found["drawn"] = drawn.seed if drawn is not None else None
+    try:
+        EARLY[0].loader(6, ends="drop")
+    except ValueError as problem:
+        found["early"] = str(problem)
+    found |= apart_in_other_ways(data, mesh)
+    return found
+
+
+def apart_in_other_ways(data: str, mesh: Any) -> dict[str, Any]:
+    """One rank of two does something else; and one that may."""
+    rank, found = dist.get_rank(), {}
+
+    def second_batch(loader: Any, name: str) -> None:
+        dist.barrier()
+        passing = iter(loader)
+        next(passing)
+        try:
+            next(passing)
+            found[name] = None
+        except midepoch.WorldError as problem:
+            found[name] = str(problem)
+
+    def make(part: int, batch: int = 3, **options: Any) -> Any:
+        return midepoch.from_files(data).take(96 - part).shuffle(seed=5).loader(batch, ends="drop", **options)
+
+    loader = make(1)
+    if rank == 0:
+        loader.load_state_dict({**loader.state_dict(), "epoch": 3})  # only one found a checkpoint
+    second_batch(loader, "one epoch")
+    second_batch(make(2, batch=3 + rank), "batch size")
+    wide = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    loader = make(3, data_parallel=(wide, "dp"))
+    if rank == 0:
+        loader.load_state_dict({**loader.state_dict(), "position": 12})
+    second_batch(loader, "position")
+    loader = make(4)
+    if rank == 0:
+        next(iter(loader))  # a look at the first batch before the restore
+    loader.load_state_dict({**loader.state_dict(), "position": 12})
+    second_batch(loader, "look")
+    passing = iter(make(5, batch=4))
+    passing.load_state_dict({**passing.state_dict(), "position": 88})
+    found["iterator"] = len(list(passing))
     return found
 
 
@@ -110,6 +156,7 @@ def resume(folder: Path, data: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    EARLY.append(midepoch.from_files(sys.argv[2]).shuffle())  # a seed that each rank draws for itself
     dist.init_process_group("gloo")
     folder, data, act = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     found = {"train": train, "resume": resume}[act](folder, data)

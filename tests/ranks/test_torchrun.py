@@ -81,6 +81,12 @@ def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path)
     assert all("the last step of epoch 0 has 1 row left for 2 ranks" in one["uneven"] for one in first)
     assert first[0]["shared"] == first[1]["shared"] == order[:6]  # tensor parallel: the same rows
     assert first[0]["drawn"] == first[1]["drawn"]  # a seed that nobody gave is one for all
+    assert all("each process has drawn its own seed" in one["early"] for one in first)
+    for case, field in (("one epoch", "epoch 3"), ("batch size", "batch size 4"), ("position", "position 12")):
+        (message,) = [one[case] for one in first if one[case] is not None]
+        assert field in message, message
+    assert [one["look"] for one in first] == [None, None]
+    assert [one["iterator"] for one in first] == [11, 11]  # the next epoch, on both
 
 
 def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:

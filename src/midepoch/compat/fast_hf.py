@@ -14,6 +14,7 @@ from midepoch import state as states
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.load import from_files, load_dataset
+from midepoch.order import Cut
 from midepoch.order.shuffle import UnitShuffle
 from midepoch.pipeline import Pipeline
 from midepoch.standing import Standing
@@ -57,7 +58,8 @@ class _DocumentedStanding(Standing):
             return state
         try:
             place, example = int(state["current_file_index"]), int(state["current_example_index"])
-            shards = int(state["shard_config"][0]) if state.get("shard_config") else 1
+            shards, shard = map(int, state["shard_config"][:2]) if state.get("shard_config") else (1, 0)
+            share = Cut(shard, shards)
         except (KeyError, TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
         if shards != self.pipeline.cut.count:
@@ -72,7 +74,7 @@ class _DocumentedStanding(Standing):
             raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
         at = int(starts[place]) + example
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
-        over = taken >= pipeline.cut.before(pipeline.rows)  # of this shard: others may have a row more
+        over = taken >= share.before(pipeline.rows)  # of this shard: others may have a row more
         return states.save(states.identity(pipeline), Cursor(epoch, pipeline.rows if over else taken * shards))
 
     def _with_seed(self, saved: Any) -> Pipeline:
