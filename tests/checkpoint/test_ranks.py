@@ -7,16 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from counting import Numbers
 
+from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 
 JOB = Path(__file__).with_name("rank_job.py")
 ROWS = 48
+Run = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -24,29 +27,20 @@ def data(make_files: Any) -> str:
     return str(Path(make_files([20, 28])[0]).parent)
 
 
-def start(folder: Path, data: str, size: int, how: str, step: int = 0, when: str = "") -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [sys.executable, str(JOB), str(folder), data, str(rank), str(size), how, str(step), when],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs ranks, each a process of its own; what each said."""
 
+    def said(folder: Path, data: str, size: int, how: str, step: int = 0, when: str = "") -> list[str]:
+        commands = [[str(JOB), str(folder), data, str(rank), str(size), how, str(step), when] for rank in range(size)]
+        return [done.stdout.strip() or f"rc {done.returncode}: {done.stderr[-2000:]}" for done in forks.run(*commands)]
 
-def run(*arguments: Any, **options: Any) -> list[str]:
-    """What each rank said."""
-    said = []
-    for process in start(*arguments, **options):
-        out, err = process.communicate(timeout=100)
-        said.append(out.strip() or f"rc {process.returncode}: {err[-2000:]}")
-    return said
+    with Forks("numpy.ma", "numpy.random", "midepoch.load", "midepoch.loader", "midepoch.checkpoint") as forks:
+        yield said
 
 
 @pytest.mark.parametrize("how", ["save", "async"])
-def test_saved_on_three_restored_on_any_number(how: str, data: str, tmp_path: Path) -> None:
+def test_saved_on_three_restored_on_any_number(how: str, data: str, tmp_path: Path, run: Run) -> None:
     assert run(tmp_path, data, 3, how, 10) == ["saved [10]"] * 3
     assert sorted(os.listdir(tmp_path)) in (["step_10"], [".ranks", "step_10"])
     files = sorted(os.listdir(tmp_path / "step_10"))
@@ -70,7 +64,7 @@ DEATHS = ["1:join", "1:done", "1:outcome", "2:sink", "0:admit", "0:gather", "0:c
 
 
 @pytest.mark.parametrize("when", DEATHS)
-def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str, tmp_path: Path) -> None:
+def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str, tmp_path: Path, run: Run) -> None:
     PipelineCheckpoint(tmp_path).save(step=1)
     said = run(tmp_path, data, 3, "save", 2, when=when)
     dead = int(when[0])
@@ -88,16 +82,13 @@ def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str
     assert sorted(left) == ["step_1", "step_2"]
 
 
-def test_a_rank_that_stays_away(data: str, tmp_path: Path) -> None:
-    processes = start(tmp_path, data, 2, "save", 1, "alone")
-    processes[1].kill()
-    said = processes[0].communicate(timeout=60)[0]
-    processes[1].communicate()
-    assert "did not come to save-1-1 within 6 s" in said
+def test_a_rank_that_stays_away(data: str, tmp_path: Path, run: Run) -> None:
+    said = run(tmp_path, data, 2, "save", 1, when="alone")
+    assert "did not come to save-1-1 within 2 s" in said[0] and said[1].startswith("rc -9")
     assert PipelineCheckpoint(tmp_path).steps() == []
 
 
-def test_ranks_at_different_places_are_told(data: str, tmp_path: Path) -> None:
+def test_ranks_at_different_places_are_told(data: str, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, data, 3, "save", 1, when="ahead")
     assert all(
         "different places. Rank 0: epoch 0, position 12. Rank 2: epoch 0, position 18" in text for text in said
