@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
 
+from forks import Forks
 from proxy import Proxy
 from s3 import Server
 
@@ -90,6 +91,13 @@ def proxy(s3_server: Server) -> Iterator[Proxy]:
     """A proxy in front of it, which counts requests and injects faults."""
     with Proxy(s3_server.endpoint) as front:
         yield front
+
+
+@pytest.fixture(scope="session")
+def torch_forks() -> Iterator[Forks]:
+    """Runs scripts that train with torch."""
+    with Forks("torch", "torch._dynamo", "pyarrow.parquet") as forks:  # which any optimizer of torch imports
+        yield forks
 
 
 @pytest.fixture

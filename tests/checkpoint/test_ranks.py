@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from counting import Numbers
 
+from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 
 JOB = Path(__file__).with_name("rank_job.py")
 ROWS = 48
+Run = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -24,29 +28,20 @@ def data(make_files: Any) -> str:
     return str(Path(make_files([20, 28])[0]).parent)
 
 
-def start(folder: Path, data: str, size: int, how: str, step: int = 0, when: str = "") -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [sys.executable, str(JOB), str(folder), data, str(rank), str(size), how, str(step), when],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs ranks, each a process of its own; what each said."""
 
+    def said(folder: Path, data: str, size: int, how: str, step: int = 0, when: str = "") -> list[str]:
+        commands = [[str(JOB), str(folder), data, str(rank), str(size), how, str(step), when] for rank in range(size)]
+        return [done.stdout.strip() or f"rc {done.returncode}: {done.stderr[-2000:]}" for done in forks.run(*commands)]
 
-def run(*arguments: Any, **options: Any) -> list[str]:
-    """What each rank said."""
-    said = []
-    for process in start(*arguments, **options):
-        out, err = process.communicate(timeout=100)
-        said.append(out.strip() or f"rc {process.returncode}: {err[-2000:]}")
-    return said
+    with Forks("numpy.ma", "numpy.random", "midepoch.load", "midepoch.loader", "midepoch.checkpoint") as forks:
+        yield said
 
 
 @pytest.mark.parametrize("how", ["save", "async"])
-def test_saved_on_three_restored_on_any_number(how: str, data: str, tmp_path: Path) -> None:
+def test_saved_on_three_restored_on_any_number(how: str, data: str, tmp_path: Path, run: Run) -> None:
     assert run(tmp_path, data, 3, how, 10) == ["saved [10]"] * 3
     assert sorted(os.listdir(tmp_path)) in (["step_10"], [".ranks", "step_10"])
     files = sorted(os.listdir(tmp_path / "step_10"))
@@ -70,7 +65,7 @@ DEATHS = ["1:join", "1:done", "1:outcome", "2:sink", "0:admit", "0:gather", "0:c
 
 
 @pytest.mark.parametrize("when", DEATHS)
-def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str, tmp_path: Path) -> None:
+def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str, tmp_path: Path, run: Run) -> None:
     PipelineCheckpoint(tmp_path).save(step=1)
     said = run(tmp_path, data, 3, "save", 2, when=when)
     dead = int(when[0])
@@ -88,16 +83,13 @@ def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str
     assert sorted(left) == ["step_1", "step_2"]
 
 
-def test_a_rank_that_stays_away(data: str, tmp_path: Path) -> None:
-    processes = start(tmp_path, data, 2, "save", 1, "alone")
-    processes[1].kill()
-    said = processes[0].communicate(timeout=60)[0]
-    processes[1].communicate()
-    assert "did not come to save-1-1 within 6 s" in said
+def test_a_rank_that_stays_away(data: str, tmp_path: Path, run: Run) -> None:
+    said = run(tmp_path, data, 2, "save", 1, when="alone")
+    assert "did not come to save-1-1 within 2 s" in said[0] and said[1].startswith("rc -9")
     assert PipelineCheckpoint(tmp_path).steps() == []
 
 
-def test_ranks_at_different_places_are_told(data: str, tmp_path: Path) -> None:
+def test_ranks_at_different_places_are_told(data: str, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, data, 3, "save", 1, when="ahead")
     assert all(
         "different places. Rank 0: epoch 0, position 12. Rank 2: epoch 0, position 18" in text for text in said
@@ -166,115 +158,103 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert PipelineCheckpoint(tmp_path).steps() == []
 
 
-def torchrun(script: str, size: int, tmp_path: Path, *arguments: str) -> str:
-    path = tmp_path / "job.py"
-    path.write_text(script)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={size}",
-        str(path),
-        *arguments,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-DDP = """
-import sys, torch, torch.distributed as dist, midepoch
+TORCH = """
+import json, sys, torch, torch.distributed as dist, midepoch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
 
-folder, data, until = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def ddp(folder, data, until, mode):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    ds = midepoch.from_files(data).shuffle(seed=1).select_columns("tokens")
+    loader = ds.loader(batch_size=12 // dist.get_world_size())
+    checkpoint = PipelineCheckpoint(folder, keep=2, async_save=mode == "async", timeout=60)
+    step = checkpoint.restore_latest(loader, model, optimizer) or 0
+    while step < until:
+        for batch in loader:
+            loss = model(batch["tokens"].float() / 50).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            step += 1
+            if step % 2 == 0:
+                checkpoint.save(loader, model, optimizer, step=step)
+            if step == until:
+                break
+    checkpoint.wait()
+    return [round(x, 5) for x in model.module.weight.detach().flatten().tolist()], step
+
+def fsdp(folder, how, mode):
+    def make(width=24):
+        torch.manual_seed(dist.get_rank() if how == "restore" else 0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 4))
+        for layer in model: fully_shard(layer)
+        fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = make()
+    checkpoint = PipelineCheckpoint(folder, backend="dcp", async_save=mode == "async", timeout=60)
+    def train():
+        model(torch.ones(4, 8)).square().sum().backward(); optimizer.step(); optimizer.zero_grad()
+    if how == "save":
+        train()
+        checkpoint.save(None, model, optimizer, step=3)
+        checkpoint.wait()
+    else:
+        assert checkpoint.restore_latest(None, model, optimizer) == 3
+        wrong, _ = make(25)
+        try:
+            checkpoint.restore_latest(None, wrong)
+            raise SystemExit("a model of another size was restored")
+        except CheckpointMismatchError as e:
+            pass
+    train()
+    return [round(p.full_tensor().sum().item(), 4) for p in model.parameters()]
+
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-loader = midepoch.from_files(data).shuffle(seed=1).select_columns("tokens").loader(batch_size=12 // dist.get_world_size())
-checkpoint = PipelineCheckpoint(folder, keep=2, async_save=sys.argv[4] == "async", timeout=60)
-step = checkpoint.restore_latest(loader, model, optimizer) or 0
-while step < until:
-    for batch in loader:
-        loss = model(batch["tokens"].float() / 50).square().mean()
-        optimizer.zero_grad(); loss.backward(); optimizer.step()
-        step += 1
-        if step % 2 == 0:
-            checkpoint.save(loader, model, optimizer, step=step)
-        if step == until:
-            break
-checkpoint.wait()
-dist.barrier()
-if dist.get_rank() == 0:
-    print("weights", [round(x, 5) for x in model.module.weight.detach().flatten().tolist()], step, flush=True)
+for name, *arguments in json.loads(sys.argv[1]):
+    said = {"ddp": ddp, "fsdp": fsdp}[name](*arguments)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("said", json.dumps(said), flush=True)
 dist.destroy_process_group()
 """
+
+
+def torchrun(size: int, tmp_path: Path, *jobs: list[Any]) -> list[Any]:
+    """Several jobs in one launch, one after the other; what rank 0 said at the end of each."""
+    path = tmp_path / "job.py"
+    path.write_text(TORCH)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = subprocess.run(
+        [*command, json.dumps(jobs)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("said ")]
 
 
 @pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.slow), "async"])
-def test_under_torchrun_with_ddp_at_other_sizes(how: str, data: str, tmp_path: Path) -> None:
-    whole = torchrun(DDP, 2, tmp_path, str(tmp_path / "whole"), data, "8", how)
-    first = torchrun(DDP, 2, tmp_path, str(tmp_path / "run"), data, "4", how)
-    assert "4\n" in first
-    resumed = torchrun(DDP, 3, tmp_path, str(tmp_path / "run"), data, "8", how)
-    assert resumed == whole, "the global batch is the same, so the weights are"
-    assert PipelineCheckpoint(tmp_path / "run").steps() == [6, 8]
-
-
-FSDP = """
-import sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
-
-folder, how, mode = sys.argv[1], sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo")
-def make(width=24):
-    torch.manual_seed(dist.get_rank() if how == "restore" else 0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 4))
-    for layer in model: fully_shard(layer)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-model, optimizer = make()
-checkpoint = PipelineCheckpoint(folder, backend="dcp", async_save=mode == "async", timeout=60)
-def train():
-    model(torch.ones(4, 8)).square().sum().backward(); optimizer.step(); optimizer.zero_grad()
-if how == "save":
-    train()
-    checkpoint.save(None, model, optimizer, step=3)
-    checkpoint.wait()
-else:
-    assert checkpoint.restore_latest(None, model, optimizer) == 3
-    wrong, _ = make(25)
-    try:
-        checkpoint.restore_latest(None, wrong)
-        raise SystemExit("a model of another size was restored")
-    except CheckpointMismatchError as e:
-        pass
-train()
-total = [p.full_tensor().sum().item() for p in model.parameters()]
-if dist.get_rank() == 0:
-    print("sums", [round(x, 4) for x in total], flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
-def test_fsdp2_is_saved_in_shards_and_restored_on_another_number(mode: str, tmp_path: Path) -> None:
-    saved = torchrun(FSDP, 2, tmp_path, str(tmp_path / "run"), "save", mode)
-    assert {"arrays/__0_0.distcp", "arrays/__1_0.distcp"} <= set(
-        PipelineCheckpoint(tmp_path / "run")._manifest(3).files
+def test_ddp_and_fsdp2_under_torchrun_at_other_sizes(how: str, data: str, tmp_path: Path) -> None:
+    run, sharded = str(tmp_path / "run"), str(tmp_path / "sharded")
+    whole, half, saved = torchrun(
+        2,
+        tmp_path,
+        ["ddp", str(tmp_path / "whole"), data, 8, how],
+        ["ddp", run, data, 4, how],
+        ["fsdp", sharded, "save", how],
     )
-    assert torchrun(FSDP, 3, tmp_path, str(tmp_path / "run"), "restore", mode) == saved
+    assert half[1] == 4 and PipelineCheckpoint(run).steps() == [2, 4]
+    assert {"arrays/__0_0.distcp", "arrays/__1_0.distcp"} <= set(PipelineCheckpoint(sharded)._manifest(3).files)
+    resumed, restored = torchrun(3, tmp_path, ["ddp", run, data, 8, how], ["fsdp", sharded, "restore", how])
+    assert resumed == whole, "the global batch is the same, so the weights are"
+    assert PipelineCheckpoint(run).steps() == [6, 8]
+    assert restored == saved
 
 
 JAX = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
-rank, size, port, folder, how, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5], sys.argv[6]
+rank, size, port, root, how, data = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -283,31 +263,29 @@ from midepoch.checkpoint import PipelineCheckpoint
 
 mesh = Mesh(np.array(jax.devices()), ("d",))
 spread, copied = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
-def tree(value):
+def tree(value, sharding):
     full = np.arange(12 * 1000, dtype=np.float32).reshape(12, 1000) * value
-    sharding = spread if backend == "orbax" else copied
     return {"w": jax.make_array_from_callback(full.shape, sharding, lambda i: full[i]), "key": jax.random.key(value)}
-checkpoint = PipelineCheckpoint(folder, backend=backend, timeout=60)
-assert checkpoint._world == (rank, size), checkpoint._world
-loader = midepoch.from_files(sys.argv[7]).loader(batch_size=2)
-if how == "save":
-    next(iter(loader))
-    checkpoint.save(loader, tree(3), step=7)
-else:
-    model = tree(0)
-    assert checkpoint.restore_latest(loader, model) == 7
-    assert loader.position == 4, loader.position
-    for shard in model["w"].addressable_shards:
-        assert (np.asarray(shard.data) == (np.arange(12000, dtype=np.float32).reshape(12, 1000) * 3)[shard.index]).all()
-    assert model["key"] == jax.random.key(3)
-print("done", flush=True)
+for backend, sharding in (("files", copied), ("orbax", spread)):
+    checkpoint = PipelineCheckpoint(f"{root}/{backend}", backend=backend, timeout=60)
+    assert checkpoint._world == (rank, size), checkpoint._world
+    loader = midepoch.from_files(data).loader(batch_size=2)
+    if how == "save":
+        next(iter(loader))
+        checkpoint.save(loader, tree(3, sharding), step=7)
+    else:
+        model = tree(0, sharding)
+        assert checkpoint.restore_latest(loader, model) == 7
+        assert loader.position == 4, loader.position
+        expected = np.arange(12000, dtype=np.float32).reshape(12, 1000) * 3
+        for shard in model["w"].addressable_shards:
+            assert (np.asarray(shard.data) == expected[shard.index]).all()
+        assert model["key"] == jax.random.key(3)
+    print("done", backend, flush=True)
 """
 
 
-@pytest.mark.parametrize("backend", ["files", "orbax"])
-def test_under_jax_with_several_processes(backend: str, data: str, tmp_path: Path) -> None:
-    import socket
-
+def test_under_jax_with_several_processes(data: str, tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(JAX)
     for how, size in (("save", 2), ("restore", 3)):
@@ -316,7 +294,7 @@ def test_under_jax_with_several_processes(backend: str, data: str, tmp_path: Pat
             port = str(free.getsockname()[1])
         processes = [
             subprocess.Popen(
-                [sys.executable, str(path), str(rank), str(size), port, str(tmp_path / "run"), how, backend, data],
+                [sys.executable, str(path), str(rank), str(size), port, str(tmp_path), how, data],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -325,5 +303,4 @@ def test_under_jax_with_several_processes(backend: str, data: str, tmp_path: Pat
         ]
         for process in processes:
             out, err = process.communicate(timeout=120)
-            assert "done" in out, err[-3000:]
-    shutil.rmtree(tmp_path / "run")
+            assert "done files\n" in out and "done orbax\n" in out, err[-3000:]

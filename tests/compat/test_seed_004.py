@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy import MODEL
 
+from forks import Forks
 from s3 import KEY, SECRET, Server
 
 ROWS = 2400
@@ -87,7 +88,7 @@ for epoch in range(start_epoch, num_epochs):
     for batch in loader:
         model(batch)
 
-assert ckpt["dataset"]["_num_workers"] == 8 and ckpt["dataset"]["_shuffle_seed"] == 42
+assert ckpt["dataset"]["_num_workers"] == 2 and ckpt["dataset"]["_shuffle_seed"] == 42
 assert ckpt["seen"] + SEEN == torch.load("whole.pt"), "not the batches of an uninterrupted run"
 assert sorted(flat(ckpt["seen"] + SEEN)[-2400:]) == list(range(2400))
 """
@@ -189,37 +190,48 @@ def url(s3_server: Server, tmp_path: Path) -> str:
     return f"s3://{bucket.name}/data/"
 
 
-def run(tmp_path: Path, server: Server, url: str, text: str, launcher: tuple[str, ...] = (), **environment: str) -> int:
-    script = tmp_path / "script.py"
-    script.write_text(f"PATH = {url!r}\n{SETUP}{text}")
-    credentials = {
+@pytest.fixture
+def environment(s3_server: Server) -> dict[str, str]:
+    return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_ENDPOINT_URL": f"http://{server.endpoint}",
+        "AWS_ENDPOINT_URL": f"http://{s3_server.endpoint}",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def write(tmp_path: Path, url: str, text: str) -> str:
+    script = tmp_path / "script.py"
+    script.write_text(f"PATH = {url!r}\n{SETUP}{text}")
+    return str(script)
+
+
+def test_saving_resuming_and_refusing(
+    tmp_path: Path, url: str, environment: dict[str, str], torch_forks: Forks
+) -> None:
+    """Killed in mid-epoch; resumed with another number of workers; the resumed epoch named or not."""
+
+    def run(text: str, **more: str) -> int:
+        (done,) = torch_forks.run([write(tmp_path, url, text)], cwd=tmp_path, env={**environment, **more})
+        assert done.returncode in (0, -9), done.stderr[-3000:]
+        return done.returncode
+
+    assert run(SAVING) == 0
+    assert run(SAVING, DIE="1_60", WORKERS="2") == -9
+    assert run(MISMATCH) == 0
+    for checkpoint, workers, name_it in (("ckpt_0_25.pt", "0", ""), ("ckpt_1_50.pt", "3", "yes")):
+        assert run(RESUMING, CHECKPOINT=checkpoint, WORKERS=workers, NAME_IT=name_it) == 0
+
+
+def test_ranks(tmp_path: Path, url: str, environment: dict[str, str]) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
     done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
+        [sys.executable, *launcher, "--rdzv-endpoint=localhost:0", write(tmp_path, url, RANKS)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **credentials, **environment},
+        env={**os.environ, **environment},
         timeout=300,
     )
-    assert done.returncode in (0, -9), done.stderr[-3000:]
-    return done.returncode
-
-
-def test_saving_resuming_and_refusing(tmp_path: Path, s3_server: Server, url: str) -> None:
-    """Killed in mid-epoch; resumed with another number of workers; the resumed epoch named or not."""
-    assert run(tmp_path, s3_server, url, SAVING) == 0
-    assert run(tmp_path, s3_server, url, SAVING, DIE="1_60") == -9
-    run(tmp_path, s3_server, url, MISMATCH)
-    for checkpoint, workers, name_it in (("ckpt_0_25.pt", "0", ""), ("ckpt_1_50.pt", "3", "yes")):
-        run(tmp_path, s3_server, url, RESUMING, CHECKPOINT=checkpoint, WORKERS=workers, NAME_IT=name_it)
-
-
-def test_ranks(tmp_path: Path, s3_server: Server, url: str) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    run(tmp_path, s3_server, url, RANKS, (*launcher, "--rdzv-endpoint=localhost:0"))
+    assert done.returncode == 0, done.stderr[-3000:]

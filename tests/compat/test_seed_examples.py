@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from toy import MODEL
 
+from forks import Forks
+
 SETUP = (
     MODEL
     + """
@@ -240,44 +242,47 @@ def prepared(tmp_path: Path) -> str:
     return f"DATA_FILES, CACHE = {str(data) + '/*.parquet'!r}, {str(tmp_path / 'cache')!r}\n" + SETUP
 
 
-def run(tmp_path: Path, text: str, launcher: tuple[str, ...] = ()) -> str:
+def run(tmp_path: Path, text: str, forks: Forks) -> str:
     script = tmp_path / "script.py"
     script.write_text(text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    (done,) = forks.run([str(script)], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_basic_usage(tmp_path: Path, prepared: str) -> None:
-    run(tmp_path, prepared + BASIC_USAGE)
+def test_basic_usage(tmp_path: Path, prepared: str, torch_forks: Forks) -> None:
+    run(tmp_path, prepared + BASIC_USAGE, torch_forks)
 
 
-def test_basic_loading(tmp_path: Path, prepared: str) -> None:
-    run(tmp_path, prepared + BASIC_LOADING)
+def test_basic_loading(tmp_path: Path, prepared: str, torch_forks: Forks) -> None:
+    run(tmp_path, prepared + BASIC_LOADING, torch_forks)
 
 
 @pytest.mark.parametrize("workers", [0, 4])
-def test_with_stateful_dataloader(tmp_path: Path, prepared: str, workers: int) -> None:
-    run(tmp_path, f"NUM_WORKERS = {workers}\n" + prepared + STATEFUL)
+def test_with_stateful_dataloader(tmp_path: Path, prepared: str, workers: int, torch_forks: Forks) -> None:
+    run(tmp_path, f"NUM_WORKERS = {workers}\n" + prepared + STATEFUL, torch_forks)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_complete_training_example(tmp_path: Path, prepared: str, workers: int) -> None:
-    assert "Resumed from step 6" in run(tmp_path, f"NUM_WORKERS = {workers}\n" + prepared + COMPLETE)
+def test_complete_training_example(tmp_path: Path, prepared: str, workers: int, torch_forks: Forks) -> None:
+    text = f"NUM_WORKERS = {workers}\n" + prepared + COMPLETE
+    assert "Resumed from step 6" in run(tmp_path, text, torch_forks)
 
 
 def test_ddp(tmp_path: Path, prepared: str) -> None:
     """Three real ranks; rank 0's state restores all of them."""
+    script = tmp_path / "script.py"
+    script.write_text(prepared + DDP)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port=0", "--rdzv-backend=c10d")
-    run(tmp_path, prepared + DDP, (*launcher, "--rdzv-endpoint=localhost:0"))
+    done = subprocess.run(
+        [sys.executable, *launcher, "--rdzv-endpoint=localhost:0", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_module_shows_instant_loading() -> None:

@@ -1,0 +1,104 @@
+"""Scripts as processes of their own, forked from one that has imported what all of them need: torch and the first
+optimizer cost 3 s in every new Python, a fork some milliseconds.
+
+    python forks.py MODULE ...
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import IO, Any
+
+PATIENCE = 300
+"""Seconds after which a script is killed: it hangs."""
+
+
+class Forks:
+    """Runs scripts with ``modules`` in place already. What a script does to its process stays there."""
+
+    def __init__(self, *modules: str) -> None:
+        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # no threads where forks come from
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **one},
+        )
+
+    def run(
+        self, *commands: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Each a script and its arguments, all at once; ``env`` is what differs from this process's environment."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {"commands": commands, "cwd": str(cwd or Path.cwd()), "env": {**os.environ, **(env or {})}}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answers = json.loads(self._process.stdout.readline())
+        return [
+            subprocess.CompletedProcess(command, *answer) for command, answer in zip(commands, answers, strict=True)
+        ]
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+
+
+def serve(modules: Sequence[str]) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
+    for line in sys.stdin:
+        request = json.loads(line)
+        running = []
+        for command in request["commands"]:
+            out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+            if not (pid := os.fork()):
+                become(command, request["cwd"], request["env"], out, err)
+                return
+            running.append((pid, out, err))
+        answers = []
+        for pid, out, err in running:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            answers.append((code, *(file.read() for file in (out, err) if not file.seek(0))))
+            out.close()
+            err.close()
+        print(json.dumps(answers), flush=True)
+
+
+def become(command: list[str], cwd: str, env: dict[str, str], out: IO[Any], err: IO[Any]) -> None:
+    """Be a Python that was started with this script, to the end of the interpreter."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    signal.alarm(PATIENCE)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = list(command)
+    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    main: Any = ModuleType("__main__")
+    main.__file__, main.__builtins__ = command[0], builtins
+    sys.modules["__main__"] = main
+    exec(compile(Path(command[0]).read_text(), command[0], "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])
