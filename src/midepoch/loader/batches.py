@@ -15,7 +15,7 @@ import pyarrow as pa
 from midepoch.engine import Engine
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
-from midepoch.order import epoch_end
+from midepoch.order import Cut, epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch, finish, present, present_rows
@@ -57,6 +57,13 @@ class Plan:
     def reach(self, step: int) -> int:
         """The position at which a batch ends, counting its padding."""
         return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
+
+    def share(self, cut: Cut) -> int:
+        """How many batches one rank gets: all, unless no row of the last one is its."""
+        if not len(self):
+            return 0
+        last = len(self) - 1
+        return last + bool(len(cut.positions(self.bounds(last)[0], self.reach(last))))
 
     def left_out(self, ranks: int) -> int:
         """How many ranks the last batch has no row for."""

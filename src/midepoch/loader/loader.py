@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.direct import DirectBatches
 from midepoch.loader.equal import Companions, check_reach
 from midepoch.loader.options import Options
+from midepoch.loader.pinned import pinner
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
 from midepoch.order import Cut
@@ -60,7 +60,7 @@ class Loader(Resumable):
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
-        return _batches(self._plan(Cursor()), self._pipeline.cut)
+        return self._plan(Cursor()).share(self._pipeline.cut)
 
     def __repr__(self) -> str:
         at, cut = self._where(), self._pipeline.cut
@@ -215,7 +215,7 @@ class _Batches(HasState):
         self._begin(plan, rolled)
         pipeline, options = loader._pipeline, loader._options
         self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
-        self._pin = _pinner() if options.pin_memory else None
+        self._pin = pinner() if options.pin_memory else None
 
     def _begin(self, plan: Plan, rolled: bool) -> None:
         self._plan, self._rolled = plan, rolled
@@ -239,7 +239,7 @@ class _Batches(HasState):
 
     def __length_hint__(self) -> int:
         """Batches left."""
-        return 0 if self._over else max(0, _batches(self._plan, self._loader._pipeline.cut) - self._step)
+        return 0 if self._over else max(0, self._plan.share(self._loader._pipeline.cut) - self._step)
 
     def __next__(self) -> Any:
         while True:
@@ -339,31 +339,3 @@ class _Batches(HasState):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _batches(plan: Plan, cut: Cut) -> int:
-    """How many batches of a plan one rank gets: all, unless no row of the last one is its."""
-    if not len(plan):
-        return 0
-    last = len(plan) - 1
-    return last + bool(len(cut.positions(plan.bounds(last)[0], plan.reach(last))))
-
-
-def _pinner() -> Any:
-    """Copies tensors into page-locked memory, where there is a GPU to copy them to."""
-    import torch
-
-    if not torch.cuda.is_available():
-        warnings.warn("pin_memory=True has no effect: no GPU was found", stacklevel=3)
-        return None
-
-    def pin(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.pin_memory()
-        if isinstance(value, dict):
-            return {name: pin(inner) for name, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(pin(inner) for inner in value)
-        return value
-
-    return pin
