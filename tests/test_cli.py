@@ -73,8 +73,9 @@ def test_audit_finds_what_is_wrong_and_says_what_cannot_be_looked_at(small_files
         loader = ds.loader(3, audit=Ledger(tmp_path, attempt=str(number)))
         loader.load_state_dict({**loader.state_dict(), "position": position})
         next(loader)
+        next(loader)
     found = call("audit", tmp_path)
-    assert found.exit_code == 1 and "not exact" in found.output and "positions 3, 4, 5" in found.output
+    assert found.exit_code == 1 and "not exact" in found.output and "positions 6, 7, 8, 9" in found.output
     found = call("audit", tmp_path / "nothing")
     assert found.exit_code == 2 and "there is no ledger in" in found.stderr
     assert call("audit", tmp_path, "--step", 99).exit_code == 2

@@ -202,7 +202,7 @@ def test_drawn_seed(ds: midepoch.Dataset) -> None:
     loader = ds.shuffle().loader(4)
     loader.load_state_dict(first.state_dict())
     assert [i for batch in loader for i in batch["id"].tolist()] == ids(first)[9:]
-    with pytest.raises(ValueError, match="each process would draw its own seed"):
+    with pytest.raises(ValueError, match="each process has drawn its own seed"):
         ds.shuffle().shard(2, 0)
     with pytest.raises(ValueError, match="Pass a seed"):
         ds.shuffle().loader(4, rank=0, world_size=2)

@@ -32,6 +32,7 @@ def test_export_list() -> None:
         "StateError",
         "StructuredDataset",
         "WorkerError",
+        "WorldError",
         "__version__",
         "from_files",
         "load_dataset",

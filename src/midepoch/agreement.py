@@ -25,7 +25,7 @@ _LEFT_BY_LAUNCHERS = (
     "MASTER_PORT",
 )
 _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-_JAX_TIMEOUT_MS = 600_000
+_JAX_TIMEOUT_MS = 60_000
 
 
 def first_said(key: str, value: str) -> str | None:

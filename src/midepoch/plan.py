@@ -20,11 +20,12 @@ import numpy.typing as npt
 from midepoch import state as states
 from midepoch.checks import whole
 from midepoch.dataset import Dataset
-from midepoch.errors import CheckpointNotFoundError, StateError
+from midepoch.errors import CheckpointNotFoundError, StateError, WorldError
 from midepoch.loader.batches import Plan
+from midepoch.loader.equal import check_reach
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
-from midepoch.order import Cut, EpochOrder, Layout, Order, Selection, Shuffle
+from midepoch.order import Cut, EpochOrder, Layout, Order, Selection
 from midepoch.sources.index import Index, default_index_dir, read_index
 
 Int64Array = npt.NDArray[np.int64]
@@ -88,12 +89,17 @@ def plan_resume(
     if size % machines:
         raise ValueError(f"{size} ranks cannot be spread evenly over {machines} machines")
     if ends is None:
-        ends = (dataset.ends if isinstance(dataset, Loader) else None) or "uneven"
+        ends = dataset.ends if isinstance(dataset, Loader) else "uneven"
     options = Options(whole(batch_size, "plan(batch_size=…)", 1), ends=ends)
     try:
         known = _of_dataset(state, dataset) if dataset is not None else _of_index(state, index_dir)
         check_drop(known.rows, options, size)
-    except (StateError, ValueError) as problem:
+        check_reach(
+            Plan.of(known.cursor.epoch, known.cursor.position, known.rows, batch_size * size, ends),
+            options,
+            Cut(0, size),
+        )
+    except (StateError, WorldError, ValueError) as problem:
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
     return known.plan(options, size, whole(steps, "plan(steps=…)"), machines)
 
@@ -225,11 +231,7 @@ def _order(state: Mapping[str, Any]) -> Order | None:
         return None
     ranges = [tuple(map(int, part.split(":"))) for part in state["selection"].split(",")]
     selection = Selection.of_ranges([(a, b) for a, b in ranges])
-    if state["scope"] == "none":
-        return Order(selection, None, state["lanes"])
-    window = {} if state["window"] is None else {"window": state["window"]}
-    shuffle = Shuffle(state["seed"], state["scope"], aligned=state.get("aligned", False), **window)
-    return Order(selection, shuffle, state["lanes"])
+    return states.order_of(state, selection)
 
 
 def _index_of(fingerprint: str, folder: Path) -> Index | None:

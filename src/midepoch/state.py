@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from midepoch.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
-from midepoch.order import Cut
+from midepoch.order import Cut, Order, Selection, Shuffle
 from midepoch.pipeline import Pipeline
 
 VERSION = 1
@@ -72,6 +72,15 @@ def identity(pipeline: Pipeline) -> dict[str, Any]:
         "aligned": bool(shuffle and shuffle.aligned),
         "pipeline": pipeline.text,
     }
+
+
+def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
+    """The order that an ``identity`` (or a state) tells of, over the rows that were selected."""
+    if belongs["scope"] == "none":
+        return Order(selection, None, belongs["lanes"])
+    window = {} if belongs["window"] is None else {"window": belongs["window"]}
+    shuffle = Shuffle(belongs["seed"], belongs["scope"], aligned=belongs.get("aligned", False), **window)
+    return Order(selection, shuffle, belongs["lanes"])
 
 
 def save(belongs: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:

@@ -190,8 +190,16 @@ def part_of(data_parallel: Any) -> World:
 
 
 def is_process_group(thing: Any) -> bool:
-    """Whether this is a process group of torch, of which there may be several side by side."""
+    """Whether this is a process group of torch."""
     return _is(thing, "torch.distributed", "ProcessGroup")
+
+
+def spans_all(data_parallel: Any) -> bool:
+    """Whether all processes are in what data is cut over. Of groups and parts of a mesh there may be several."""
+    mesh = data_parallel[0] if isinstance(data_parallel, tuple) else data_parallel
+    if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
+        return bool(mesh.size() == sys.modules["torch.distributed"].get_world_size())
+    return not is_process_group(mesh)
 
 
 def _is(thing: Any, module: str, name: str) -> bool:

@@ -1,51 +1,67 @@
 """What the weights have seen: the passes of a run, each up to where a later one took over.
 
 A fresh loader, and one into which a state was loaded, take the run back to where they stand: what was recorded behind
-that is not in the weights any more. A pass that just goes on takes nothing back: rows that it is handed again are
-repeated, unless it begins anew after no more than a look at its first batch.
+that is not in the weights any more. A pass that just goes on takes nothing back. Rows that are handed over again
+without that are repeated. A pass of no more than one batch may be a look, as at a sample to build the model from: it
+counts only if the run goes on from behind it, or if nothing follows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from midepoch.audit.passes import Generation, Place
 
 
-@dataclass
 class History:
-    """``kept`` in the order of places; ``repeats`` went through what had been gone through. ``stood`` before each."""
+    """``kept`` are passes in the order of their places; ``repeats`` went through what had been gone through."""
 
-    kept: list[Generation] = field(default_factory=list)
-    repeats: list[Generation] = field(default_factory=list)
+    def __init__(self, passes: list[Generation]) -> None:
+        self.kept: list[Generation] = []
+        self.repeats: list[Generation] = []
+        look: Generation | None = None
+        for one in passes:
+            if look is not None and one.how == "loaded" and look.place < one.stood <= look.behind:
+                self._add(look)
+            elif look is not None:
+                one = _after_look(one, look)
+            look = one if one.is_look else None
+            if look is None:
+                self._add(one)
+        if look is not None:
+            self._add(look)
 
     @property
     def all(self) -> list[Generation]:
         return sorted(self.kept + self.repeats, key=lambda one: one.beginning)
 
-    def add(self, one: Generation) -> None:
-        last = self.kept[-1] if self.kept else None
+    def _add(self, one: Generation) -> None:
         if one.how != "on":
-            self._back_to(min(one.stood, one.place))
-        elif last is not None and one.place == last.place and _is_look(last):
-            self._back_to(one.place)
-        elif last is not None and one.place < (last.shape.epoch, last.frontier):
-            if not _is_look(one):
-                self.repeats.append(one)
-            return
-        self.kept.append(one)
+            self._back_to(one.stood, one)
+        if self.kept and one.place < self.kept[-1].behind:
+            self.repeats.append(one)
+        else:
+            self.kept.append(one)
 
-    def _back_to(self, place: Place) -> None:
+    def _back_to(self, place: Place, by: Generation) -> None:
+        """What lies behind a place is not in the weights, but for ranks of the same start that just went on."""
         epoch, position = place
         while self.kept and self.kept[-1].place >= place:
-            self.kept.pop()
+            gone = self.kept.pop()
+            on = {rank: steps for rank, steps in gone.steps.items() if by.hows.get(rank) == "on"}
+            if on and gone.shape.attempt == by.shape.attempt:
+                self.repeats.append(replace(gone, steps=on))
         if self.kept and self.kept[-1].shape.epoch == epoch:
             self.kept[-1].until = min(self.kept[-1].until, position)
-        self.repeats = [one for one in self.repeats if one.place < place]
+        self.repeats = [one for one in self.repeats if one.place < place or one.shape.attempt == by.shape.attempt]
         for one in self.repeats:
-            if one.shape.epoch == epoch:
+            if one.shape.epoch == epoch and one.shape.attempt != by.shape.attempt:
                 one.until = min(one.until, position)
 
 
-def _is_look(one: Generation) -> bool:
-    return max(one.steps.values()) <= 1
+def _after_look(one: Generation, look: Generation) -> Generation:
+    """A pass of ranks that went on after a look: they came to it as they came to the look."""
+    on = [rank for rank, how in one.hows.items() if how == "on" and look.hows.get(rank, "on") != "on"]
+    if not on or one.shape.attempt != look.shape.attempt:
+        return one
+    return replace(one, hows={**one.hows, **{rank: look.hows[rank] for rank in on}}, stood=min(one.stood, look.stood))

@@ -48,7 +48,7 @@ class Ledger:
         if "://" in text:
             raise ValueError(f"a ledger is appended to at every step, which {text} cannot be: give a folder.")
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
-        self._file, self._owner, self._rows = -1, 0, ("", 0)
+        self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._mark = self._began = 0.0
 
     def __repr__(self) -> str:
@@ -126,6 +126,7 @@ class Ledger:
             save_order(self.folder, pipeline)
         except OSError as problem:
             raise self._unkept(problem) from None
+        self._beside = how == "on" and _latest.get(self._rows, self) is not self
         _latest[self._rows] = self
         self._began = self._mark = time.monotonic()
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
@@ -133,8 +134,9 @@ class Ledger:
     def step(self, skipped: int = 0) -> None:
         """A batch is handed over, without so many of its rows."""
         record = b"." if not skipped else b"-%d." % skipped
-        if _latest.get(self._rows) is not self:
+        if self._beside or _latest.get(self._rows) is not self:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile: which is the run?
+            self._beside = False
         now = time.monotonic()
         if now - self._mark < _MARK_SECONDS:
             self._write(record)
@@ -165,6 +167,7 @@ class Ledger:
         if self._file < 0:
             return
         if self._owner != os.getpid():  # a fork: what it is handed is not what its parent is handed
+            os.close(self._file)
             self._file = -1
             _log.error("what a forked process is handed by its parent's loader is not recorded in %s", self.folder)
             return

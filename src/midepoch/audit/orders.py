@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from midepoch import state as states
 from midepoch.errors import StateError
-from midepoch.order import EpochOrder, Layout, Order, Selection, Shuffle
+from midepoch.order import EpochOrder, Layout, Order, Selection
 from midepoch.pipeline import Pipeline
 
 Int64Array = npt.NDArray[np.int64]
@@ -98,15 +98,10 @@ class KnownOrder:
 
     @cached_property
     def _order(self) -> Order:
-        about, stored = self.about, self._stored
-        shuffle = None
-        if about["scope"] != "none":
-            window = {} if about["window"] is None else {"window": about["window"]}
-            shuffle = Shuffle(about["seed"], about["scope"], aligned=about["aligned"], **window)
-        if "picks" in stored:
-            return Order(Selection(picks=stored["picks"]), shuffle, about["lanes"])
-        ranges = [(int(a), int(b)) for a, b in stored["ranges"]]
-        return Order(Selection.of_ranges(ranges), shuffle, about["lanes"])
+        if "picks" in self._stored:
+            return states.order_of(self.about, Selection(picks=self._stored["picks"]))
+        ranges = [(int(a), int(b)) for a, b in self._stored["ranges"]]
+        return states.order_of(self.about, Selection.of_ranges(ranges))
 
     @cached_property
     def _layout(self) -> Layout:

@@ -59,8 +59,10 @@ class Generation:
     """All ranks' records of one pass. ``until`` is where the run left it: what lies behind was made again later."""
 
     shape: Shape
-    beginning: tuple[int, int, int, float]
-    how: str
+    beginning: tuple[int, int, int]
+    """The number of the start, and the largest and least of the pass in its processes: what passes are ordered by."""
+    hows: dict[int, str]
+    """How each rank came to it: with a "fresh" loader, a "loaded" state, or going "on"."""
     stood: Place
     end: int
     rows: int
@@ -70,13 +72,28 @@ class Generation:
     until: int
     beside: bool = False
     missing: tuple[int, ...] = field(default=())
-    host: str = ""
-    last_time: float = 0.0
-    """When something was recorded last, as far as that is told."""
+    hosts: frozenset[str] = frozenset()
+    times: tuple[float, float] = (0.0, 0.0)
+    """When something was recorded first and last, as far as that is told."""
+
+    @property
+    def how(self) -> str:
+        """How the run came to it: if one rank loaded a state, all are taken to have."""
+        return next(how for how in ("loaded", "fresh", "on") if how in self.hows.values())
 
     @property
     def place(self) -> Place:
         return (self.shape.epoch, self.shape.start)
+
+    @property
+    def behind(self) -> Place:
+        """The place behind all that was kept of it."""
+        return (self.shape.epoch, self.frontier)
+
+    @property
+    def is_look(self) -> bool:
+        """Whether no rank was handed more than a first batch, of several."""
+        return max(self.steps.values()) <= 1 and self.shape.start + self.shape.global_batch < self.end
 
     def made(self, rank: int) -> int:
         """The position up to which a rank was handed its rows, whether the run kept them or not."""
@@ -140,12 +157,11 @@ def _together(shape: Shape, passes: list[Passed]) -> Generation:
         if one.rank not in of_rank or one.steps > of_rank[one.rank].steps:
             of_rank[one.rank] = one
     starts, numbers, times = zip(*(one.beginning for one in passes), strict=True)
-    hows = {one.how for one in passes}
     end = max(one.end for one in passes)
     return Generation(
         shape,
-        (min(starts), max(numbers), min(numbers), min(times)),
-        next(how for how in ("loaded", "fresh", "on") if how in hows),
+        (min(starts), max(numbers), min(numbers)),
+        {rank: one.how for rank, one in of_rank.items()},
         min(one.stood for one in passes),
         end,
         passes[0].rows,
@@ -155,8 +171,8 @@ def _together(shape: Shape, passes: list[Passed]) -> Generation:
         end,
         any(one.beside for one in passes),
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
-        passes[0].process.rsplit("-", 2)[0],
-        max(one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0) for one in passes),
+        frozenset(one.process.rsplit("-", 2)[0] for one in passes),
+        (min(times), max(one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0) for one in passes)),
     )
 
 

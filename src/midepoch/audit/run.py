@@ -89,10 +89,7 @@ class Run:
         self._all = [one for one in generations if one.shape.stream == stream]
         self.streams = {one.shape.stream: one.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
-        history = History()
-        for one in self._all:
-            history.add(one)
-        self.generations = history.all
+        self.generations = History(self._all).all
         """The passes that the weights have seen, each up to where a later one took over."""
 
     @cached_property
@@ -131,7 +128,7 @@ class Run:
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
-            if one.missing and (one is not self.generations[-1] or one.frontier >= one.end)
+            if one.missing and (one is not self.generations[-1] or _are_through(one))
         ]
         if any(one.beside for one in self._all):
             found.append(
@@ -147,15 +144,16 @@ class Run:
 
     def _side_by_side(self) -> bool:
         """Whether a start went on after a later one had begun, by clocks that may differ between machines."""
-        latest: dict[int, Generation] = {}
+        last: dict[str, Generation] = {}  # the pass of each start that was recorded in last
         for one in self._all:
-            for number, before in latest.items():
-                slack = _SAME_CLOCK if one.host == before.host else _OTHER_CLOCK
-                if number != one.beginning[0] and before.last_time > one.beginning[3] + slack:
+            for attempt, before in last.items():
+                same = before.hosts == one.hosts and len(one.hosts) == 1
+                if attempt != one.shape.attempt and before.times[1] > one.times[0] + (
+                    _SAME_CLOCK if same else _OTHER_CLOCK
+                ):
                     return True
-            held = latest.get(one.beginning[0])
-            if held is None or one.last_time > held.last_time:
-                latest = {**{k: v for k, v in latest.items() if k == one.beginning[0]}, one.beginning[0]: one}
+            held = last.get(one.shape.attempt)
+            last = {one.shape.attempt: one if held is None or one.times[1] > held.times[1] else held}
         return False
 
     @cached_property
@@ -207,15 +205,17 @@ class Run:
         last = max(kept, key=lambda one: (one.place, one.beginning))
         end = last.end if _drops(last, rows - last.end) else rows
         later = [one for one in self.generations if one.shape.epoch > epoch]
-        if later:
-            after = later[0]
-            if after.stood[0] == epoch and _drops(after, rows - after.stood[1]):
-                end = min(end, after.stood[1])  # a larger batch than the rest of the epoch: it was dropped
+        # A resume with larger batches than the rest of the epoch drops that, though it may not be a kept pass that did.
+        if any(
+            one.stood == (epoch, last.frontier) and one.shape.epoch > epoch and _drops(one, rows - last.frontier)
+            for one in self._all
+        ):
+            end = min(end, last.frontier)
         # Ranks are a step apart now and then, also over the end of an epoch: in the last start that is no gap yet.
         attempt = self.generations[-1].shape.attempt
         behind = {rank for rank in range(last.shape.ranks) if last.reached(rank) < min(last.end, last.until)}
         waiting = all(one.shape.attempt == attempt and behind <= set(one.missing) for one in later)
-        alone = bool(last.missing) and last.frontier >= last.end  # ranks without any record, where others are through
+        alone = bool(last.missing) and _are_through(last)  # ranks without any record
         if last.shape.attempt == attempt and waiting and (behind or not later) and not alone:
             return end, min(last.common, end)
         return end, end
@@ -301,6 +301,11 @@ def read_runs(folder: str | Path) -> list[Run]:
     if not generations:
         raise DataNotFoundError(f"the ledger in {where} holds no step yet.")
     return [Run(where, generations, name) for name in dict.fromkeys(one.shape.stream for one in generations)]
+
+
+def _are_through(one: Generation) -> bool:
+    """Whether some rank has gone through a whole pass: one of several steps, so that the others have begun it."""
+    return one.frontier >= one.end and max(one.steps.values()) > 1
 
 
 def _drops(one: Generation, rows: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ _COMMON = ("data", "rows", "selection", "scope", "pipeline")
 """By these fields a loader of one rank finds its counterparts on the others. In all else they are compared."""
 
 _loaders = Occasions()
+_log = logging.getLogger("midepoch")
 
 
 def check_reach(plan: Plan, options: Options, cut: Cut) -> None:
@@ -49,19 +51,22 @@ class Companions:
             what = json.dumps([[identity[name] for name in _COMMON], cut.count], sort_keys=True)
             key = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
             self._name = f"{key}/{_loaders.next(key)}"
-        self._passes += 1
         mine = {name: value for name, value in identity.items() if name not in _COMMON}
         mine |= {"epoch": plan.epoch, "position": plan.start, "ends": options.ends, "batch size": options.batch_size}
-        said = first_said(f"pass/{self._name}/{self._passes}", json.dumps([cut.index, mine]))
-        if said is None:
-            return
-        rank, theirs = json.loads(said)
+        try:
+            said = first_said(f"pass/{self._name}/{self._passes + 1}", json.dumps([cut.index, mine]))
+        except RuntimeError as problem:
+            _log.debug("ranks cannot be compared: %s", problem)  # the process that kept the store may have ended
+            said = None
+        rank, theirs = (cut.index, mine) if said is None else json.loads(said)
         differing = [name for name in mine if theirs.get(name) != mine[name]]
         if differing:
             here, there = (", ".join(f"{name} {of[name]}" for name in differing) for of in (mine, theirs))
             raise WorldError(
                 f"the ranks do not go through the same: rank {cut.index} has {here}; rank {rank} has {there}. Rows "
                 "would be lost or repeated, and ranks take unequal steps. Either the ranks loaded states that were "
-                "saved behind different batches, or only some of them loaded one, or they made different loaders. "
-                "Load one state on all ranks (it does not matter which rank saved it), and make the loader alike."
+                "saved behind different batches, or only some of them loaded one, or they made different loaders, or "
+                "one has begun a pass more than the others. Load one state on all ranks (it does not matter which rank "
+                "saved it), and make the loader alike."
             )
+        self._passes += 1

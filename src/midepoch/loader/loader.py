@@ -105,6 +105,8 @@ class Loader(Resumable):
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
         epoch = whole(epoch, "set_epoch")
         self._pass = None
+        if self._how == "fresh" and not self._cursor.position:
+            self._stood = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
         if epoch != self._cursor.epoch:
             self._cursor, self._delivered = Cursor(epoch), None
         elif self._delivered is not None and self._delivered.epoch != epoch:
@@ -296,9 +298,6 @@ class _Batches(HasState):
     def _next(self) -> Made | None:
         if self._over:
             return None
-        if self._step == 1 and self._companions is not None:
-            loader = self._loader
-            self._companions.check(self._plan, loader._identity, loader._options, loader._pipeline.cut)
         if self._failure is not None:
             raise MidepochError("this iteration has failed; load the last state, or iterate again") from self._failure
         if self._closed:
@@ -313,6 +312,9 @@ class _Batches(HasState):
             self._loader._epoch_over(self._plan, self._rolled)
             return None
         try:
+            if self._step == 1 and self._companions is not None:
+                loader = self._loader
+                self._companions.check(self._plan, loader._identity, loader._options, loader._pipeline.cut)
             if self._source is None:
                 self._source = self._loader._source(self._plan)
             made = self._source.next(self._step)

@@ -16,7 +16,7 @@ from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.seeds import check_agreed
 from midepoch.state import Cursor
-from midepoch.world import find_world, is_process_group
+from midepoch.world import find_world, spans_all
 
 _log = logging.getLogger("midepoch")
 
@@ -67,7 +67,7 @@ def make_loader(
         _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
     if pipeline.source.fetched and not (pipeline.lanes_given or pipeline.lanes_kept or cursor.position):
         pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
-    alike = together and not is_process_group(data_parallel)  # several groups may be at different places
+    alike = together and (data_parallel is None or spans_all(data_parallel))
     ledger = ledger_of(audit)
     if ledger is not None:
         ledger.prepare(cut)
@@ -75,7 +75,7 @@ def make_loader(
 
 
 def _cut(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
-    """The shard if there is one, else what is given or found of the world; and whether it is all that were started."""
+    """The shard if there is one, else what is given or found of the world; and whether they train together."""
     given = rank is not None or world_size is not None
     if not given and data_parallel is None and shard.count > 1:
         return shard, shard.count == connected()
