@@ -191,7 +191,11 @@ def test_killed_readers_leave_nothing_that_matters(lake: Path, tmp_path: Path) -
 
 
 def test_threads_and_files_go_with_the_reader(lake: Path, tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before, others = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+
+    def left() -> list[str]:
+        return [t.name for t in set(threading.enumerate()) - others if t.name.startswith("midepoch")]
+
     for _ in range(5):
         ds = midepoch.from_files(lake, cache_dir=tmp_path / "c").shuffle(seed=1)
         ids(ds.loader(50))
@@ -200,7 +204,7 @@ def test_threads_and_files_go_with_the_reader(lake: Path, tmp_path: Path) -> Non
         del ds
     gc.collect()
     deadline = time.monotonic() + 30
-    while any(t.name.startswith("midepoch") for t in threading.enumerate()) and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("midepoch")]
+    assert not left()
     assert len(os.listdir("/proc/self/fd")) <= before + 3
