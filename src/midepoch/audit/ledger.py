@@ -126,24 +126,30 @@ class Ledger:
             save_order(self.folder, pipeline)
         except OSError as problem:
             raise self._unkept(problem) from None
-        self._beside = how == "on" and _latest.get(self._rows, self) is not self
-        _latest[self._rows] = self
+        before, _latest[self._rows] = _latest.get(self._rows), self
+        self._beside = how == "on" and before not in (None, self)
+        if before is not None and before is not self:
+            before._beside = True  # if it goes on with its own pass after this
         self._began = self._mark = time.monotonic()
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
 
     def step(self, skipped: int = 0) -> None:
         """A batch is handed over, without so many of its rows."""
+        now = time.monotonic()
+        due = now - self._mark >= _MARK_SECONDS
+        if not (due or skipped or self._beside):
+            self._write(b".")
+            return
         record = b"." if not skipped else b"-%d." % skipped
-        if self._beside or _latest.get(self._rows) is not self:
+        if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile: which is the run?
             self._beside = False
-        now = time.monotonic()
-        if now - self._mark < _MARK_SECONDS:
-            self._write(record)
-            return
-        self._mark = now
-        self._write(record + b"@%d;" % ((now - self._began) * 1000))
-        self.sync()
+        if due:
+            self._mark = now
+            record += b"@%d;" % ((now - self._began) * 1000)
+        self._write(record)
+        if due:
+            self.sync()
 
     def sync(self) -> None:
         """Have it on disk. (A process that dies loses nothing of it in any case; a machine may.)"""
