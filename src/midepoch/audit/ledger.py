@@ -3,7 +3,8 @@ r"""Writing the ledger: a file for each loader of each process, appended to as b
 A pass over (the rest of) an epoch is a line of JSON that says which positions its steps have and where the run stood
 before it, and behind it one byte for each step: ``.``, or ``-3.`` if three rows of it were passed over; now and then
 ``@1500;``, the milliseconds since the pass began. So the record of a step is a single byte that is there or is not,
-whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks.
+whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks. While it is written a file is
+a page longer than what it holds, filled up with zeros.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
 import re
 import secrets
 import socket
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ VERSION = 1
 SUFFIX = ".ledger"
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
+_PAGE = mmap.PAGESIZE
 _numbers = count(1)  # of the passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # who began the last pass of a stream and rank in this process
 
@@ -50,6 +54,8 @@ class Ledger:
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._mark = self._began = 0.0
+        self._pages: mmap.mmap | None = None
+        self._end = self._room = 0
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
@@ -166,28 +172,49 @@ class Ledger:
         mine = [number for number, other in known if other == mark]
         number = min(mine) if mine else max((number for number, _ in known), default=0) + 1
         name = f"{number:06}-{mark}-rank{cut.index:05}of{cut.count:05}-{secrets.token_hex(4)}{SUFFIX}"
-        self._file = os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        self._owner = os.getpid()
+        self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._owner, self._end, self._room, self._pages = os.getpid(), 0, 0, None
 
     def _write(self, record: bytes) -> None:
         if self._file < 0:
             return
         if self._owner != os.getpid():  # a fork: what it is handed is not what its parent is handed
             os.close(self._file)
-            self._file = -1
+            self._file, self._pages = -1, None
             _log.error("what a forked process is handed by its parent's loader is not recorded in %s", self.folder)
             return
+        end = self._end + len(record)
         try:
-            if os.write(self._file, record) < len(record):
+            if end > self._room:
+                self._grow(end)
+            if self._pages is not None:
+                self._pages[self._end : end] = record
+            elif os.pwrite(self._file, record, self._end) < len(record):
                 raise OSError(28, "No space left on device")
         except OSError as problem:
             # What is not recorded will show as not delivered, never as proven. That is not worth the run's life.
             _log.error("the ledger in %s ends here: %s", self.folder, problem)
             self._close()
+            return
+        self._end = end
+
+    def _grow(self, end: int) -> None:
+        """Room for more, on disk and mapped: a store into memory takes a tenth of the time of a system call, and is as
+        safe from the death of the process. Where files cannot be mapped they are written to.
+        """
+        room = -(-end // _PAGE) * _PAGE
+        os.posix_fallocate(self._file, self._room, room - self._room)  # or a full disk would be a fatal signal later
+        try:
+            self._pages = mmap.mmap(self._file, room)
+        except (OSError, ValueError):
+            self._pages = None
+        self._room = room
 
     def _close(self) -> None:
-        file, self._file = self._file, -1
+        file, self._file, self._pages = self._file, -1, None
         if file >= 0 and self._owner == os.getpid():
+            with suppress(OSError):
+                os.ftruncate(file, self._end)
             os.close(file)
 
     def __del__(self) -> None:

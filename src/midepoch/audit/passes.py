@@ -183,8 +183,8 @@ def read_passes(path: Path) -> list[Passed]:
     for line in path.read_bytes().split(b"\n"):
         if line.startswith(b"{"):
             header = _header(line, path)
-        elif line and header is not None:
-            found.append(_passed(header, line.split(b"\0")[0], path))
+        elif (record := line.split(b"\0")[0]) and header is not None:  # zeros stand behind what was written
+            found.append(_passed(header, record, path))
             header = None
     return found
 
