@@ -37,6 +37,10 @@ def main(folder: str, data: str, rank: int, size: int, how: str, step: int, when
             next(passing)
         if when == "alone" and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if when.startswith("then"):  # it was there once, and dies on its way to the next meeting
+            checkpoint.save(loader, model, step=step - 1)
+            if when == f"then {rank}":
+                os.kill(os.getpid(), signal.SIGKILL)
         _die(when, rank)
         model = {"w": np.full(5000, float(step)), "step": step}
         np.random.seed(rank)

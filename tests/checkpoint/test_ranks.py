@@ -83,6 +83,14 @@ def test_a_rank_that_dies_leaves_no_commit_and_nobody_waits(when: str, data: str
     assert sorted(left) == ["step_1", "step_2"]
 
 
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_between_two_saves_is_not_waited_for(dead: int, data: str, tmp_path: Path, run: Run) -> None:
+    said = run(tmp_path, data, 2, "save", 2, when=f"then {dead}")
+    assert said[dead].startswith("rc -9")
+    assert f"rank {dead}" in said[1 - dead] and "has died before it c" in said[1 - dead], said
+    assert PipelineCheckpoint(tmp_path).steps() == [1]
+
+
 def test_a_rank_that_stays_away(data: str, tmp_path: Path, run: Run) -> None:
     said = run(tmp_path, data, 2, "save", 1, when="alone")
     assert "did not come to save-1-1 within 2 s" in said[0] and said[1].startswith("rc -9")

@@ -16,6 +16,7 @@ from midepoch.checkpoint import loading, parts, rng, saving
 from midepoch.checkpoint.arguments import given_models, open_directory, plain_metadata, wanted_of
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
+from midepoch.checkpoint.directory import Process
 from midepoch.checkpoint.keep import Keep, keep_from
 from midepoch.checkpoint.like import imposed
 from midepoch.checkpoint.manifest import Manifest, checked_name
@@ -67,6 +68,7 @@ class PipelineCheckpoint:
         self._timeout = timeout
         self._backend = backend_named(backend, self._world)
         self._background, self._snapshots = Background(), Snapshots()
+        self._members: dict[int, Process] = {}
         self._damaged: set[tuple[int, int]] = set()  # (step, sequence) of what was found damaged by reading it
 
     def __repr__(self) -> str:
@@ -120,7 +122,7 @@ class PipelineCheckpoint:
 
     def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[str, Any]) -> None:
         try:
-            self._prune(saving.save(self._directory, job, world, self._timeout), rules)
+            self._prune(saving.save(self._directory, job, world, self._timeout, self._members), rules)
         finally:
             self._snapshots.give_back(memory)
 
@@ -332,14 +334,15 @@ class PipelineCheckpoint:
         if world.size == 1:
             return self._latest(wanted)
         group = self._meeting("restore", world)
+        self._members.clear()  # ranks may have been replaced
         if world.rank:
-            follower = Follower(self._directory.board, group, world, self._timeout)
+            follower = Follower(self._directory.board, group, world, self._timeout, self._members)
             follower.join(None)
             step = follower.outcome()["step"]
             return (
                 None if step is None else load(self._directory, self._manifest(step), wanted, world, self._allow_pickle)
             )
-        leader = Leader(self._directory.board, group, world, self._timeout, secrets.token_hex(8))
+        leader = Leader(self._directory.board, group, world, self._timeout, secrets.token_hex(8), self._members)
         found: list[Loaded | None] = []
 
         def action() -> dict[str, Any]:

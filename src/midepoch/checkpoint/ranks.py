@@ -47,6 +47,8 @@ class Leader:
     world: World
     timeout: float
     token: str
+    members: dict[int, Process] = field(default_factory=dict)
+    """Who was at the meetings before: of those that live on this machine it is seen if they die on the way here."""
     _begun: float = field(default_factory=time.time)
     _answered: set[str] = field(default_factory=set)
     _here: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)  # by rank: number, note
@@ -61,6 +63,9 @@ class Leader:
                 self._look_at(name)
             _raise_absence(self.board, names, self._begun)
             missing = sorted(set(range(1, self.world.size)) - set(self._here))
+            for rank in missing:
+                if rank in self.members and self.members[rank].is_dead():
+                    raise RankError(f"rank {rank} of {self.world.size} has died before it came to {self.group}.")
             if missing and waiting.is_long():
                 _log.warning(
                     "%s: waiting for rank %s of %d. Every rank has to call save and restore_latest; a process that "
@@ -85,6 +90,8 @@ class Leader:
             self.board.put(f"{self.group}/answer-{rank}-{number}", _note(token=self.token))
         elif what == "here" and (note := _read(self.board, name)).get("token") == self.token:
             self._here[rank] = (number, note)
+            if process := Process.of(note.get("process")):
+                self.members[rank] = process
 
     def gather(self) -> dict[int, Any]:
         """Wait until all ranks are done; what each has to say. Raises RankError."""
@@ -123,8 +130,8 @@ class Follower:
     group: str
     world: World
     timeout: float
+    members: dict[int, Process] = field(default_factory=dict)
     _number: str = field(default_factory=lambda: secrets.token_hex(8))
-    _leader: Process | None = None
     _begun: float = field(default_factory=time.time)
     token: str = ""
 
@@ -132,7 +139,9 @@ class Follower:
         """Say that this rank is here; the token of the attempt. Raises RankError."""
         self.board.put(self._name("join"), _note())
         answer = self._wait_for(self._name("answer"), "answer")
-        self.token, self._leader = str(answer["token"]), Process.of(answer.get("process"))
+        self.token = str(answer["token"])
+        if process := Process.of(answer.get("process")):
+            self.members[0] = process
         self.board.put(self._name("here"), _note(token=self.token, says=says))
         return self.token
 
@@ -156,7 +165,7 @@ class Follower:
     def _wait_for(self, name: str, what: str) -> dict[str, Any]:
         waiting = _Waiting(self.timeout, self.board.patience)
         while not (found := _read(self.board, name)):
-            dead = self._leader is not None and self._leader.is_dead()
+            dead = 0 in self.members and self.members[0].is_dead()
             if dead and not (found := _read(self.board, name)):
                 self._leave()
                 raise RankError(f"rank 0 has died before it could {what} ({self.group}).")

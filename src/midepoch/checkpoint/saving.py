@@ -16,7 +16,7 @@ from typing import Any
 
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import tensors
-from midepoch.checkpoint.directory import Directory
+from midepoch.checkpoint.directory import Directory, Process
 from midepoch.checkpoint.files import Summing, Sums, sums_of
 from midepoch.checkpoint.helpers import Helper
 from midepoch.checkpoint.manifest import Manifest
@@ -50,7 +50,9 @@ class Job:
     """What the backend has to write, on all ranks."""
 
 
-def save(directory: Directory, job: Job, world: World, timeout: float) -> list[Manifest]:
+def save(
+    directory: Directory, job: Job, world: World, timeout: float, members: dict[int, Process]
+) -> list[Manifest]:
     """Write and commit a step: on rank 0 the manifests that there are then, this one last.
 
     Raises CheckpointSaveError; what was there is as it was.
@@ -58,9 +60,11 @@ def save(directory: Directory, job: Job, world: World, timeout: float) -> list[M
     started = time.monotonic()
     try:
         if world.rank:
-            _follow(directory, job, world, timeout)
+            _follow(directory, job, Follower(directory.board, job.group, world, timeout, members))
             return []
-        found = _lead(directory, job, world, timeout)
+        token = secrets.token_hex(8)
+        meeting = Leader(directory.board, job.group, world, timeout, token, members) if world.size > 1 else None
+        found = _lead(directory, job, world, token, meeting)
     except CheckpointSaveError:
         raise
     except Exception as problem:
@@ -86,9 +90,7 @@ def tell_failure(directory: Directory, group: str, world: World, problem: BaseEx
         absent(directory.board, group, world, f"{type(problem).__name__}: {problem}")
 
 
-def _lead(directory: Directory, job: Job, world: World, timeout: float) -> list[Manifest]:
-    token = secrets.token_hex(8)
-    meeting = Leader(directory.board, job.group, world, timeout, token) if world.size > 1 else None
+def _lead(directory: Directory, job: Job, world: World, token: str, meeting: Leader | None) -> list[Manifest]:
     found: list[Manifest] = []
 
     def action() -> dict[str, Any]:
@@ -113,11 +115,10 @@ def _lead(directory: Directory, job: Job, world: World, timeout: float) -> list[
     return found
 
 
-def _follow(directory: Directory, job: Job, world: World, timeout: float) -> None:
-    meeting = Follower(directory.board, job.group, world, timeout)
+def _follow(directory: Directory, job: Job, meeting: Follower) -> None:
     token = meeting.join(job.state)
     try:
-        files = _write(directory, job, token, world)
+        files = _write(directory, job, token, meeting.world)
     except BaseException as problem:
         meeting.done(error=f"{type(problem).__name__}: {problem}")
         raise
