@@ -50,9 +50,7 @@ class Job:
     """What the backend has to write, on all ranks."""
 
 
-def save(
-    directory: Directory, job: Job, world: World, timeout: float, members: dict[int, Process]
-) -> list[Manifest]:
+def save(directory: Directory, job: Job, world: World, timeout: float, members: dict[int, Process]) -> list[Manifest]:
     """Write and commit a step: on rank 0 the manifests that there are then, this one last.
 
     Raises CheckpointSaveError; what was there is as it was.
