@@ -15,10 +15,9 @@ from midepoch.order import EpochOrder, Uses
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
 from midepoch.read.columns import Located, is_plain
-from midepoch.transforms import Batch, Map, finish, present, present_rows
+from midepoch.transforms import Batch, RunContext, finish, present, present_rows, run_steps
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import readable
-from midepoch.transforms.map import RunContext
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -178,11 +177,8 @@ class Engine:
         """All steps in turn."""
         if not self.pipeline.tail:
             return batch
-        shuffle = self.pipeline.order.shuffle
-        run = RunContext(shuffle.seed if shuffle else 0, epoch, self._place)
-        for step in self.pipeline.tail:
-            batch = step.apply(batch, run) if isinstance(step, Map) else step.apply(batch)
-        return batch
+        run = RunContext(self.pipeline.seed, epoch, self._place)
+        return run_steps(self.pipeline.tail, batch, run)
 
     def _place(self, row: int) -> str:
         source_row = self.pipeline.order.selection.source_rows(np.array([row]))[0]

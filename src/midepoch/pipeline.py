@@ -7,7 +7,7 @@ from functools import cached_property
 
 from midepoch.order import Cut, Order
 from midepoch.sources import Source
-from midepoch.transforms import Map, RenameColumns, Step
+from midepoch.transforms import ColumnStep, FlatMap, Function, Map, RenameColumns, Step, Unbatch
 
 ON_ERROR = ("raise", "skip")
 
@@ -46,45 +46,89 @@ class Pipeline:
         """Rows of an epoch, over all shards."""
         return len(self.order)
 
+    @property
+    def seed(self) -> int:
+        """What the generators of its functions are made from."""
+        return self.order.shuffle.seed if self.order.shuffle else 0
+
     @cached_property
     def head(self) -> dict[str, str]:
-        """The columns that the steps before the first map leave: name -> name in the source. No other is ever read."""
+        """The columns that the steps before the first function leave: name -> name in the source. No other is read."""
         kept = {name: name for name in self.source.schema.names}
-        for step in self.steps:
-            if isinstance(step, Map):
-                break
+        for step in self.steps[: self._first]:
+            assert isinstance(step, ColumnStep)
             names = step.columns(list(kept))
             sources = kept.values() if isinstance(step, RenameColumns) else (kept[name] for name in names)
             kept = dict(zip(names, sources, strict=True))
         return kept
 
+    @property
+    def _first(self) -> int:
+        return next((i for i, step in enumerate(self.steps) if not isinstance(step, ColumnStep)), len(self.steps))
+
     @cached_property
     def tail(self) -> tuple[Step, ...]:
-        """The steps from the first map on."""
-        first = next((i for i, step in enumerate(self.steps) if isinstance(step, Map)), len(self.steps))
-        return self.steps[first:]
+        """The steps from the first function on."""
+        return self.steps[self._first :]
 
     @cached_property
     def known_columns(self) -> tuple[str, ...] | None:
         """The columns after all steps, or None where only running a map would tell."""
-        return None if self.tail else tuple(self.head)
+        return columns_after(self.tail, tuple(self.head))
 
     @cached_property
     def group(self) -> int | None:
-        """How many rows the first batched map is given at a time when rows are iterated one by one."""
-        return next((step.batch_size for step in self.steps if isinstance(step, Map) and step.batched), None)
+        """How many rows the first batched function is given at a time when rows are iterated one by one."""
+        return group_of(self.steps)
 
     @property
     def can_skip(self) -> bool:
         """Whether rows may be passed over, so that shards that hand out rows one by one drift apart."""
-        return self.on_error == "skip" or any(isinstance(step, Map) and step.on_error == "skip" for step in self.steps)
+        return self.on_error == "skip" or any(getattr(step, "on_error", "raise") == "skip" for step in self.steps)
+
+    @property
+    def one_to_one(self) -> bool:
+        """Whether there is a row out for each row in (or, where it fails, none)."""
+        return all(is_one_to_one(step) for step in self.steps)
 
     @property
     def has_map(self) -> bool:
-        return any(isinstance(step, Map) for step in self.steps)
+        return bool(self.tail)
 
     @cached_property
     def text(self) -> str:
-        """The steps in words, as far as a state depends on them: what a map *is*, not its code."""
-        maps = ["map[batched]" if step.batched else "map" for step in self.steps if isinstance(step, Map)]
-        return ",".join(maps) or "none"
+        """The steps in words, as far as a state depends on them: what a step *is*, not its code."""
+        return text_of(self.steps) or "none"
+
+
+def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The columns that steps leave of others, or None where only running a map would tell."""
+    for step in steps:
+        if isinstance(step, ColumnStep):
+            names = step.columns(names)
+        elif isinstance(step, (Map, FlatMap)):
+            return None
+    return names
+
+
+def group_of(steps: tuple[Step, ...]) -> int | None:
+    """How many rows the first batched function is given at a time."""
+    return next((step.batch_size for step in steps if isinstance(step, Function) and step.batched), None)
+
+
+def is_one_to_one(step: Step) -> bool:
+    return isinstance(step, ColumnStep) or (isinstance(step, Map) and step.one_to_one)
+
+
+def text_of(steps: tuple[Step, ...]) -> str:
+    return ",".join(_name(step) for step in steps if not isinstance(step, ColumnStep))
+
+
+def _name(step: Step) -> str:
+    if isinstance(step, Unbatch):
+        return "unbatch"
+    if not isinstance(step, Map):
+        return "flat_map" if isinstance(step, FlatMap) else "filter"
+    if not step.one_to_one:
+        return f"map[batched {step.batch_size} to any]"
+    return "map[batched]" if step.batched else "map"

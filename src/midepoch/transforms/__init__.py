@@ -1,25 +1,48 @@
-"""What happens to rows between the file and the model: columns, maps, formats.
+"""What happens to rows between the file and the model: columns, maps, filters, packing, formats.
 
-Everything here is 1:1 and a function of the row (and, for a map that asks, of a generator made from seed, epoch and
+Everything here is a function of the rows it is given (and, for a map that asks, of a generator made from seed, epoch and
 row), so there is nothing to remember and nothing to save.
 """
 
-from midepoch.transforms.batch import Batch
+from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.columns import RemoveColumns, RenameColumns, SelectColumns
+from midepoch.transforms.filter import FilterExpression, FilterRows
+from midepoch.transforms.flat import FlatMap, Unbatch
 from midepoch.transforms.formats import FORMATS, finish, present, present_rows
+from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import Map
 
-Step = Map | SelectColumns | RemoveColumns | RenameColumns
+ColumnStep = SelectColumns | RemoveColumns | RenameColumns
+RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch
+"""Steps that only running tells the rows of."""
+Step = ColumnStep | RunStep
 
 __all__ = [
     "FORMATS",
     "Batch",
+    "ColumnStep",
+    "FilterExpression",
+    "FilterRows",
+    "FlatMap",
+    "Function",
     "Map",
     "RemoveColumns",
     "RenameColumns",
+    "RunContext",
+    "RunStep",
     "SelectColumns",
     "Step",
+    "Unbatch",
     "finish",
+    "join",
     "present",
     "present_rows",
+    "run_steps",
 ]
+
+
+def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext) -> Batch:
+    """All steps in turn."""
+    for step in steps:
+        batch = step.apply(batch) if isinstance(step, ColumnStep) else step.apply(batch, run)
+    return batch

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from midepoch.transforms.arrow_values import Paths
+from midepoch.errors import ColumnError
+from midepoch.transforms.arrow_values import Paths, to_python
+from midepoch.transforms.features import Encoded
 
 Int64Array = npt.NDArray[np.int64]
 Row = dict[str, Any]
@@ -22,7 +26,8 @@ class Batch:
 
     ``rows`` are the row numbers in the dataset before it was shuffled; ``places`` say which of the positions asked for
     each row answers, since rows may have been skipped. ``owned``: Arrow columns may be handed out for writing.
-    ``nullable``: where in the columns of the source some row, maybe not one of these, is null.
+    ``nullable``: where in the columns of the source some row, maybe not one of these, is null. ``ordinals`` tell apart
+    the rows that were made of one row; None while there is one of each.
     """
 
     columns: dict[str, Any]
@@ -30,21 +35,86 @@ class Batch:
     places: Int64Array
     owned: bool
     nullable: Mapping[str, Paths] = field(default_factory=dict)
+    ordinals: Int64Array | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def slice(self, start: int, stop: int) -> Batch:
+        if start == 0 and stop >= len(self.rows):
+            return self
         columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
-        return replace(self, columns=columns, rows=self.rows[start:stop], places=self.places[start:stop])
+        ordinals = None if self.ordinals is None else self.ordinals[start:stop]
+        rows, places = self.rows[start:stop], self.places[start:stop]
+        return replace(self, columns=columns, rows=rows, places=places, ordinals=ordinals)
 
     def keep(self, places: Int64Array) -> Batch:
         """Only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
-        return replace(self, columns=columns, rows=self.rows[places], places=self.places[places])
+        ordinals = None if self.ordinals is None else self.ordinals[places]
+        rows, kept = self.rows[places], self.places[places]
+        return replace(self, columns=columns, rows=rows, places=kept, ordinals=ordinals, owned=True)
 
     def with_columns(self, columns: dict[str, Any], nullable: Mapping[str, Paths] | None = None) -> Batch:
         return replace(self, columns=columns, nullable=self.nullable if nullable is None else nullable)
+
+    def made_of(self, columns: dict[str, Any], parents: Int64Array) -> Batch:
+        """Other rows, each made of the row at the place that ``parents`` (ascending) names."""
+        first = np.searchsorted(parents, parents)  # where the rows of the same parent begin
+        ordinals = np.arange(len(parents), dtype=np.int64) - first
+        if self.ordinals is not None:
+            ordinals += self.ordinals[parents] << 20
+        return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
+
+
+def join(parts: Sequence[Batch]) -> Batch:
+    """Rows of several batches one after the other; batches without rows say nothing about columns."""
+    found = [part for part in parts if len(part)] or list(parts[:1])
+    if len(found) == 1:
+        return found[0]
+    first = found[0]
+    for part in found[1:]:
+        if part.columns.keys() != first.columns.keys():
+            raise ColumnError(
+                f"rows with the columns {', '.join(first.columns) or 'none'} and rows with the columns "
+                f"{', '.join(part.columns) or 'none'} cannot go together: bring them to the same columns "
+                "(select_columns, rename_columns, map) first."
+            )
+    columns = {name: join_columns(name, [part.columns[name] for part in found]) for name in first.columns}
+    nullable = {
+        name: frozenset().union(*(part.nullable.get(name, frozenset()) for part in found)) for name in first.columns
+    }
+    ordinals = None
+    if any(part.ordinals is not None for part in found):
+        ordinals = np.concatenate(
+            [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in found]
+        )
+    rows, places = (np.concatenate(arrays) for arrays in zip(*((p.rows, p.places) for p in found), strict=True))
+    return Batch(columns, rows, places, True, nullable, ordinals)
+
+
+def join_columns(name: str, parts: Sequence[Any]) -> Any:
+    """Columns one after the other, as one column of their kind; as a list where they are of several."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if all(isinstance(part, Mapping) and part.keys() == first.keys() for part in parts):
+        return {key: join_columns(f"{name}.{key}", [part[key] for part in parts]) for key in first}
+    if all(isinstance(part, Encoded) for part in parts):
+        return Encoded(first.name, pa.concat_arrays([part.array for part in parts]), first.schema)
+    if all(isinstance(part, (pa.Array, pa.ChunkedArray)) for part in parts):
+        arrays = [chunk for part in parts for chunk in (part.chunks if hasattr(part, "chunks") else [part])]
+        kinds = {array.type for array in arrays if not pa.types.is_null(array.type)}
+        if len(kinds) > 1:
+            raise ColumnError(f"column {name!r} comes as {' and as '.join(sorted(map(str, kinds)))}: map it to one type.")
+        kind = next(iter(kinds), pa.null())
+        return pa.concat_arrays([array if array.type == kind else array.cast(kind) for array in arrays])
+    if all(isinstance(part, np.ndarray) and part.shape[1:] == first.shape[1:] for part in parts):
+        return np.concatenate(parts)
+    torch = sys.modules.get("torch")
+    if torch is not None and all(isinstance(p, torch.Tensor) and p.shape[1:] == first.shape[1:] for p in parts):
+        return torch.cat(list(parts))
+    return [value for part in parts for value in (to_python(part) if isinstance(part, pa.Array) else part)]
 
 
 def cut(column: Any, start: int, stop: int) -> Any:
@@ -57,8 +127,14 @@ def cut(column: Any, start: int, stop: int) -> Any:
 def pick(column: Any, places: Int64Array) -> Any:
     if isinstance(column, dict):
         return {name: pick(inner, places) for name, inner in column.items()}
-    if hasattr(column, "take") and not isinstance(column, np.ndarray) and hasattr(column, "null_count"):
-        return column.take(places)
+    if isinstance(column, np.ndarray):
+        return column[places]
+    if hasattr(column, "take") and hasattr(column, "null_count"):
+        # Not by pa.array, which would import pandas.
+        return column.take(pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(np.ascontiguousarray(places))]))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(column, torch.Tensor):
+        return column[torch.from_numpy(places)]
     return [column[int(i)] for i in places]
 
 

@@ -26,7 +26,7 @@ class Encoded:
         return Encoded(self.name, self.array[places], self.schema)
 
     def take(self, places: Any) -> Encoded:
-        return Encoded(self.name, self.array.take(pa.array(places)), self.schema)
+        return Encoded(self.name, self.array.take(places), self.schema)
 
     @property
     def null_count(self) -> int:

@@ -30,7 +30,7 @@ def check_format(kind: str | None) -> str | None:
 def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
     """The columns in a format; for torch and JAX as numpy arrays, for ``finish`` to turn into tensors."""
     if kind == "arrow":
-        arrays = [_arrow(name, column) for name, column in batch.columns.items()]
+        arrays = [arrow_column(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
     if kind == "python":
         return {name: _python(name, column, batch) for name, column in batch.columns.items()}
@@ -120,13 +120,13 @@ def readable(column: pa.Array) -> bool:
     return True
 
 
-def _arrow(name: str, column: Any) -> pa.Array:
+def arrow_column(name: str, column: Any) -> pa.Array:
     if isinstance(column, pa.Array):
         return column
     if isinstance(column, Encoded):
         return column.array
     if isinstance(column, dict):
-        return pa.StructArray.from_arrays([_arrow(name, inner) for inner in column.values()], names=list(column))
+        return pa.StructArray.from_arrays([arrow_column(name, inner) for inner in column.values()], names=list(column))
     try:
         if isinstance(column, np.ndarray) and column.ndim > 1:
             return pa.array(list(column))

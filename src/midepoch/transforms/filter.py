@@ -1,0 +1,107 @@
+"""filter: only the rows for which a function, or an expression of pyarrow, is true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import ColumnError, MapError
+from midepoch.transforms.batch import Batch
+from midepoch.transforms.formats import arrow_column, present, present_rows
+from midepoch.transforms.function import Function, RunContext
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+
+
+@dataclass(frozen=True, eq=False)
+class FilterRows(Function):
+    """One call of ``filter`` with a function."""
+
+    kind: ClassVar[str] = "filter"
+
+    def apply(self, batch: Batch, run: RunContext) -> Batch:
+        if not len(batch):
+            return batch
+        given = self.given(batch)
+        kept = self._groups(given, run) if self.batched else self._rows(given, run)
+        return batch if len(kept) == len(batch) else batch.keep(np.array(kept, dtype=np.int64))
+
+    def _rows(self, given: Batch, run: RunContext) -> list[int]:
+        if not (self.with_indices or self.with_generator or self.fn_kwargs):
+            # Without a call of our own for each row. Where one fails, it is asked for again below, row by row.
+            function, columns = self.function, self.input_columns
+            try:
+                if columns is not None and len(columns) == 1 and self.input_format == "python":
+                    values = present(given, "python")[columns[0]]
+                    return [i for i, value in enumerate(values) if function(value)]
+                rows = present_rows(given, self.input_format)
+                if columns is None:
+                    return [i for i, row in enumerate(rows) if function(row)]
+            except Exception:  # noqa: S110
+                pass
+        return [i for i, kept in self.on_rows(given, run) if kept]
+
+    def checked(self, result: Any) -> bool:
+        return bool(result)
+
+    def _groups(self, given: Batch, run: RunContext) -> list[int]:
+        size = self.batch_size or len(given)
+        kept: list[int] = []
+        for start in range(0, len(given), size):
+            kept += (start + i for i in self._group(given.slice(start, start + size), run))
+        return kept
+
+    def _group(self, group: Batch, run: RunContext) -> list[int]:
+        try:
+            found = self.on_group(group, run)
+            if not hasattr(found, "__len__") or len(found) != len(group):
+                raise MapError(f"a batched filter must return {len(group)} true or false values, it returned {found!r:.60}")
+            return [i for i, kept in enumerate(found) if kept]
+        except Exception as problem:
+            if self.on_error == "raise" or len(group) == 1:
+                self.failed(problem, run, group.rows.tolist())
+                return []
+            return [i for i in range(len(group)) if self._group(group.slice(i, i + 1), run)]
+
+
+@dataclass(frozen=True, eq=False)
+class FilterExpression:
+    """One call of ``filter`` with an expression. Null counts as false."""
+
+    expression: pc.Expression
+    on_error: str = "raise"
+
+    def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
+        if not len(batch):
+            return batch
+        names = list(batch.columns)
+        table = pa.Table.from_arrays([arrow_column(name, batch.columns[name]) for name in names], names=names)
+        mask = _evaluated(self.expression, table)
+        kept = np.flatnonzero(mask)
+        return batch if len(kept) == len(batch) else batch.keep(kept)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise ColumnError if the expression does not fit the columns."""
+        _evaluated(self.expression, schema.empty_table())
+
+
+def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
+    from pyarrow.acero import Declaration, ProjectNodeOptions, TableSourceNodeOptions
+
+    plan = [
+        Declaration("table_source", TableSourceNodeOptions(table)),
+        Declaration("project", ProjectNodeOptions([expression], ["kept"])),
+    ]
+    try:
+        found = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
+        if not pa.types.is_boolean(found.type):
+            raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
+    except (pa.ArrowException, KeyError) as problem:
+        raise ColumnError(f"filter({expression}): {problem}. The columns are: {', '.join(table.column_names)}.") from None
+    parts = [chunk.fill_null(False) for chunk in found.chunks]
+    return np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts] or [np.zeros(0, dtype=bool)])

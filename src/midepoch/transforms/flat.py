@@ -1,0 +1,122 @@
+"""flat_map and unbatch: any number of rows out of each row. batch: one row out of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from midepoch.errors import ColumnError, MapError
+from midepoch.transforms.batch import Batch, pick
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.function import Function, RunContext
+
+
+@dataclass(frozen=True, eq=False)
+class FlatMap(Function):
+    """One call of ``flat_map``: what the function returns for a row are the rows that take its place."""
+
+    kind: ClassVar[str] = "flat_map"
+
+    def apply(self, batch: Batch, run: RunContext) -> Batch:
+        if not len(batch):
+            return batch
+        rows: list[Mapping[str, Any]] = []
+        parents: list[int] = []
+        for i, made in self.on_rows(self.given(batch), run):
+            for row in made:
+                if rows and row.keys() != rows[0].keys():
+                    raise MapError(
+                        f"{self.call} returned columns {sorted(row)} for row {batch.rows[i]} of the dataset but "
+                        f"{sorted(rows[0])} before: every row must have the same columns"
+                    )
+                rows.append(row)
+                parents.append(i)
+        names = list(rows[0]) if rows else []
+        columns = {name: [row[name] for row in rows] for name in names}
+        return batch.made_of(columns, np.array(parents, dtype=np.int64))
+
+    def checked(self, result: Any) -> list[Mapping[str, Any]]:
+        if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
+            raise MapError(f"the function must return rows (a list of dicts), it returned {type(result).__name__}")
+        rows = list(result)
+        for row in rows:
+            if not isinstance(row, Mapping):
+                raise MapError(f"the function must return rows (a list of dicts), one of them is {row!r:.60}")
+        return rows
+
+
+@dataclass(frozen=True)
+class Unbatch:
+    """Lists become rows: a row for each element of the columns, which must be equally long; others are repeated."""
+
+    names: tuple[str, ...] | None = None
+
+    def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
+        if not len(batch):
+            return batch
+        names = self.names if self.names is not None else tuple(n for n, c in batch.columns.items() if _is_lists(c))
+        check_columns(names, list(batch.columns), "unbatch")
+        if not names:
+            raise ColumnError(f"unbatch: none of the columns {', '.join(batch.columns)} holds lists.")
+        found = {name: _flat(name, batch.columns[name]) for name in names}
+        lengths = found[names[0]][0]
+        for name, (other, _) in found.items():
+            if not np.array_equal(other, lengths):
+                row = int(batch.rows[int(np.flatnonzero(other != lengths)[0])])
+                raise MapError(f"unbatch: columns {names[0]!r} and {name!r} are not equally long in row {row}.")
+        parents = np.repeat(np.arange(len(batch)), lengths)
+        columns = {
+            name: found[name][1] if name in found else pick(column, parents) for name, column in batch.columns.items()
+        }
+        return batch.made_of(columns, parents)
+
+
+def _is_lists(column: Any) -> bool:
+    if isinstance(column, pa.Array):
+        return _is_list_type(column.type)
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        return column.ndim > 1
+    return not isinstance(column, dict) and all(_is_list(value) for value in column)
+
+
+def _is_list_type(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_list(value: Any) -> bool:
+    return value is None or (hasattr(value, "__len__") and not isinstance(value, (str, bytes, Mapping)))
+
+
+def _flat(name: str, column: Any) -> tuple[Any, Any]:
+    """The lengths of lists, and their elements; null is an empty list."""
+    if isinstance(column, pa.Array) and _is_list_type(column.type):
+        return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False), pc.list_flatten(column)
+    if isinstance(column, np.ndarray) and column.ndim > 1:
+        return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
+    if isinstance(column, (pa.Array, dict)) or not all(map(_is_list, column)):
+        raise ColumnError(f"unbatch: column {name!r} does not hold lists.")
+    values = [() if value is None else value for value in column]
+    return np.array([len(value) for value in values]), [each for value in values for each in value]
+
+
+def as_one_row(batch: Batch) -> Batch:
+    """All rows of a batch as one row that holds a list of each column."""
+    columns = {name: _listed(column, len(batch)) for name, column in batch.columns.items()}
+    ordinals = None if batch.ordinals is None else batch.ordinals[:1]
+    return Batch(columns, batch.rows[:1], batch.places[:1], batch.owned, {}, ordinals)
+
+
+def _listed(column: Any, count: int) -> Any:
+    if isinstance(column, dict):
+        return {name: _listed(inner, count) for name, inner in column.items()}
+    if isinstance(column, pa.Array):
+        offsets = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(np.array([0, count], np.int64))])
+        return pa.LargeListArray.from_arrays(offsets, column)
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        return column[None]
+    return [list(column)]

@@ -1,0 +1,104 @@
+"""A user's function over rows or groups of rows: what it is given, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from midepoch.errors import MapError, MidepochError
+from midepoch.order.keys import derive
+from midepoch.transforms.batch import Batch
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.formats import finish, present, present_rows
+
+_log = logging.getLogger("midepoch")
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a step may know of the run: enough to name a row and make its generator, nothing that varies by topology."""
+
+    seed: int
+    epoch: int
+    place: Callable[[int], str] = field(default=str)
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """One call of ``map``, ``filter`` or ``flat_map``. ``number`` tells those of a pipeline apart, for their generators."""
+
+    function: Callable[..., Any]
+    number: int = 0
+    batched: bool = False
+    batch_size: int | None = 1000
+    with_indices: bool = False
+    with_generator: bool = False
+    input_columns: tuple[str, ...] | None = None
+    fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    input_format: str = "python"
+    on_error: str = "raise"
+
+    kind: ClassVar[str] = "map"
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", None) or type(self.function).__name__
+
+    @property
+    def call(self) -> str:
+        return f"{self.kind}({self.name})"
+
+    def given(self, batch: Batch) -> Batch:
+        """The columns that the function gets. Not owned: what it writes into its input must not show in the batch."""
+        used = self.input_columns if self.input_columns is not None else tuple(batch.columns)
+        check_columns(used, list(batch.columns), self.call)
+        return replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
+
+    def on_rows(self, given: Batch, run: RunContext) -> list[tuple[int, Any]]:
+        """(place, result) of every row; of those that do not fail, where failures are skipped."""
+        rows = present_rows(given, self.input_format)
+        results: list[tuple[int, Any]] = []
+        for i, row in enumerate(rows):
+            number = int(given.rows[i])
+            try:
+                args = [row] if self.input_columns is None else [row[name] for name in self.input_columns]
+                args += [number] if self.with_indices else []
+                args += [self._generator(run, given, i)] if self.with_generator else []
+                results.append((i, self.checked(self.function(*args, **self.fn_kwargs))))
+            except Exception as problem:
+                self.failed(problem, run, [number])
+        return results
+
+    def on_group(self, group: Batch, run: RunContext) -> Any:
+        """The result of one call for all rows. Raises what the function raises."""
+        presented = finish(present(group, self.input_format), self.input_format)
+        args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
+        args += [[int(number) for number in group.rows]] if self.with_indices else []
+        args += [[self._generator(run, group, i) for i in range(len(group))]] if self.with_generator else []
+        return self.function(*args, **self.fn_kwargs)
+
+    def checked(self, result: Any) -> Any:
+        """What the function returned for a row, or an error that says what it should have been."""
+        return result
+
+    def _generator(self, run: RunContext, batch: Batch, i: int) -> np.random.Generator:
+        row = int(batch.rows[i])
+        key = derive(run.seed, run.epoch, "map", (self.number << 48) + row, words=2)
+        ordinal = 0 if batch.ordinals is None else int(batch.ordinals[i])
+        # Rows that were made of one row draw from one sequence, 2**192 numbers apart.
+        return np.random.Generator(np.random.Philox(key=key, counter=(ordinal & (2**64 - 1)) << 192))
+
+    def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
+        where = run.place(rows[0])
+        which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
+        text = f"{self.call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
+        if self.on_error == "skip":
+            _log.warning("skipped: %s", text)
+            return
+        if isinstance(problem, MidepochError) and not isinstance(problem, MapError):
+            raise problem
+        raise MapError(text) from problem

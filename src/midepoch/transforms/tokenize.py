@@ -1,0 +1,65 @@
+"""tokenize: text to token numbers by a Hugging Face tokenizer, many rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from midepoch.errors import MapError
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """The function of a batched map: a list of texts to columns of tokens. Null is tokenized as no text.
+
+    A tokenizer of ``tokenizers``, or the one inside of a fast tokenizer of ``transformers`` as long as no arguments are
+    given for it, is asked directly: the call of ``transformers`` takes half as long again to make lists of its answers.
+    """
+
+    tokenizer: Any
+    output: str = "input_ids"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def __name__(self) -> str:
+        return f"tokenize with {type(self.tokenizer).__name__}"
+
+    def __call__(self, texts: Any) -> dict[str, Any]:
+        texts = ["" if text is None else text for text in texts]
+        backend = self._backend()
+        if backend is not None:
+            encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
+            return {self.output: lists_of([one.ids for one in encode(texts, **self.options)])}
+        options = {"return_attention_mask": False, "return_token_type_ids": False, **self.options}
+        found = self.tokenizer(texts, **options)
+        if "input_ids" not in found:
+            raise MapError(f"the tokenizer returned {', '.join(found)}: there are no input_ids")
+        return {self.output if name == "input_ids" else name: _column(found[name]) for name in found}
+
+    def _backend(self) -> Any:
+        if hasattr(self.tokenizer, "encode_batch"):
+            return self.tokenizer
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        plain = backend is not None and not self.options and backend.truncation is None and backend.padding is None
+        return backend if plain else None
+
+
+def _column(values: Any) -> Any:
+    return lists_of(values) if isinstance(values, list) and values and isinstance(values[0], list) else values
+
+
+def lists_of(rows: list[list[int]]) -> pa.Array:
+    """Lists of token numbers as one Arrow column: it travels between processes as two buffers."""
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    np.cumsum(lengths, out=offsets[1:])
+    values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
+    arrays = [
+        pa.Array.from_buffers(pa.int32(), len(each), [None, pa.py_buffer(each)]) for each in (offsets, values)
+    ]
+    return pa.ListArray.from_arrays(*arrays)
