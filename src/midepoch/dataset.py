@@ -11,16 +11,20 @@ import pyarrow as pa
 
 from midepoch.checks import whole
 from midepoch.engine import Engine
+from midepoch.flow.lanes import Place
+from midepoch.flow.spec import Spec, StageSpec
+from midepoch.flow.standing import What
 from midepoch.iterate import BatchIterator, RowIterator
 from midepoch.order import Cut, Selection, Shuffle
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline import Pipeline, is_one_to_one
 from midepoch.read.blocks import plain_schema
 from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed, draw_seed
 from midepoch.standing import Standing, register_with_torch
 from midepoch.state import Cursor
-from midepoch.transforms import Map, RemoveColumns, RenameColumns, SelectColumns, Step
-from midepoch.transforms.columns import check_columns
+from midepoch.steps import functions_in
+from midepoch.stream import Stages, Stream
+from midepoch.transforms import FilterExpression, Function, Step
 from midepoch.transforms.features import import_datasets
 from midepoch.transforms.formats import check_format
 
@@ -33,7 +37,7 @@ _LOOK = 64
 """Rows to look at for the columns that a map makes: the first ones may be skipped."""
 
 
-class Dataset(Resumable):
+class Dataset(Stages, Resumable):
     """Rows of a source, in an order, through some steps; iterable, indexable, resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
@@ -108,7 +112,7 @@ class Dataset(Resumable):
         if p.cut.count > 1:
             parts.append(f"shard {p.cut.index} of {p.cut.count}")
         if p.has_map:
-            parts.append(f"maps: {', '.join(step.name for step in p.steps if isinstance(step, Map))}")
+            parts.append(f"maps: {', '.join(step.name for step in p.steps if isinstance(step, Function))}")
         parts.append(f"columns: {', '.join(p.known_columns)}" if p.known_columns is not None else "columns: from a map")
         if p.format:
             parts.append(f"format={p.format}")
@@ -195,70 +199,50 @@ class Dataset(Resumable):
         order = replace(self.pipeline.order, lanes=lanes)
         return self._derive(replace(self.pipeline, order=order, cut=cut))
 
-    # What is in a row
+    # What is in a row: the steps of HasSteps and Stages
 
-    def map(
-        self: Self,
-        function: Callable[..., Any],
-        batched: bool = False,
-        batch_size: int = 1000,
-        *,
-        with_indices: bool = False,
-        with_generator: bool = False,
-        input_columns: str | Sequence[str] | None = None,
-        remove_columns: str | Sequence[str] | None = None,
-        fn_kwargs: Mapping[str, Any] | None = None,
-        on_error: str = "raise",
-    ) -> Self:
-        """Apply a function to each row (or, ``batched``, to groups of rows); what it returns is put into the row.
+    @property
+    def _functions(self) -> int:
+        return functions_in(self.pipeline.steps)
 
-        The function gets a dict (or the values of ``input_columns``), then, if asked for, the row's number in the
-        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and
-        the row (``batched``: a list of each). It must return one row for each row. ``on_error="skip"`` drops rows on
-        which it raises.
-        """
-        if not callable(function):
-            raise TypeError(f"map takes a function, got {function!r}")
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-        step = Map(
-            function,
-            number=sum(isinstance(s, Map) for s in self.pipeline.steps),
-            batched=batched,
-            batch_size=whole(batch_size, "map(batch_size=…)", 1),
-            with_indices=with_indices,
-            with_generator=with_generator,
-            input_columns=None if input_columns is None else _names(input_columns),
-            remove_columns=_names(remove_columns or ()),
-            fn_kwargs=dict(fn_kwargs or {}),
-            input_format=self.pipeline.format or "python",
-            on_error=on_error,
-        )
-        known = self.pipeline.known_columns
-        if known is not None:
-            check_columns([*(step.input_columns or ()), *step.remove_columns], known, f"map({step.name})")
-        return self._step(step)
+    @property
+    def _input_format(self) -> str:
+        return self.pipeline.format or "python"
 
-    def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
-        """Only these columns; the others are not even read."""
-        return self._step(SelectColumns(_names(column_names)))
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        return self.pipeline.known_columns
 
-    def remove_columns(self: Self, column_names: str | Sequence[str]) -> Self:
-        """All columns but these."""
-        return self._step(RemoveColumns(_names(column_names)))
-
-    def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
-        """Columns under new names."""
-        return self._step(RenameColumns(tuple(column_mapping.items())))
+    @property
+    def what(self) -> What:
+        """The dataset as a stream: what ``filter``, ``pack``, ``mix`` and the like are made of."""
+        pipeline = self.pipeline
+        chosen = pipeline.lanes_given or pipeline.lanes_kept
+        return What(Spec(pipeline), pipeline.format, pipeline.cut, pipeline.order.lanes if chosen else 1, chosen)
 
     def with_format(self: Self, kind: str | None) -> Self:
         """Rows and batches as "python" (the default), "numpy", "torch", "arrow" or "jax"."""
         return self._derive(replace(self.pipeline, format=check_format(kind)))
 
-    def _step(self: Self, step: Step) -> Self:
+    def _with_step(self, step: Step) -> Any:
         pipeline = replace(self.pipeline, steps=(*self.pipeline.steps, step))
         _ = pipeline.known_columns  # a wrong column is an error here, not in an hour
-        return self._derive(pipeline)
+        if is_one_to_one(step):
+            return self._derive(pipeline)
+        if isinstance(step, FilterExpression) and not self.pipeline.tail:
+            step.check(self.schema)
+        return self._stream(replace(self.what, spec=Spec(pipeline)))
+
+    def _with_stage(self, stage: StageSpec) -> Stream:
+        return self._stream(replace(self.what, spec=Spec(self.pipeline, (stage,))))
+
+    def _stream(self, what: What) -> Stream:
+        if self._standing.start:
+            raise ValueError(
+                f"a state was loaded (position {self._standing.start:,}), and this would change what comes next. Add "
+                "steps first, then load the state."
+            )
+        return Stream(what, Place(self.epoch), asked=self._standing.shared.asked)
 
     def _derive(self: Self, pipeline: Pipeline, *, same_positions: bool = True) -> Self:
         """A new dataset at the same epoch and position; an error where a loaded position would mean other rows."""
@@ -409,6 +393,3 @@ class Dataset(Resumable):
         self._standing, self._engine = state["standing"], None
         register_with_torch(Dataset)
 
-
-def _names(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)

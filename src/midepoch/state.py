@@ -18,7 +18,7 @@ from midepoch.pipeline import Pipeline
 VERSION = 1
 KEY = "midepoch"
 
-_CAUSES = {
+CAUSES = {
     "data": "the files' contents are not those of the run that saved it (moved or renamed files would be accepted)",
     "rows": "another split, slice, take, skip or select than when it was saved",
     "selection": "another split, slice, take, skip or select than when it was saved",
@@ -26,7 +26,7 @@ _CAUSES = {
     "aligned": "the files are mapped now and were fetched when it was saved, or the other way round",
     "seed": "shuffle() was given another seed",
     "window": "shuffle() was given another window",
-    "pipeline": "a map was added, left out, or changed between batched and not",
+    "pipeline": "a step was added, left out, moved, or given other parameters that move rows",
 }
 
 
@@ -90,7 +90,7 @@ def save(belongs: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
 
 def check(state: Any) -> None:
     """Raise StateError unless this is a state that can be read, whatever it belongs to."""
-    _parse(state)
+    parse(state)
 
 
 def one_of(state: Any, cut: Cut) -> Any:
@@ -99,12 +99,12 @@ def one_of(state: Any, cut: Cut) -> Any:
         return state
     if not state:
         raise StateError("a list of the states of all ranks is empty.")
-    found = [_parse(one) for one in state]
+    found = [parse(one) for one in state]
     skipping = all(one["shard"] is not None for one in found)  # then each rank has a place of its own
     places = {(one["epoch"], one["position"]) for one in found}
     if len(places) > 1 and not skipping and not _one_place(found):
         at = [f"rank {rank}: epoch {one['epoch']}, position {one['position']}" for rank, one in enumerate(found)]
-        raise _apart(
+        raise apart(
             "position",
             f"the ranks were not at the same step when these states were saved ({'; '.join(at[:4])}"
             f"{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all ranks behind the "
@@ -114,7 +114,7 @@ def one_of(state: Any, cut: Cut) -> Any:
     for rank, one in enumerate(found):
         for name in _TYPES.keys() - free:
             if one[name] != found[0][name]:
-                raise _apart(
+                raise apart(
                     name,
                     f"the list holds states of different runs: {name} is {found[0][name]!r} on rank 0 and "
                     f"{one[name]!r} on rank {rank}. Nothing was changed.",
@@ -124,7 +124,7 @@ def one_of(state: Any, cut: Cut) -> Any:
     return state[max(range(len(found)), key=lambda rank: (found[rank]["epoch"], found[rank]["position"]))]
 
 
-def _apart(field: str, text: str) -> CheckpointMismatchError:
+def apart(field: str, text: str) -> CheckpointMismatchError:
     """Ranks that differ among themselves, not from what is here."""
     problem = CheckpointMismatchError(text)
     problem.field = field
@@ -141,13 +141,15 @@ def _one_place(found: Sequence[Mapping[str, Any]]) -> bool:
 
 def load(state: Any, pipeline: Pipeline) -> Resumed:
     """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing."""
-    found = _parse(one_of(state, pipeline.cut))
+    found = parse(one_of(state, pipeline.cut))
     current = identity(pipeline)
     for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline"):
         if name == "seed" and pipeline.seed_drawn and found["scope"] == current["scope"]:
             continue
         if found[name] != current[name]:
-            raise CheckpointMismatchError(name, found[name], current[name], _CAUSES[name])
+            raise CheckpointMismatchError(name, found[name], current[name], CAUSES[name])
+    if found["flow"]:
+        raise CheckpointMismatchError("pipeline", "rows in lanes", "rows at positions", CAUSES["pipeline"])
     if found["position"] > found["rows"]:
         raise StateError(f"the state is damaged: position {found['position']} of {found['rows']} rows.")
     worker = (found["worker"], found["workers"], found["shards"]) if found["workers"] else None
@@ -196,12 +198,20 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "batch": (int,),
     "shard": (int, type(None)),
     "aligned": (bool,),
+    "flow": (str,),
+    "known": (str,),
+    "parts": (str,),
+    "changes": (str,),
+    "epoch_outputs": (int,),
 }
-_DEFAULTS = {"worker": 0, "workers": 0, "shards": 1, "round": 0, "batch": 0, "shard": None, "aligned": False}
+_DEFAULTS = {
+    "worker": 0, "workers": 0, "shards": 1, "round": 0, "batch": 0, "shard": None, "aligned": False,
+    "flow": "", "known": "0/1", "parts": "", "changes": "", "epoch_outputs": 0,
+}
 _MOST_LANES = 2**31
 
 
-def _parse(state: Any) -> dict[str, Any]:
+def parse(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         raise StateError(f"a state is a dict as state_dict() returns it, got {type(state).__name__}.")
     version = state.get(KEY)

@@ -19,7 +19,7 @@ _SMALL = 4096
 _TABLE_LIMIT = 1 << 16
 
 
-def _mix(x: Int64Array, key: np.uint64) -> npt.NDArray[np.uint64]:
+def hashed(x: Int64Array, key: np.uint64) -> npt.NDArray[np.uint64]:
     """A 64-bit hash of x under a key (the mixer of splitmix64, twice: once to spread the key, once for x)."""
     h = x.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for _ in range(2):
@@ -56,7 +56,7 @@ class Bijection:
         self._sorted: Int64Array | None = None
         self._tables: list[Int64Array] | None = None
         if n <= _SMALL:
-            self._sorted = np.argsort(_mix(np.arange(n, dtype=np.int64), keys[0]), kind="stable").astype(np.int64)
+            self._sorted = np.argsort(hashed(np.arange(n, dtype=np.int64), keys[0]), kind="stable").astype(np.int64)
             return
         # The rounds' hashes of up to 65,536 values fit the cache and cost a look-up: 3 times faster than hashing.
         if self._a <= _TABLE_LIMIT:
@@ -69,7 +69,7 @@ class Bijection:
     def _hash(self, x: Int64Array, i: int) -> Int64Array:
         """x in the domain of round i -> a value in the range of the half that it shifts."""
         span = np.uint64(self._a if i % 2 == 0 else self._b)
-        return (((_mix(x, self._keys[i]) >> np.uint64(32)) * span) >> np.uint64(32)).astype(np.int64)
+        return (((hashed(x, self._keys[i]) >> np.uint64(32)) * span) >> np.uint64(32)).astype(np.int64)
 
     def _once(self, x: Int64Array) -> Int64Array:
         a, b = self._a, self._b

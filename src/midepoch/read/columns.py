@@ -6,6 +6,7 @@ on whole arrays and one copy. Columns of other layouts (structs, lists of lists,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,6 +81,20 @@ class Located:
         """The values of rows start to stop, copied once into memory of their own."""
         data = gather(self.addresses[start:stop], self.width)
         return data.view(self.dtype).reshape(stop - start, *self.shape)
+
+    def at(self, places: Any) -> Located:
+        """Those at some places: a slice, or an array of numbers."""
+        return Located(self.addresses[places], self.width, self.dtype, self.shape)
+
+    def alike(self, other: Located) -> bool:
+        """Whether both make arrays of one kind."""
+        return (self.width, self.dtype, self.shape) == (other.width, other.dtype, other.shape)
+
+    @staticmethod
+    def join(parts: Sequence[Located]) -> Located:
+        """Rows of several sources one after the other."""
+        first = parts[0]
+        return Located(np.concatenate([part.addresses for part in parts]), first.width, first.dtype, first.shape)
 
     def touch(self, start: int, stop: int) -> None:
         """Have the system read the pages of rows start to stop, if they are not in memory: a byte of each page."""

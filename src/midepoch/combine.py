@@ -1,0 +1,88 @@
+"""mix, concat and zip: several datasets or streams as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from midepoch.errors import ColumnError
+from midepoch.flow.spec import Combination, Concat, Mix, Spec, Zip
+from midepoch.flow.standing import What
+from midepoch.order.keys import check_seed
+from midepoch.stream import Stream, lanes_of, spec_of
+
+
+def mix(sources: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0, stop: str = "first") -> Stream:
+    """Outputs of several datasets or streams in turn, as often as their weights say: a ``Stream``.
+
+    In every span of positions (as short as the weights allow: 10 for 0.5, 0.3, 0.2) each source comes exactly as often
+    as its weight says; ``seed`` decides in which order. Without weights each comes as often as the others.
+
+    ``stop="first"`` ends an epoch where a source has nothing left; with "all" sources that end are gone through again,
+    shuffled anew, until every one has ended once; with "never" the epoch has no end.
+
+    On resume the weights may be others, and sources may be added or left out: those that remain go on where they were,
+    which is logged and recorded in ``changes``.
+
+        mixed = midepoch.mix([web.shuffle(seed=1), code.shuffle(seed=2)], weights=[0.7, 0.3], seed=3, stop="all")
+    """
+    parts = _parts(sources, "mix")
+    chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
+    if len(chosen) != len(parts):
+        raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
+    if not all(math.isfinite(weight) and weight > 0 for weight in chosen):
+        raise ValueError(f"mix: weights must be above 0, got {chosen}; leave a source out that is not to come")
+    _check_columns(parts, "mix")
+    return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop), sources)
+
+
+def concat(sources: Sequence[Any]) -> Stream:
+    """One dataset or stream after the other: a ``Stream``. (Each lane goes through its part of all of them.)"""
+    parts = _parts(sources, "concat")
+    _check_columns(parts, "concat")
+    return _stream(Concat(parts), sources)
+
+
+def zip(sources: Sequence[Any]) -> Stream:  # noqa: A001  (the name that the field uses; not imported by itself)
+    """Datasets or streams side by side, until the shortest ends: rows with the columns of all. A ``Stream``."""
+    parts = _parts(sources, "zip")
+    names = [name for part in parts for name in part.known_columns or ()]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ColumnError(f"zip: {', '.join(map(repr, twice))} in two of the parts: rename_columns in one of them.")
+    return _stream(Zip(parts), sources)
+
+
+def _parts(sources: Any, what: str) -> tuple[Spec, ...]:
+    if not isinstance(sources, (list, tuple)) or not sources:
+        raise TypeError(f"{what} takes a list of datasets or streams, got {sources!r:.60}")
+    return tuple(spec_of(source) for source in sources)
+
+
+def _check_columns(parts: Sequence[Spec], what: str) -> None:
+    """Where columns are known without running anything, they must be the same, and of one type."""
+    known = [(number, names) for number, part in enumerate(parts) if (names := part.known_columns) is not None]
+    for number, names in known[1:]:
+        first, expected = known[0]
+        if set(names) != set(expected):
+            raise ColumnError(
+                f"{what}: source {first} has the columns {', '.join(expected)}, source {number} has {', '.join(names)}: "
+                "bring them to the same columns (select_columns, rename_columns, map) first."
+            )
+    plain = [(number, part.leaves[0]) for number, part in enumerate(parts) if part.plain]
+    for number, leaf in plain[1:]:
+        first, other = plain[0]
+        for name, source_name in leaf.head.items():
+            kinds = [other.source.schema.field(other.head[name]).type, leaf.source.schema.field(source_name).type]
+            if kinds[0] != kinds[1]:
+                raise ColumnError(
+                    f"{what}: column {name!r} is {kinds[0]} in source {first} and {kinds[1]} in source {number}: "
+                    "map it to one type first."
+                )
+
+
+def _stream(base: Combination, sources: Sequence[Any]) -> Stream:
+    formats = {source.what.format for source in sources}
+    lanes, given = lanes_of(sources)
+    return Stream(What(Spec(base), formats.pop() if len(formats) == 1 else None, lanes=lanes, lanes_chosen=given))

@@ -1,0 +1,208 @@
+"""Several flows as one: mixed by weights, one after the other, or side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.errors import ColumnError, MidepochError
+from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Taken, joined, real
+from midepoch.flow.spec import Mix
+from midepoch.order.mixing import Schedule
+from midepoch.transforms import Batch
+
+Int64Array = npt.NDArray[np.int64]
+Open = Callable[[int, int, At], Flow]
+"""Opens a part by its number, in an epoch, at a cursor."""
+
+_FIRST, _MOST = 64, 4096
+
+
+class Growing:
+    """How many outputs to make at once: a few at first, so that the first batch comes soon."""
+
+    def __init__(self) -> None:
+        self._size = _FIRST
+
+    def next(self) -> int:
+        size, self._size = self._size, min(2 * self._size, _MOST)
+        return size
+
+
+class Mixed:
+    """Cursor: [position, era, [[pass, whether it was exhausted before, cursor of the part], …]].
+
+    A part that ends is gone through again in an epoch of its own, unless the first end is that of the mix.
+    """
+
+    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: int, cursor: At) -> None:
+        self._mix, self._epoch, self._growing = mix, epoch, Growing()
+        self._position, self._era, parts = cursor
+        self._schedule = Schedule(mix.counts, mix.seed, epoch, lane, self._era)
+        self._parts = [
+            _Part(number, open_part, start[2][number][2], epoch, *part, again=mix.stop != "first")
+            for number, part in enumerate(parts)
+        ]
+        self._ended = False
+
+    def pull(self) -> Chunk | None:
+        if self._ended or (self._mix.stop == "all" and all(part.exhausted for part in self._parts)):
+            return None
+        size, first = self._growing.next(), self._position
+        sources = self._schedule.sources(first, first + size)
+        places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
+        draws = [part.draw(len(found)) for part, found in zip(self._parts, places, strict=True)]
+        end = self._end(draws, places)
+        if end is not None:
+            self._ended, size = True, end
+        self._position += size
+        era = self._era
+
+        def at(outputs: int) -> At:
+            counts = np.bincount(sources[:outputs], minlength=len(draws)).tolist()
+            return [first + outputs, era, [draw.at(count) for draw, count in zip(draws, counts, strict=True)]]
+
+        return Chunk(_in_order([draw.items() for draw in draws], places, size), at)
+
+    def _end(self, draws: Sequence[_Draw], places: Sequence[Int64Array]) -> int | None:
+        """Where the mix ends among the positions of this chunk, if it does: where the part that ends it is needed."""
+        ends = sorted(
+            (int(found[count]), number)
+            for number, (draw, found) in enumerate(zip(draws, places, strict=True))
+            for count in draw.ends
+        )
+        if self._mix.stop == "first":
+            return ends[0][0] if ends else None
+        if self._mix.stop == "never":
+            return None
+        before = {number for number, draw in enumerate(draws) if draw.exhausted}
+        for place, number in ends:
+            before.add(number)
+            if len(before) == len(draws):
+                return place
+        return None
+
+
+class _Part:
+    """One flow of a mix, pass after pass."""
+
+    def __init__(
+        self, number: int, open_part: Open, start: At, epoch: int, run: int, exhausted: int, cursor: At, *, again: bool
+    ) -> None:
+        self._number, self._open, self._start, self._epoch, self._again = number, open_part, start, epoch, again
+        self._pass, self.exhausted = run, bool(exhausted)
+        self._intake = Intake(open_part(number, pair(epoch, run), cursor), cursor)
+        self._found = cursor != start  # something came of this pass
+
+    def draw(self, count: int) -> _Draw:
+        """The next outputs; fewer only if the part has ended and is not gone through again."""
+        before = [self._pass, int(self.exhausted), self._intake.cursor]
+        taken: list[tuple[int, Taken]] = []
+        ends: list[int] = []
+        exhausted, got = self.exhausted, 0
+        while got < count:
+            some = self._intake.take(count - got)
+            if some.count:
+                taken.append((self._pass, some))
+                got, self._found = got + some.count, True
+            if got < count:
+                ends.append(got)
+                self.exhausted = True
+                if not self._again:
+                    break
+                if not self._found:
+                    raise MidepochError(f"source {self._number} of a mix yields nothing: leave it out, or stop='first'.")
+                self._pass, self._found = self._pass + 1, False
+                self._intake = Intake(self._open(self._number, pair(self._epoch, self._pass), self._start), self._start)
+        return _Draw(before, taken, ends, exhausted)
+
+
+class _Draw:
+    """What was taken of a part at once. ``ends``: behind how many outputs it had to begin again, or could not go on."""
+
+    def __init__(self, before: At, taken: list[tuple[int, Taken]], ends: list[int], exhausted: bool) -> None:
+        self._before, self._taken, self.ends, self.exhausted = before, taken, ends, exhausted
+
+    def items(self) -> Items | None:
+        return joined([taken.items() for _, taken in self._taken]) if self._taken else None
+
+    def at(self, count: int) -> At:
+        """The part's entry in the cursor, behind the first ``count``: it begins again only when more is needed."""
+        if not count:
+            return self._before
+        exhausted = int(self.exhausted or any(end < count for end in self.ends))
+        for run, taken in self._taken:
+            if count <= taken.count:
+                return [run, exhausted, taken.at(count)]
+            count -= taken.count
+        raise AssertionError("a cursor behind more than was taken")
+
+
+def pair(epoch: int, run: int) -> int:
+    """A number for each pair, no two the same, and small: (0, 0), (1, 0), (0, 1), (2, 0) … are 0, 1, 2, 3 …"""
+    return (epoch + run) * (epoch + run + 1) // 2 + run
+
+
+def _in_order(parts: Sequence[Items | None], places: Sequence[Int64Array], size: int) -> Items:
+    """Outputs of the parts, each at its place, up to the end."""
+    found = [(items, where[: len(items)]) for items, where in zip(parts, places, strict=True) if items is not None]
+    if not found:
+        none = np.zeros(0, np.int64)
+        return Batch({}, none, none, True)
+    order = np.argsort(np.concatenate([where for _, where in found]), kind="stable")
+    return joined([items for items, _ in found]).keep(order[:size])
+
+
+class Concatenated:
+    """Cursor: [number of the part, its cursor]."""
+
+    def __init__(self, open_part: Callable[[int, At], Flow], starts: Sequence[At], cursor: At) -> None:
+        self._open, self._starts = open_part, starts
+        self._number, inner = cursor
+        self._flow = open_part(self._number, inner)
+
+    def pull(self) -> Chunk | None:
+        while True:
+            chunk = self._flow.pull()
+            number = self._number
+            if chunk is not None:
+                inner = chunk.at
+                return Chunk(chunk.items, lambda outputs: [number, inner(outputs)])
+            if number + 1 >= len(self._starts):
+                return None
+            self._number += 1
+            self._flow = self._open(self._number, self._starts[self._number])
+
+
+class Zipped:
+    """Cursor: [cursor of each part]."""
+
+    def __init__(self, open_part: Callable[[int, At], Flow], cursor: At) -> None:
+        self._intakes = [Intake(open_part(number, inner), inner) for number, inner in enumerate(cursor)]
+        self._growing = Growing()
+        self._ended = False
+
+    def pull(self) -> Chunk | None:
+        if self._ended:
+            return None
+        size = self._growing.next()
+        taken = [intake.take(size) for intake in self._intakes]
+        count = min(each.count for each in taken)
+        self._ended = count < size
+        if not count:
+            return None
+        batches = [real(each.items()).slice(0, count) for each in taken]
+        columns: dict[str, Any] = {}
+        for batch in batches:
+            twice = columns.keys() & batch.columns.keys()
+            if twice:
+                raise ColumnError(f"zip: two of the parts have a column {min(twice)!r}: rename it in one of them.")
+            columns.update(batch.columns)
+        owned = all(batch.owned for batch in batches)
+        nullable = {name: paths for batch in batches for name, paths in batch.nullable.items()}
+        first = batches[0]
+        made = Batch(columns, first.rows, first.places, owned, nullable, first.ordinals)
+        return Chunk(made, lambda outputs: [each.at(outputs) for each in taken])

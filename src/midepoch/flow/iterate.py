@@ -1,0 +1,103 @@
+"""Iterating a stream in one process: rows one by one, or batches, with a state that follows delivery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from midepoch.flow.chunk import real
+from midepoch.flow.lanes import Deal, Lanes, Place
+from midepoch.resumable import HasState
+from midepoch.transforms import finish, present, present_rows
+
+_FIRST, _MOST = 1, 256
+
+
+class Owner(Protocol):
+    """The stream behind an iterator."""
+
+    def save_at(self, place: Place) -> dict[str, Any]: ...
+
+    def start_at(self, state: Mapping[str, Any]) -> tuple[Place, Lanes]: ...
+
+    def epoch_over(self, iterator: Any, place: Place) -> None: ...
+
+
+class _Iterator(HasState):
+    def __init__(self, start: tuple[Place, Lanes], owner: Owner, kind: str) -> None:
+        self._owner, self._kind = owner, kind
+        self._begin(start)
+
+    def _begin(self, start: tuple[Place, Lanes]) -> None:
+        self._start, self._lanes = start
+        self._deal: Deal | None = None
+        self._given = 0  # outputs of the deal that were handed over
+        self._ended = False
+
+    def __iter__(self) -> Any:
+        return self
+
+    @property
+    def place(self) -> Place:
+        """Just behind the last output handed over."""
+        if self._ended:
+            return self._lanes.place()
+        if self._deal is None:
+            return self._start
+        return self._deal.place(self._given if self._given < self._size else None)
+
+    _size = 0
+
+    def _take(self, count: int) -> Any:
+        """The next outputs of this process, or StopIteration."""
+        while True:
+            deal = self._lanes.take(count) if not self._ended else None
+            if deal is None:
+                if not self._ended:
+                    self._ended = True
+                    self._owner.epoch_over(self, self.place)
+                raise StopIteration
+            self._deal, self._given, self._size = deal, 0, len(deal.items)
+            if self._size:
+                return real(deal.items)
+            self._given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Just behind the last output handed over."""
+        return self._owner.save_at(self.place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was saved."""
+        self._begin(self._owner.start_at(state))
+
+
+class StreamRows(_Iterator):
+    """One output after the other, Stateful in the sense of torchdata."""
+
+    def _begin(self, start: tuple[Place, Lanes]) -> None:
+        super()._begin(start)
+        self._rows: list[Any] = []
+        self._next = _FIRST
+
+    def __next__(self) -> Any:
+        if self._given >= self._size:
+            batch = self._take(self._next)
+            self._rows, self._next = present_rows(batch, self._kind), min(2 * self._next, _MOST)
+        row = self._rows[self._given]
+        self._given += 1
+        return row
+
+
+class StreamBatches(_Iterator):
+    """Batches of outputs, as columns."""
+
+    def __init__(self, start: tuple[Place, Lanes], owner: Owner, kind: str, count: int, drop_last: bool) -> None:
+        self._count, self._drop_last = count, drop_last
+        super().__init__(start, owner, kind)
+
+    def __next__(self) -> Any:
+        batch = self._take(self._count)
+        if self._drop_last and len(batch) < self._count:
+            batch = self._take(self._count)  # the end: StopIteration
+        self._given = self._size
+        return finish(present(batch, self._kind), self._kind)

@@ -1,0 +1,184 @@
+"""The lanes of a flow side by side: the next output is always that of the lane that has had the fewest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.flow.chunk import At, Intake, Items, Taken, joined
+from midepoch.flow.open import open_flow, start
+from midepoch.flow.rows import Bundles
+from midepoch.flow.spec import Spec
+from midepoch.flow.stages import Packing
+from midepoch.order import Cut
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LaneAt:
+    """Where a lane stands: how many outputs it has had in this epoch, whether it is known to have ended, its cursor."""
+
+    outputs: int
+    ended: bool
+    cursor: At
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a flow stands: an epoch, and its lanes, as far as they are known. With no lanes: at its beginning.
+
+    ``known``: the lanes that are listed, those that are ``known.index`` modulo ``known.count``.
+    """
+
+    epoch: int = 0
+    lanes: Mapping[int, LaneAt] = field(default_factory=dict)
+    known: Cut = field(default_factory=Cut)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.lanes)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left, so far as that is known."""
+        return bool(self.lanes) and all(at.ended for at in self.lanes.values())
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs all processes together have had, if all have had as many as those that are known."""
+        return sum(at.outputs for at in self.lanes.values()) * self.known.count
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which outputs a process gets: those of its lanes, or, where several share them, every ``cut.count``-th of those."""
+
+    lanes: Cut
+    cut: Cut
+
+    @staticmethod
+    def of(lanes: int, process: Cut) -> Share:
+        """``process`` of its world: the outputs that are its index modulo the count, if all lanes are dealt in turn."""
+        groups = gcd(lanes, process.count)
+        inner = Cut(process.index // groups, process.count // groups)
+        return Share(Cut(process.index % groups, groups), inner)
+
+
+class Lanes:
+    """The lanes of one process, from a place on."""
+
+    def __init__(self, spec: Spec, lanes: int, share: Share, bundles: Bundles, place: Place) -> None:
+        self._share, self._before = share, place
+        self.packing = Packing()
+        self.numbers = share.lanes.positions(0, lanes).tolist()
+        fresh = LaneAt(0, False, start(spec))
+        stands = [place.lanes.get(lane, fresh) for lane in self.numbers]
+        self.outputs = np.array([at.outputs for at in stands], dtype=np.int64)
+        self.live = [not at.ended for at in stands]
+        self.intakes = [
+            Intake(open_flow(spec, bundles, self.packing, place.epoch, Cut(lane, lanes), at.cursor), at.cursor)
+            for lane, at in zip(self.numbers, stands, strict=True)
+        ]
+
+    def take(self, count: int) -> Deal | None:
+        """The next ``count`` outputs of this process, fewer at the end; None if there are none for anybody.
+
+        Those that other processes get of the same lanes are made here, too, and left out.
+        """
+        wanted, before = count * self._share.cut.count, self.outputs.copy()
+        taken: list[tuple[int, Taken]] = []
+        while wanted and any(self.live):
+            for lane, quota in self._deal(wanted):
+                some = self.intakes[lane].take(quota)
+                if some.count < quota:
+                    self.live[lane] = False
+                if some.count:
+                    taken.append((lane, some))
+                self.outputs[lane] += some.count
+                wanted -= some.count
+        return Deal(self, self._before.epoch, self._share, before, taken) if taken else None
+
+    def place(self) -> Place:
+        """Behind all that was taken."""
+        stands = {
+            lane: LaneAt(int(outputs), not live, intake.cursor)
+            for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
+        }
+        return Place(self._before.epoch, stands, self._share.lanes)
+
+    def _deal(self, count: int) -> list[tuple[int, int]]:
+        """How many of the next outputs are to come from each lane that has not ended, if all of them have enough."""
+        if len(self.live) == 1:
+            return [(0, count)]
+        live = np.flatnonzero(self.live)
+        had = self.outputs[live]
+        order = np.argsort(had, kind="stable")  # the lanes are in order: of equals the first comes first
+        rising = had[order]
+        # Filling up the lanes that have had the fewest, like water: ``level`` is how many each has had then.
+        needed = rising * np.arange(1, len(rising) + 1) - np.cumsum(rising)
+        filled = int(np.searchsorted(needed, count, side="right"))
+        level, over = divmod(count + int(rising[:filled].sum()), filled)
+        quotas = np.zeros(len(live), dtype=np.int64)
+        quotas[order[:filled]] = level - rising[:filled]
+        quotas[np.sort(order[:filled])[:over]] += 1
+        return [(int(lane), int(quota)) for lane, quota in zip(live, quotas, strict=True) if quota]
+
+
+class Deal:
+    """Outputs that were taken of the lanes together, and the place behind each of them until more are taken."""
+
+    def __init__(
+        self, lanes: Lanes, epoch: int, share: Share, before: Int64Array, taken: list[tuple[int, Taken]]
+    ) -> None:
+        self._lanes, self._epoch, self._share, self._before, self._taken = lanes, epoch, share, before, taken
+        self.total = sum(some.count for _, some in taken)
+        """Outputs of all processes that share these lanes."""
+
+    @cached_property
+    def _lane_of(self) -> Int64Array:
+        """The lane of each output, in the order in which they come."""
+        lanes = np.concatenate([np.full(some.count, lane) for lane, some in self._taken])
+        return lanes if self._order is None else lanes[self._order]
+
+    @cached_property
+    def _order(self) -> Int64Array | None:
+        """In which order the outputs come; None: as they were taken."""
+        if len({lane for lane, _ in self._taken}) == 1:
+            return None
+        had, turns, lanes = self._before.tolist(), [], []
+        for lane, some in self._taken:
+            turns.append(np.arange(had[lane], had[lane] + some.count))
+            lanes.append(np.full(some.count, lane))
+            had[lane] += some.count
+        return np.lexsort((np.concatenate(lanes), np.concatenate(turns)))
+
+    @cached_property
+    def items(self) -> Items:
+        """The outputs of this process: maybe none, if all are of others."""
+        found = joined([some.items() for _, some in self._taken])
+        cut, order = self._share.cut, self._order
+        if cut.count > 1:
+            mine = np.arange(cut.index, self.total, cut.count)
+            order = mine if order is None else order[mine]
+        return found if order is None else found.keep(order)
+
+    def place(self, own: int | None = None) -> Place:
+        """Behind the first ``own`` outputs of this process (and what others get until then), or behind all."""
+        count = self.total if own is None else min(self.total, own * self._share.cut.count)
+        done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
+        stands = {}
+        for lane, number in enumerate(self._lanes.numbers):
+            mine, left = [some for at, some in self._taken if at == lane], done[lane]
+            cursor = mine[0].at(0) if mine else self._lanes.intakes[lane].cursor
+            for some in mine:
+                if left:
+                    cursor, left = some.at(min(left, some.count)), max(0, left - some.count)
+            ended = count == self.total and not self._lanes.live[lane]
+            stands[number] = LaneAt(int(self._before[lane]) + done[lane], ended, cursor)
+        return Place(self._epoch, stands, self._share.lanes)

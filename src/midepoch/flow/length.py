@@ -1,0 +1,95 @@
+"""How many outputs an epoch has: known, or estimated from how far the lanes have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from midepoch.flow.chunk import At
+from midepoch.flow.lanes import Place
+from midepoch.flow.spec import Concat, Local, Mix, Spec, Window
+from midepoch.pipeline import Pipeline, is_one_to_one
+
+
+def known_length(spec: Spec) -> int | None:
+    """Outputs of an epoch, where arithmetic tells."""
+    for stage in spec.stages:
+        if not (isinstance(stage, Window) or (isinstance(stage, Local) and all(map(is_one_to_one, stage.steps)))):
+            return None
+        if isinstance(stage, Local) and any(getattr(step, "on_error", "raise") == "skip" for step in stage.steps):
+            return None
+    base = spec.base
+    if isinstance(base, Pipeline):
+        return base.rows if base.one_to_one and not base.can_skip else None
+    parts = [known_length(part) for part in base.parts]
+    if isinstance(base, Mix) or None in parts:
+        return None
+    counts = [part for part in parts if part is not None]
+    return sum(counts) if isinstance(base, Concat) else min(counts)
+
+
+def estimated_length(spec: Spec, place: Place, lanes: int) -> float | None:
+    """Outputs of an epoch, if what is left is like what was seen; None if nothing was, or it never ends."""
+    if (known := known_length(spec)) is not None:
+        return known
+    if not place.lanes:
+        return None
+    cursors = [at.cursor for at in place.lanes.values()]
+    outputs = sum(at.outputs for at in place.lanes.values())
+    if place.ended:
+        return outputs * lanes / len(cursors)
+    return _estimate(spec, cursors, outputs, len(cursors) / lanes)
+
+
+def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, part: float) -> float | None:
+    """``part``: which part of all lanes these are. ``outputs``: how many came of them."""
+    if spec.stages:
+        before = Spec(spec.base, spec.stages[:-1])
+        inner = [at[0] for at in cursors]
+        seen = _seen(before, inner)
+        whole = _estimate(before, inner, seen, part) if not isinstance(before.base, Pipeline) else before.base.rows
+        return whole * outputs / seen if seen and whole is not None else None
+    base = spec.base
+    if isinstance(base, Pipeline):
+        seen = _seen(spec, cursors)
+        return base.rows * outputs / seen if seen else None
+    if isinstance(base, Concat):
+        total, seen = sum(leaf.rows for leaf in spec.leaves), _seen(spec, cursors)
+        return total * outputs / seen if seen else None
+    if not isinstance(base, Mix):
+        found = [_estimate(one, [at[n] for at in cursors], outputs, part) for n, one in enumerate(base.parts)]
+        return min((each for each in found if each is not None), default=None)
+    if base.stop == "never":
+        return None
+    lengths = []
+    for number, one in enumerate(base.parts):
+        share = base.counts[number] / sum(base.counts)
+        entries = [at[2][number] for at in cursors]
+        if any(entry[0] for entry in entries):  # gone through at least once: about as often as it has come by now
+            runs = sum(entry[0] for entry in entries) / len(entries)
+            length: float | None = outputs * share / part / max(runs, 1.0)
+        else:
+            length = _estimate(one, [entry[2] for entry in entries], outputs * share, part)
+        if length is not None:
+            lengths.append(length / share)
+    if len(lengths) < len(base.parts):
+        return None
+    return min(lengths) if base.stop == "first" else max(lengths)
+
+
+def _seen(spec: Spec, cursors: Sequence[At]) -> float:
+    """How many rows (of a mix: outputs) have been gone through so far."""
+    if spec.stages:
+        return _seen(Spec(spec.base, spec.stages[:-1]), [at[0] for at in cursors])
+    base = spec.base
+    if isinstance(base, Pipeline):
+        return float(sum(at[0] for at in cursors))
+    if isinstance(base, Mix):
+        return float(sum(at[0] for at in cursors))
+    if isinstance(base, Concat):
+        lanes = base.parts[0].leaves[0].order.lanes
+        return sum(
+            sum(leaf.rows for part in base.parts[: at[0]] for leaf in part.leaves) / lanes
+            + _seen(base.parts[at[0]], [at[1]])
+            for at in cursors
+        )
+    return _seen(base.parts[0], [at[0] for at in cursors])

@@ -1,0 +1,92 @@
+"""Opening a flow at a cursor; the cursor at which it begins; and whether a cursor is one of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midepoch.errors import StateError
+from midepoch.flow.chunk import At, Flow
+from midepoch.flow.combined import Concatenated, Mixed, Zipped
+from midepoch.flow.rows import Bundles, Referred, Rows
+from midepoch.flow.spec import Concat, Mix, Spec
+from midepoch.flow.stages import Packing, stage
+from midepoch.order import Cut
+from midepoch.pipeline import Pipeline
+
+
+def open_flow(spec: Spec, bundles: Bundles, packing: Packing, epoch: int, lane: Cut, cursor: At, leaf: int = 0) -> Flow:
+    """One lane of a flow, from a cursor on. ``leaf`` is the number of its first source among all."""
+    if spec.stages:
+        before = Spec(spec.base, spec.stages[:-1])
+
+        def source(inner: At) -> Flow:
+            return open_flow(before, bundles, packing, epoch, lane, inner, leaf)
+
+        return stage(spec.stages[-1], source, cursor, spec.seed, epoch, packing)
+    base = spec.base
+    if isinstance(base, Pipeline):
+        kind = Referred if spec.plain else Rows
+        return kind(bundles, leaf, epoch, lane, cursor)
+    firsts = [leaf]
+    for part in base.parts:
+        firsts.append(firsts[-1] + len(part.leaves))
+
+    def open_part(number: int, of_epoch: int, inner: At) -> Flow:
+        return open_flow(base.parts[number], bundles, packing, of_epoch, lane, inner, firsts[number])
+
+    if isinstance(base, Mix):
+        return Mixed(base, open_part, start(spec), epoch, lane.index, cursor)
+    if isinstance(base, Concat):
+        starts = [start(part) for part in base.parts]
+        return Concatenated(lambda number, inner: open_part(number, epoch, inner), starts, cursor)
+    return Zipped(lambda number, inner: open_part(number, epoch, inner), cursor)
+
+
+def start(spec: Spec) -> At:
+    """The cursor at the beginning of an epoch."""
+    found: At = [0, 0]
+    if isinstance(spec.base, Mix):
+        found = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
+    elif isinstance(spec.base, Concat):
+        found = [0, start(spec.base.parts[0])]
+    elif not isinstance(spec.base, Pipeline):
+        found = [start(part) for part in spec.base.parts]
+    for _ in spec.stages:
+        found = [found, 0]
+    return found
+
+
+def check_cursor(spec: Spec, cursor: Any) -> None:
+    """Raise StateError unless this is a cursor of such a flow."""
+    if not _fits(spec, cursor):
+        raise StateError("the state is damaged: the place of a lane is not one of this pipeline.")
+
+
+def _fits(spec: Spec, cursor: Any) -> bool:
+    if spec.stages:
+        before = Spec(spec.base, spec.stages[:-1])
+        return _is_list(cursor, 2) and _is_count(cursor[1]) and _fits(before, cursor[0])
+    base = spec.base
+    if isinstance(base, Pipeline):
+        return _is_list(cursor, 2) and all(map(_is_count, cursor)) and cursor[0] <= base.rows
+    if isinstance(base, Mix):
+        return (
+            _is_list(cursor, 3)
+            and _is_count(cursor[0])
+            and _is_count(cursor[1])
+            and _is_list(cursor[2], len(base.parts))
+            and all(_is_list(one, 3) and _is_count(one[0]) and one[1] in (0, 1) for one in cursor[2])
+            and all(_fits(part, one[2]) for part, one in zip(base.parts, cursor[2], strict=True))
+        )
+    if isinstance(base, Concat):
+        inside = _is_list(cursor, 2) and _is_count(cursor[0]) and cursor[0] < len(base.parts)
+        return inside and _fits(base.parts[cursor[0]], cursor[1])
+    return _is_list(cursor, len(base.parts)) and all(map(_fits, base.parts, cursor))
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

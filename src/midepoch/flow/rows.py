@@ -1,0 +1,138 @@
+"""Where flows begin: the rows of one lane of a source, in bundles, through all steps that look at one bundle at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from midepoch.engine import Engine
+from midepoch.flow.chunk import At, Chunk, Refs
+from midepoch.order import Cut
+from midepoch.pipeline import Pipeline
+from midepoch.transforms import Batch
+
+_FIRST = 32
+_BUNDLE_BYTES = 1 << 20
+_QUICK, _SLOW = 0.02, 0.25
+"""Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
+_REFS = 4096
+
+
+class Bundle(NamedTuple):
+    """Rows ``row`` to ``stop`` of a lane of a source, in one epoch."""
+
+    leaf: int
+    epoch: int
+    lane: Cut
+    row: int
+    stop: int
+
+
+class Bundles(Protocol):
+    """Makes the bundles of lanes. ``engines``: one for every leaf, of this process."""
+
+    @property
+    def engines(self) -> Sequence[Engine]: ...
+
+    def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
+        """The outputs of the bundle that begins at a row of a lane with so many, and the row behind its last."""
+
+
+class Sizes:
+    """How large the bundles of each source are: fixed where functions get groups, else as large as is quick to make."""
+
+    def __init__(self, leaves: Sequence[Pipeline]) -> None:
+        self._fixed = [bundle_rows(leaf) for leaf in leaves]
+        self._now = [_FIRST] * len(leaves)
+
+    def now(self, leaf: int) -> int:
+        return self._fixed[leaf] or self._now[leaf]
+
+    def took(self, leaf: int, most: int, rows: int, seconds: float) -> None:
+        """Rows of a bundle were made in so many seconds; ``most`` rows are a bundle's size at most."""
+        now = self._now[leaf]
+        if seconds < _QUICK and rows >= now:
+            self._now[leaf] = min(2 * now, most)
+        elif seconds > _SLOW and rows <= now:
+            self._now[leaf] = max(1, now // 2)
+
+
+def bundle_rows(pipeline: Pipeline) -> int | None:
+    """Rows of every bundle, where functions get groups of rows: whole groups, about a thousand rows."""
+    group = pipeline.group
+    return None if group is None else group * max(1, 1024 // group)
+
+
+def make(engine: Engine, bundle: Bundle) -> Batch:
+    """The outputs of a bundle, made here and now."""
+    positions = bundle.lane.locals(bundle.row, bundle.stop)
+    engine.reached(bundle.epoch, int(positions[0]))
+    return engine.transform(bundle.epoch, engine.read(engine.chosen(bundle.epoch, positions)))
+
+
+def most_rows(engine: Engine) -> int:
+    return engine.chunk_rows(_BUNDLE_BYTES)
+
+
+class BundlesHere:
+    """Bundles made by the caller itself."""
+
+    def __init__(self, leaves: Sequence[Pipeline], *, shared: bool = False) -> None:
+        self.engines = [Engine(leaf, shared=shared) for leaf in leaves]
+        self._sizes = Sizes(leaves)
+
+    def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
+        engine, started = self.engines[leaf], time.perf_counter()
+        stop = min(row + self._sizes.now(leaf), total)
+        made = make(engine, Bundle(leaf, epoch, lane, row, stop))
+        self._sizes.took(leaf, most_rows(engine), stop - row, time.perf_counter() - started)
+        return stop, made
+
+
+class Rows:
+    """A lane of a pipeline. Cursor: [row, outputs handed over of what is made from that row on]."""
+
+    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Cut, cursor: At) -> None:
+        self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
+        self._row, self._skip = cursor
+        self._total = lane.before(bundles.engines[leaf].pipeline.rows)
+
+    def pull(self) -> Chunk | None:
+        if self._row >= self._total:
+            return None
+        first, skip = self._row, self._skip
+        stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total)
+        self._row, self._skip = stop, max(0, skip - len(made))
+        left = self._skip  # of what was handed over before: made of rows of the next bundles
+        count = max(0, len(made) - skip)
+
+        def at(outputs: int) -> At:
+            return [stop, left] if outputs == count else [first, skip + outputs]
+
+        return Chunk(made.slice(skip, len(made)) if skip else made, at)
+
+
+class Referred:
+    """A lane of a pipeline without functions: its rows are only named, and read when it is known which are wanted."""
+
+    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Cut, cursor: At) -> None:
+        self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
+        self._row = cursor[0] + cursor[1]
+        self._total = lane.before(bundles.engines[leaf].pipeline.rows)
+        self._size = _FIRST
+
+    def pull(self) -> Chunk | None:
+        if self._row >= self._total:
+            return None
+        first, stop = self._row, min(self._row + self._size, self._total)
+        self._row, self._size = stop, min(2 * self._size, _REFS)
+        engine = self._bundles.engines[self._leaf]
+        positions = self._lane.locals(first, stop)
+        engine.reached(self._epoch, int(positions[0]))
+        chosen = engine.chosen(self._epoch, positions)
+        leaves = np.full(len(chosen), self._leaf)
+        refs = Refs(self._bundles.engines, leaves, chosen, engine.locate(chosen))
+        return Chunk(refs, lambda outputs: [first + outputs, 0])

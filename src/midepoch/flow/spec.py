@@ -1,0 +1,189 @@
+"""What a flow is: a pipeline of one source, or several flows together, and the stages behind. Frozen values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from midepoch.order.mixing import spans
+from midepoch.pipeline import Pipeline, columns_after, group_of, text_of
+from midepoch.transforms import Step
+from midepoch.transforms.packing import PackSpec
+
+STOPS = ("first", "all", "never")
+
+_GROUP = 64
+"""Outputs of a stage that are put through steps at once, where no batched function asks for its own number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """Steps behind a stage, over groups of its outputs."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def size(self) -> int:
+        return group_of(self.steps) or _GROUP
+
+    @property
+    def text(self) -> str:
+        return text_of(self.steps)
+
+
+@dataclass(frozen=True)
+class Rebatch:
+    """Groups of outputs as one row each."""
+
+    size: int
+    drop_last: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"batch[{self.size}{' drop' * self.drop_last}]"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Outputs shuffled within windows of so many."""
+
+    size: int
+    seed: int
+
+    @property
+    def text(self) -> str:
+        return f"shuffle[{self.size} seed={self.seed}]"
+
+
+StageSpec = Local | Rebatch | Window | PackSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """Outputs of several flows in turn, as often as their weights say."""
+
+    parts: tuple[Spec, ...]
+    weights: tuple[float, ...]
+    seed: int
+    stop: str = "first"
+
+    def __post_init__(self) -> None:
+        if self.stop not in STOPS:
+            raise ValueError(f"stop must be one of {', '.join(map(repr, STOPS))}, got {self.stop!r}")
+        _ = self.counts
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return spans(self.weights)
+
+    @property
+    def text(self) -> str:
+        return f"mix[{self.stop} seed={self.seed}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Concat:
+    """One flow after the other."""
+
+    parts: tuple[Spec, ...]
+
+    @property
+    def text(self) -> str:
+        return "concat"
+
+
+@dataclass(frozen=True, eq=False)
+class Zip:
+    """Flows side by side, until the shortest ends: the columns of all in one row."""
+
+    parts: tuple[Spec, ...]
+
+    @property
+    def text(self) -> str:
+        return "zip"
+
+
+Combination = Mix | Concat | Zip
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """All that decides what a flow yields from a cursor on, but for the lanes."""
+
+    base: Pipeline | Combination
+    stages: tuple[StageSpec, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Pipeline, ...]:
+        """The pipelines of single sources, from left to right."""
+        if isinstance(self.base, Pipeline):
+            return (self.base,)
+        return tuple(chain.from_iterable(part.leaves for part in self.base.parts))
+
+    def with_leaves(self, leaves: Iterator[Pipeline]) -> Spec:
+        """The same with other pipelines in place of these, from left to right."""
+        if isinstance(self.base, Pipeline):
+            return replace(self, base=next(leaves))
+        parts = tuple(part.with_leaves(leaves) for part in self.base.parts)
+        return replace(self, base=replace(self.base, parts=parts))
+
+    def with_lanes(self, lanes: int) -> Spec:
+        orders = (replace(leaf, order=replace(leaf.order, lanes=lanes)) for leaf in self.leaves)
+        return self.with_leaves(orders)
+
+    @property
+    def seed(self) -> int:
+        """What the generators of functions behind a stage are made from."""
+        if isinstance(self.base, Pipeline):
+            return self.base.seed
+        return self.base.seed if isinstance(self.base, Mix) else self.base.parts[0].seed
+
+    @property
+    def plain(self) -> bool:
+        """Whether outputs are just rows of sources: then their place in memory is known without reading them."""
+        if self.stages or isinstance(self.base, Zip):
+            return False
+        if isinstance(self.base, Pipeline):
+            return not self.base.tail and not self.base.can_skip
+        return all(part.plain for part in self.base.parts)
+
+    @property
+    def known_columns(self) -> tuple[str, ...] | None:
+        """The columns of an output, or None where only running would tell."""
+        if isinstance(self.base, Pipeline):
+            names = self.base.known_columns
+        else:
+            parts = [part.known_columns for part in self.base.parts]
+            names = parts[0]
+            if isinstance(self.base, Zip):
+                names = None if None in parts else tuple(chain.from_iterable(part or () for part in parts))
+        for stage in self.stages:
+            if isinstance(stage, PackSpec):
+                names = (*stage.pads, "position_ids", "segment_ids", *["cu_seqlens"] * stage.cu_seqlens)
+            elif isinstance(stage, Local) and names is not None:
+                names = columns_after(stage.steps, names)
+        return names
+
+    @cached_property
+    def text(self) -> str:
+        """What it is in words, as far as a state depends on it."""
+        stages = [stage.text for stage in self.stages]
+        if isinstance(self.base, Pipeline):
+            return ",".join(text for text in (self.base.text, *stages) if text and text != "none") or "none"
+        return ",".join(text for text in (self.base.text, *stages) if text)
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for what it is, by which a mix knows its parts again."""
+        what = [self.text]
+        if isinstance(self.base, Pipeline):
+            shuffle = self.base.order.shuffle
+            seed = None if shuffle is None or self.base.seed_drawn else shuffle.seed
+            what += [self.base.source.fingerprint, self.base.order.selection.text]
+            what += [] if shuffle is None else [shuffle.scope, str(shuffle.window), str(seed)]
+        else:
+            what += [part.digest for part in self.base.parts]
+        return hashlib.blake2b("\n".join(what).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,189 @@
+"""Where a stream stands: its place, kept by what iterators hand out, in the main process and in torch's workers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from midepoch.errors import CheckpointMismatchError
+from midepoch.flow import state as states
+from midepoch.flow.lanes import Lanes, Place, Share
+from midepoch.flow.rows import Bundles, BundlesHere
+from midepoch.flow.spec import Spec
+from midepoch.order import Cut
+from midepoch.shared import SharedCell
+
+_log = logging.getLogger("midepoch")
+
+
+@dataclass(frozen=True, eq=False)
+class What:
+    """What a stream is. ``lanes_chosen``: the number of lanes was given, or taken over from a state."""
+
+    spec: Spec
+    format: str | None = None
+    cut: Cut = field(default_factory=Cut)
+    lanes: int = 1
+    lanes_chosen: bool = False
+    changes: tuple[str, ...] = ()
+    epoch_outputs: int = 0
+
+    def for_processes(self, count: int) -> What:
+        """With a lane for each process, unless lanes were chosen, or rows are only copied and need none."""
+        if self.lanes_chosen or self.spec.plain:
+            return self
+        return replace(self, lanes=count)
+
+    def restored(self, found: states.Restored) -> What:
+        return replace(
+            self,
+            spec=found.spec,
+            lanes=found.lanes,
+            lanes_chosen=True,
+            changes=found.changes,
+            epoch_outputs=found.epoch_outputs,
+        )
+
+    def save(self, place: Place) -> dict[str, Any]:
+        belongs = states.identity(self.spec, self.lanes)
+        return states.save(belongs, place, self.epoch_outputs, self.changes)
+
+    def open(self, process: Cut, bundles: Bundles, place: Place) -> Lanes:
+        """The lanes of one process from a place on. Raises CheckpointMismatchError if the place is another's."""
+        share = Share.of(self.lanes, process)
+        check_known(place, share, self.lanes)
+        return Lanes(self.spec, self.lanes, share, bundles, place)
+
+    def leaves(self) -> Spec:
+        """The spec with its lanes told to every source."""
+        return self.spec.with_lanes(self.lanes)
+
+
+def check_known(place: Place, share: Share, lanes: int) -> None:
+    """Raise CheckpointMismatchError if a place does not tell of lanes that are needed."""
+    missing = [lane for lane in share.lanes.positions(0, lanes).tolist() if lane not in place.lanes]
+    if place.begun and missing:
+        known = place.known
+        raise CheckpointMismatchError(
+            "flow",
+            f"the lanes {known.index}, {known.index + known.count}, … of {lanes}",
+            f"lane {missing[0]} is needed here",
+            "this is the state of one of several ranks: a rank knows only the lanes that it runs. Load the list of the "
+            "states of all ranks (any number of ranks can go on from it), or save with PipelineCheckpoint, which does so",
+        )
+
+
+class Iterating(Protocol):
+    """An iterator of a stream."""
+
+    @property
+    def place(self) -> Place: ...
+
+
+class FlowStanding:
+    """The one mutable part of a stream: an epoch, where ``iter()`` starts in it, and what was handed out last."""
+
+    def __init__(self, what: What, place: Place, asked: bool = False) -> None:
+        self.what = what
+        self.shared = SharedCell(place.epoch, asked)
+        self.start = place
+        self._latest: Iterating | None = None
+        self._delivered: Place | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"what": self.what, "shared": self.shared, "start": self.start}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        FlowStanding.__init__(self, state["what"], Place())
+        self.shared, self.start = state["shared"], state["start"]
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.shared.epoch:
+            self.shared.epoch, self.start = epoch, Place(epoch)
+            self._latest, self._delivered = None, None
+        self.shared.asked = True
+
+    def place(self) -> Place:
+        if self._latest is not None:
+            return self._latest.place
+        return self._delivered or replace(self.start, epoch=self.shared.epoch)
+
+    def save(self) -> dict[str, Any]:
+        return self.save_at(self.place())
+
+    def save_at(self, place: Place) -> dict[str, Any]:
+        state = self.what.save(place)
+        _, worker = self.share()
+        if worker is not None:
+            state["worker"], state["workers"], state["shards"] = worker
+        return state
+
+    def load(self, state: Any, allow: Collection[str] = ()) -> None:
+        """Go on from a state, or raise and change nothing."""
+        found = self.resume(state, allow)
+        self.what, self.start = self.what.restored(found), found.place
+        self._latest, self._delivered = None, None
+        if self.share()[1] is None and not (found.place.ended and self.shared.asked):
+            self.shared.epoch = found.place.epoch
+        elif self.shared.epoch != found.place.epoch:
+            self.start = Place(self.shared.epoch)  # another one was named, and nothing is left of this
+
+    def resume(self, state: Any, allow: Collection[str] = ()) -> states.Restored:
+        found = states.load(state, self.what.spec, self.what.cut, allow)
+        process, worker = self.share()
+        if found.worker != worker:
+            saved, here = found.worker, worker
+            raise CheckpointMismatchError(
+                "worker",
+                saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
+                here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
+                "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of "
+                "shards only; stream.loader(…) resumes with any",
+            )
+        check_known(found.place, Share.of(found.lanes, process), found.lanes)
+        return found
+
+    def check(self, state: Any) -> None:
+        states.load(state, self.what.spec, self.what.cut)
+
+    def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
+        """This process's share of the outputs; in a DataLoader worker, its share of the shard."""
+        data = sys.modules.get("torch.utils.data")
+        info = data.get_worker_info() if data is not None else None
+        cut = self.what.cut
+        if info is None:
+            return cut, None
+        return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
+
+    def begin(self, bundles: Bundles | None = None) -> tuple[Place, Lanes]:
+        """Where ``iter()`` starts, and the lanes from there on. At the end of an epoch that is its beginning."""
+        place, (process, worker) = replace(self.start, epoch=self.shared.epoch), self.share()
+        if worker is not None:
+            self.start = Place(place.epoch)  # in a worker a loaded state is for one iteration
+        elif place.ended and not self.shared.asked:
+            place = Place(place.epoch)
+        return place, self.open_at(place, process, bundles)
+
+    def open_at(self, place: Place, process: Cut, bundles: Bundles | None = None) -> Lanes:
+        if not place.begun:
+            self.what = self.what.for_processes(process.count)
+        here = bundles or BundlesHere(self.what.leaves().leaves, shared=process.count > 1)
+        return self.what.open(process, here, place)
+
+    def start_at(self, state: Any) -> tuple[Place, Lanes]:
+        """Where an iterator of this stream goes on that is given a state itself, as StatefulDataLoader does."""
+        self.load(state)
+        return self.begin()
+
+    def follow(self, iterator: Any) -> Any:
+        self._latest, self._delivered = iterator, None
+        return iterator
+
+    def epoch_over(self, iterator: Any, place: Place) -> None:
+        """An epoch was gone through: the next ``iter()`` starts at the beginning."""
+        if iterator is self._latest:
+            self._latest, self._delivered, self.start = None, place, Place(place.epoch)
+            self.what = replace(self.what, epoch_outputs=place.outputs)

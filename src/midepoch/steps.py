@@ -1,0 +1,205 @@
+"""The steps that datasets and streams have in common: what is done to rows, one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pyarrow.compute as pc
+
+from midepoch.checks import whole
+from midepoch.transforms import (
+    FilterExpression,
+    FilterRows,
+    FlatMap,
+    Function,
+    Map,
+    RemoveColumns,
+    RenameColumns,
+    SelectColumns,
+    Step,
+    Unbatch,
+)
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.tokenize import Tokenize
+
+Self = TypeVar("Self", bound="HasSteps")
+
+
+class HasSteps:
+    """Every call returns something new, with one step more."""
+
+    def _with_step(self, step: Step) -> Any:
+        raise NotImplementedError
+
+    @property
+    def _functions(self) -> int:
+        """How many functions there are already, which tells their generators apart."""
+        raise NotImplementedError
+
+    @property
+    def _input_format(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        """The columns, or None where only running a map would tell."""
+        raise NotImplementedError
+
+    def map(
+        self: Self,
+        function: Callable[..., Any],
+        batched: bool = False,
+        batch_size: int = 1000,
+        *,
+        one_to_one: bool = True,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        remove_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Self:
+        """Apply a function to each row (or, ``batched``, to groups of rows); what it returns is put into the row.
+
+        The function gets a dict (or the values of ``input_columns``), then, if asked for, the row's number in the
+        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and
+        the row (``batched``: a list of each). It must return one row for each row, unless ``one_to_one=False``: then
+        (``batched`` only) the rows are what it returns, more or fewer, and nothing else, and the result is a stream.
+        ``on_error="skip"`` drops rows on which it raises.
+        """
+        if not one_to_one and not batched:
+            raise ValueError("one_to_one=False needs batched=True; flat_map takes a function of one row")
+        step = Map(
+            **self._function(function, "map", batched, batch_size, with_indices, with_generator, input_columns),
+            remove_columns=names_of(remove_columns or ()),
+            fn_kwargs=dict(fn_kwargs or {}),
+            on_error=_on_error(on_error),
+            one_to_one=one_to_one,
+        )
+        if self._columns is not None:
+            check_columns(step.remove_columns, self._columns, f"map({step.name})")
+        return self._with_step(step)  # type: ignore[no-any-return]
+
+    def filter(
+        self,
+        condition: Callable[..., Any] | pc.Expression,
+        batched: bool = False,
+        batch_size: int = 1000,
+        *,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Any:
+        """Only the rows for which a function of a row (see ``map``), or a pyarrow expression, is true: a ``Stream``.
+
+        Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows at once. Null is not true.
+        """
+        if isinstance(condition, pc.Expression):
+            return self._with_step(FilterExpression(condition))
+        step = FilterRows(
+            **self._function(condition, "filter", batched, batch_size, with_indices, with_generator, input_columns),
+            fn_kwargs=dict(fn_kwargs or {}),
+            on_error=_on_error(on_error),
+        )
+        return self._with_step(step)
+
+    def flat_map(
+        self,
+        function: Callable[..., Any],
+        *,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Any:
+        """Put the rows that a function returns (a list of dicts, maybe empty) in the place of each row: a ``Stream``."""
+        step = FlatMap(
+            **self._function(function, "flat_map", False, 1, with_indices, with_generator, input_columns),
+            fn_kwargs=dict(fn_kwargs or {}),
+            on_error=_on_error(on_error),
+        )
+        return self._with_step(step)
+
+    def unbatch(self, columns: str | Sequence[str] | None = None) -> Any:
+        """A row for each element of lists (of all columns that hold lists, or of these); other columns are repeated."""
+        names = None if columns is None else names_of(columns)
+        if names is not None and self._columns is not None:
+            check_columns(names, self._columns, "unbatch")
+        return self._with_step(Unbatch(names))
+
+    def tokenize(
+        self: Self, tokenizer: Any, column: str = "text", *, output: str = "input_ids", batch_size: int = 1000, **options: Any
+    ) -> Self:
+        """Put the tokens of a text in its place: ``column`` becomes ``output``, by a Hugging Face tokenizer.
+
+        ``options`` go to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize in
+        processes of their own, each with one thread.
+        """
+        if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
+            raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
+        return self.map(
+            Tokenize(tokenizer, output, options),
+            batched=True,
+            batch_size=batch_size,
+            input_columns=column,
+            remove_columns=[] if column == output else column,
+        )
+
+    def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
+        """Only these columns; the others are not even read."""
+        return self._with_step(SelectColumns(names_of(column_names)))  # type: ignore[no-any-return]
+
+    def remove_columns(self: Self, column_names: str | Sequence[str]) -> Self:
+        """All columns but these."""
+        return self._with_step(RemoveColumns(names_of(column_names)))  # type: ignore[no-any-return]
+
+    def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
+        """Columns under new names."""
+        return self._with_step(RenameColumns(tuple(column_mapping.items())))  # type: ignore[no-any-return]
+
+    def _function(
+        self,
+        function: Any,
+        kind: str,
+        batched: bool,
+        batch_size: int,
+        with_indices: bool,
+        with_generator: bool,
+        input_columns: str | Sequence[str] | None,
+    ) -> dict[str, Any]:
+        """The arguments that maps and filters have in common, checked."""
+        if not callable(function):
+            expression = " or a pyarrow expression" if kind == "filter" else ""
+            raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
+        used = None if input_columns is None else names_of(input_columns)
+        if used is not None and self._columns is not None:
+            name = getattr(function, "__name__", type(function).__name__)
+            check_columns(used, self._columns, f"{kind}({name})")
+        return {
+            "function": function,
+            "number": self._functions,
+            "batched": batched,
+            "batch_size": whole(batch_size, f"{kind}(batch_size=…)", 1),
+            "with_indices": with_indices,
+            "with_generator": with_generator,
+            "input_columns": used,
+            "input_format": self._input_format,
+        }
+
+
+def functions_in(steps: Sequence[Step]) -> int:
+    return sum(isinstance(step, Function) for step in steps)
+
+
+def _on_error(given: str) -> str:
+    if given not in ("raise", "skip"):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {given!r}")
+    return given
+
+
+def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,0 +1,351 @@
+"""The Stream: a pipeline that changes the number of rows, and a place. Every method returns a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from midepoch.checks import whole
+from midepoch.errors import MidepochError
+from midepoch.flow.chunk import real
+from midepoch.flow.iterate import StreamBatches, StreamRows
+from midepoch.flow.lanes import Place
+from midepoch.flow.length import estimated_length, known_length
+from midepoch.flow.spec import Local, Rebatch, Spec, StageSpec, Window
+from midepoch.flow.standing import FlowStanding, What
+from midepoch.order import Cut
+from midepoch.order.keys import check_seed
+from midepoch.pipeline import Pipeline
+from midepoch.resumable import Resumable
+from midepoch.seeds import check_agreed
+from midepoch.standing import register_with_torch
+from midepoch.steps import HasSteps, functions_in
+from midepoch.transforms import Step
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.formats import check_format
+from midepoch.transforms.packing import PackSpec
+
+if TYPE_CHECKING:
+    from midepoch.loader.stream import StreamLoader
+
+Self = TypeVar("Self", bound="Stream")
+
+
+class Stages(HasSteps):
+    """The steps that make a stream of whatever they follow."""
+
+    def _with_stage(self, stage: StageSpec) -> Stream:
+        raise NotImplementedError
+
+    def batch(self, size: int, drop_last: bool = False) -> Stream:
+        """Each ``size`` rows as one row that holds a list of every column."""
+        return self._with_stage(Rebatch(whole(size, "batch", 1), drop_last))
+
+    def pack(
+        self,
+        length: int,
+        column: str = "input_ids",
+        strategy: str = "concat",
+        eos: int | None = None,
+        *,
+        pad: int = 0,
+        extra: Mapping[str, int] | None = None,
+        drop_remainder: bool = False,
+        cu_seqlens: bool = False,
+        window: int = 1024,
+    ) -> Stream:
+        """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
+
+        "concat" puts them one after the other and cuts; the last sequence of each lane is padded. "best_fit" keeps
+        documents whole where it can: each ``window`` of them goes into as few sequences as best-fit-decreasing finds,
+        each padded. ``eos`` is put behind every document. ``extra``: other columns with a value for each token, and
+        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens.
+
+        A row has ``column``, ``position_ids`` (from 0 in every piece), ``segment_ids`` (1, 2, … for the pieces, 0 for
+        padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
+        """
+        spec = PackSpec(
+            whole(length, "pack(length=…)", 1),
+            column,
+            strategy,
+            None if eos is None else whole(eos, "pack(eos=…)"),
+            pad,
+            dict(extra or {}),
+            drop_remainder,
+            cu_seqlens,
+            whole(window, "pack(window=…)", 1),
+        )
+        if self._columns is not None:
+            check_columns(list(spec.pads), self._columns, "pack")
+        return self._with_stage(spec)
+
+
+class Stream(Stages, Resumable):
+    """Outputs of a pipeline that changes the number of rows, or of several datasets together; iterable and resumable.
+
+    Made by ``filter``, ``flat_map``, ``unbatch``, ``batch``, ``pack`` and ``map(…, one_to_one=False)`` of a dataset, and
+    by ``mix``, ``concat`` and ``zip``. There are no positions: it cannot be indexed, and its length is an estimate.
+
+    Iterating yields the outputs of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning
+    of the epoch, or where a loaded state left off; a ``break`` moves nothing.
+    """
+
+    def __init__(self, what: What, place: Place | None = None, *, asked: bool = False) -> None:
+        self._standing = FlowStanding(what, place or Place(), asked)
+        register_with_torch(Stream)
+
+    # What it is
+
+    @property
+    def what(self) -> What:
+        """The frozen description of this stream."""
+        return self._standing.what
+
+    @property
+    def spec(self) -> Spec:
+        return self._standing.what.spec
+
+    def __len__(self) -> int:
+        known = known_length(self.spec)
+        if known is None:
+            raise TypeError("the length of this stream is not known: estimated_len learns it from what was seen")
+        return self.what.cut.before(known)
+
+    @property
+    def estimated_len(self) -> int | None:
+        """About how many outputs an epoch has (of this shard), learned from what was seen; None before that.
+
+        It is the number of the last epoch that was gone through; until then what is left is taken to be like what was
+        seen. Part of the state.
+        """
+        what, place = self.what, self._standing.place()
+        found: float | None = what.epoch_outputs or estimated_length(what.spec, place, what.lanes)
+        return None if found is None else round(found / what.cut.count)
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of an output. Where only running tells, this makes the first one."""
+        if (known := self._columns) is not None:
+            return list(known)
+        lanes = FlowStanding(self.what, Place(self.epoch)).begin()[1]
+        deal = lanes.take(1)
+        return list(real(deal.items).columns) if deal is not None else []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``iter()`` will go through. Setting it is ``set_epoch``."""
+        return self._standing.shared.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """How many outputs of the epoch all shards together have been handed."""
+        return self._standing.place().outputs
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was changed at resumes since the run began: weights and sources of mixes, and what was allowed."""
+        return self.what.changes
+
+    def __repr__(self) -> str:
+        what = self.what
+        parts = [what.spec.text]
+        if not isinstance(what.spec.base, Pipeline):
+            parts.append(f"{len(what.spec.base.parts)} parts")
+        if what.lanes > 1:
+            parts.append(f"{what.lanes} lanes")
+        if what.cut.count > 1:
+            parts.append(f"shard {what.cut.index} of {what.cut.count}")
+        if what.format:
+            parts.append(f"format={what.format}")
+        place = self._standing.place()
+        if place.begun:
+            parts.append(f"at epoch {place.epoch}, {place.outputs:,} outputs handed over")
+        return f"Stream({'; '.join(parts)})"
+
+    # More steps
+
+    @property
+    def _functions(self) -> int:
+        base, stages = self.spec.base, self.spec.stages
+        count = functions_in(base.steps) if isinstance(base, Pipeline) else 0
+        return count + sum(functions_in(stage.steps) for stage in stages if isinstance(stage, Local))
+
+    @property
+    def _input_format(self) -> str:
+        return self.what.format or "python"
+
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        return self.spec.known_columns
+
+    def _with_step(self: Self, step: Step) -> Self:
+        spec = self.spec
+        base, stages = spec.base, spec.stages
+        if isinstance(base, Pipeline) and not stages:
+            base = replace(base, steps=(*base.steps, step))
+        elif stages and isinstance(stages[-1], Local):
+            stages = (*stages[:-1], Local((*stages[-1].steps, step)))
+        else:
+            stages = (*stages, Local((step,)))
+        new = Spec(base, stages)
+        _ = new.known_columns  # a wrong column is an error here, not in an hour
+        return self._derive(replace(self.what, spec=new))
+
+    def _with_stage(self, stage: StageSpec) -> Stream:
+        return self._derive(replace(self.what, spec=Spec(self.spec.base, (*self.spec.stages, stage))))
+
+    def shuffle(self, seed: int, window: int = 10_000) -> Stream:
+        """Shuffled within windows of ``window`` outputs, anew in every epoch. A resume makes one window again.
+
+        Shuffling the dataset first, before ``filter`` or ``pack``, permutes all rows and costs nothing on resume.
+        """
+        return self._with_stage(Window(whole(window, "shuffle(window=…)", 1), check_seed(seed)))
+
+    def with_format(self: Self, kind: str | None) -> Self:
+        """Outputs and batches as "python" (the default), "numpy", "torch", "arrow" or "jax"."""
+        return self._derive(replace(self.what, format=check_format(kind)))
+
+    def with_lanes(self: Self, lanes: int) -> Self:
+        """Cut every epoch into this many lanes, whose outputs come in turn.
+
+        The order is a function of the number of lanes alone. A rank runs its own lanes where the world size divides it;
+        else ranks run some lanes together, each for all of them. Choose a number that all your world sizes divide.
+        """
+        lanes = whole(lanes, "with_lanes", 1)
+        return self._derive(replace(self.what, lanes=lanes, lanes_chosen=True))
+
+    def shard(self: Self, num_shards: int, index: int) -> Self:
+        """One of ``num_shards`` parts of every epoch, without overlap or gap, of about the same size."""
+        if self.what.cut.count > 1:
+            raise ValueError(f"the stream is already shard {self.what.cut.index} of {self.what.cut.count}")
+        for leaf in self.spec.leaves:
+            check_agreed(leaf.seed_alone, num_shards)
+        return self._derive(replace(self.what, cut=Cut(index, num_shards)))
+
+    def _derive(self: Self, what: What) -> Self:
+        standing = self._standing
+        if standing.start.begun and (what.spec is not self.spec or what.lanes != self.what.lanes):
+            raise ValueError("a state was loaded, and this would change what comes next. Add steps first, then load it.")
+        return type(self)(what, replace(standing.start, epoch=self.epoch), asked=standing.shared.asked)
+
+    # Reading
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError("a stream has no positions to index by: iterate it, or index the dataset before filter and pack")
+
+    def __iter__(self) -> Iterator[Any]:
+        here, self._pass = self._standing, None
+        return here.follow(StreamRows(here.begin(), here, self._input_format))  # type: ignore[no-any-return]
+
+    def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
+        """Batches of the current epoch as columns; the state follows as for rows."""
+        here, size = self._standing, whole(batch_size, "iter", 1)
+        found = StreamBatches(here.begin(), here, self._input_format, size, drop_last_batch)
+        return here.follow(found)  # type: ignore[no-any-return]
+
+    def loader(
+        self,
+        batch_size: int,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        data_parallel: Any = None,
+        ends: str | None = None,
+        multiprocessing_context: str | None = None,
+        collate_columns: bool = False,
+    ) -> StreamLoader:
+        """Batches of every epoch; the arguments are those of ``Dataset.loader``.
+
+        Workers run everything up to the first ``batch``, ``pack`` or ``shuffle`` of the stream; what follows (and
+        ``collate_fn``) is run by the main process. Every rank runs lanes of its own: ``with_lanes`` chooses how many
+        there are, else there is one for each rank.
+        """
+        from midepoch.loader.stream import make_stream_loader
+
+        standing = self._standing
+        return make_stream_loader(
+            self.what,
+            replace(standing.start, epoch=self.epoch),
+            asked=standing.shared.asked,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            rank=rank,
+            world_size=world_size,
+            data_parallel=data_parallel,
+            ends=ends,
+            multiprocessing_context=multiprocessing_context,
+            collate_columns=collate_columns,
+        )
+
+    # The place
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
+        self._standing.set_epoch(whole(epoch, "set_epoch"))
+        self._pass = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands, just behind the last output handed over: a few numbers a lane, JSON-able."""
+        return self._standing.save()
+
+    def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
+        """Go on from a state, or from the list of those of all shards.
+
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
+        ``allow=["pipeline"]`` lets a field differ all the same, which is recorded in ``changes`` and in the state.
+        Weights of a mix may be changed, and sources be added or left out: the others go on where they were.
+        """
+        self._standing.load(state, allow)
+        self._pass = None
+
+    def check_state(self, state: Any) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        self._standing.check(state)
+
+    @property
+    def state_is_global(self) -> bool:
+        """Whether the state of one shard restores every shard: not if each runs lanes of its own."""
+        return self.what.cut.count == 1 or self.what.for_processes(self.what.cut.count).lanes == 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"standing": self._standing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._standing = state["standing"]
+        register_with_torch(Stream)
+
+
+def spec_of(given: Any) -> Spec:
+    """What is to be combined: the spec of a dataset or stream that stands at its beginning."""
+    what = getattr(given, "what", None)
+    if not isinstance(what, What):
+        raise TypeError(f"datasets or streams are combined, got {type(given).__name__}")
+    if what.cut.count > 1:
+        raise ValueError("shards cannot be combined: combine the datasets, then shard what comes of it")
+    if given.state_dict()["position"]:
+        raise MidepochError("a dataset that a state was loaded into cannot be combined: load the state into the mix")
+    return what.spec
+
+
+def lanes_of(parts: Sequence[Any]) -> tuple[int, bool]:
+    """The lanes that the parts were given, if any was."""
+    given = {part.what.lanes for part in parts if part.what.lanes_chosen}
+    if len(given) > 1:
+        raise ValueError(f"the parts were given different numbers of lanes: {sorted(given)}. Give them to the mix.")
+    return (given.pop(), True) if given else (1, False)
