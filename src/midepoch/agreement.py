@@ -1,6 +1,6 @@
-"""What the ranks of one start agree on without waiting: the first to speak decides, all others hear it.
+"""What the ranks of one start agree on, through the key-value stores of torch.distributed and JAX.
 
-Through the key-value stores of torch.distributed and JAX. Nobody waits for anybody, so nothing here can hang a rank.
+Mostly without waiting: the first to speak decides, all others hear it. ``all_said`` alone waits for all ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import secrets
 import sys
 from collections import Counter
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+from midepoch.errors import WorldError
 from midepoch.world import World, jax_processes, process_group
 
 _LEFT_BY_LAUNCHERS = (
@@ -26,6 +28,8 @@ _LEFT_BY_LAUNCHERS = (
 )
 _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _JAX_TIMEOUT_MS = 60_000
+_PATIENCE = 1800
+"""Seconds to wait for other ranks: as long as torch's collectives do."""
 
 
 def first_said(key: str, value: str) -> str | None:
@@ -44,6 +48,21 @@ def first_said(key: str, value: str) -> str | None:
             client.key_value_set(key, value)
         return str(client.blocking_key_value_get(key, _JAX_TIMEOUT_MS))
     return None
+
+
+def all_said(key: str, rank: int, count: int, value: str) -> list[str]:
+    """What each rank has said under this key, in order, this one ``value``: waits for those that come later."""
+    names = [f"midepoch/{key}/{other}" for other in range(count)]
+    try:
+        if (store := _store()) is not None:
+            store.set(names[rank], value)
+            store.wait(names, timedelta(seconds=_PATIENCE))
+            return [store.get(name).decode() for name in names]
+        client = sys.modules["jax._src.distributed"].global_state.client
+        client.key_value_set(names[rank], value)
+        return [str(client.blocking_key_value_get(name, _PATIENCE * 1000)) for name in names]
+    except Exception as problem:
+        raise WorldError(f"the ranks could not agree on their next steps: {type(problem).__name__}: {problem}") from None
 
 
 def _store() -> Any:

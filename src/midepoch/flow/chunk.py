@@ -120,7 +120,12 @@ class Taken:
                 break
             step = min(left, stop - start)
             found, left = (chunk, start + step), left - step
-        return found[0].at(found[1]) if isinstance(found, tuple) else found
+        return at_mark(found)
+
+
+def at_mark(mark: Any) -> At:
+    """The cursor at a mark: a cursor, or a chunk and how many of its outputs lie before."""
+    return mark[0].at(mark[1]) if isinstance(mark, tuple) else mark
 
 
 class Intake:
@@ -134,11 +139,15 @@ class Intake:
 
     @property
     def cursor(self) -> At:
-        return self._cursor if self._chunk is None else self._chunk.at(self._next)
+        return at_mark(self.mark())
+
+    def mark(self) -> Any:
+        """Where this is, to ask for the cursor later."""
+        return self._cursor if self._chunk is None else (self._chunk, self._next)
 
     def take(self, count: int) -> Taken:
         """The next outputs: fewer only at the end."""
-        before: At = self._cursor if self._chunk is None else (self._chunk, self._next)
+        before = self.mark()
         pieces: list[tuple[Chunk, int, int]] = []
         while count:
             if self._next >= self._length:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.flow.chunk import At, Intake, Items, Taken, joined
+from midepoch.flow.chunk import At, Intake, Items, Taken, at_mark, joined
 from midepoch.flow.open import open_flow, start
 from midepoch.flow.rows import Bundles
 from midepoch.flow.spec import Spec
@@ -49,6 +49,10 @@ class Place:
         """Whether nothing is left, so far as that is known."""
         return bool(self.lanes) and all(at.ended for at in self.lanes.values())
 
+    def over(self) -> Place:
+        """The same, with nothing left: what is was left out."""
+        return replace(self, lanes={lane: replace(at, ended=True) for lane, at in self.lanes.items()})
+
     @property
     def outputs(self) -> int:
         """How many outputs all processes together have had, if all have had as many as those that are known."""
@@ -74,7 +78,7 @@ class Lanes:
     """The lanes of one process, from a place on."""
 
     def __init__(self, spec: Spec, lanes: int, share: Share, bundles: Bundles, place: Place) -> None:
-        self._share, self._before = share, place
+        self.share, self._before = share, place
         self.packing = Packing()
         self.numbers = share.lanes.positions(0, lanes).tolist()
         fresh = LaneAt(0, False, start(spec))
@@ -91,7 +95,7 @@ class Lanes:
 
         Those that other processes get of the same lanes are made here, too, and left out.
         """
-        wanted, before = count * self._share.cut.count, self.outputs.copy()
+        wanted, before = count * self.share.cut.count, self.outputs.copy()
         taken: list[tuple[int, Taken]] = []
         while wanted and any(self.live):
             for lane, quota in self._deal(wanted):
@@ -102,7 +106,7 @@ class Lanes:
                     taken.append((lane, some))
                 self.outputs[lane] += some.count
                 wanted -= some.count
-        return Deal(self, self._before.epoch, self._share, before, taken) if taken else None
+        return Deal(self, self._before.epoch, self.share, before, taken) if taken else None
 
     def place(self) -> Place:
         """Behind all that was taken."""
@@ -110,7 +114,7 @@ class Lanes:
             lane: LaneAt(int(outputs), not live, intake.cursor)
             for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
         }
-        return Place(self._before.epoch, stands, self._share.lanes)
+        return Place(self._before.epoch, stands, self.share.lanes)
 
     def _deal(self, count: int) -> list[tuple[int, int]]:
         """How many of the next outputs are to come from each lane that has not ended, if all of them have enough."""
@@ -131,12 +135,14 @@ class Lanes:
 
 
 class Deal:
-    """Outputs that were taken of the lanes together, and the place behind each of them until more are taken."""
+    """Outputs that were taken of the lanes together, and the place behind each of them."""
 
     def __init__(
         self, lanes: Lanes, epoch: int, share: Share, before: Int64Array, taken: list[tuple[int, Taken]]
     ) -> None:
-        self._lanes, self._epoch, self._share, self._before, self._taken = lanes, epoch, share, before, taken
+        self._epoch, self._share, self._before, self._taken = epoch, share, before, taken
+        self._numbers, self._live = lanes.numbers, list(lanes.live)
+        self._marks = [intake.mark() for intake in lanes.intakes]
         self.total = sum(some.count for _, some in taken)
         """Outputs of all processes that share these lanes."""
 
@@ -173,12 +179,12 @@ class Deal:
         count = self.total if own is None else min(self.total, own * self._share.cut.count)
         done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
         stands = {}
-        for lane, number in enumerate(self._lanes.numbers):
+        for lane, number in enumerate(self._numbers):
             mine, left = [some for at, some in self._taken if at == lane], done[lane]
-            cursor = mine[0].at(0) if mine else self._lanes.intakes[lane].cursor
+            cursor = mine[0].at(0) if mine else at_mark(self._marks[lane])
             for some in mine:
                 if left:
                     cursor, left = some.at(min(left, some.count)), max(0, left - some.count)
-            ended = count == self.total and not self._lanes.live[lane]
+            ended = count == self.total and not self._live[lane]
             stands[number] = LaneAt(int(self._before[lane]) + done[lane], ended, cursor)
         return Place(self._epoch, stands, self._share.lanes)

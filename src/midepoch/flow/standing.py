@@ -132,7 +132,7 @@ class FlowStanding:
             self.start = Place(self.shared.epoch)  # another one was named, and nothing is left of this
 
     def resume(self, state: Any, allow: Collection[str] = ()) -> states.Restored:
-        found = states.load(state, self.what.spec, self.what.cut, allow)
+        found = states.load(state, self.what.spec, allow)
         process, worker = self.share()
         if found.worker != worker:
             saved, here = found.worker, worker
@@ -147,7 +147,7 @@ class FlowStanding:
         return found
 
     def check(self, state: Any) -> None:
-        states.load(state, self.what.spec, self.what.cut)
+        states.load(state, self.what.spec)
 
     def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
         """This process's share of the outputs; in a DataLoader worker, its share of the shard."""

@@ -95,7 +95,7 @@ def _data_of(described: Mapping[str, Any]) -> Any:
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
 
 
-def load(state: Any, spec: Spec, cut: Cut, allow: Collection[str] = ()) -> Restored:
+def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
     """Read and check a state, or the list of those of all ranks. Raises, and changes nothing, if it does not fit."""
     check_allow(allow)
     several = list(state) if isinstance(state, (list, tuple)) else [state]
@@ -129,6 +129,12 @@ def load(state: Any, spec: Spec, cut: Cut, allow: Collection[str] = ()) -> Resto
         first["round"],
         first["batch"],
     )
+
+
+def of_worker(worker: tuple[int, int, int]) -> CheckpointMismatchError:
+    """What to raise for the state of a DataLoader worker where none is."""
+    text = f"worker {worker[0]} of {worker[1]}"
+    return CheckpointMismatchError("worker", text, None, "a state of one DataLoader worker")
 
 
 def check_allow(allow: Collection[str]) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from midepoch.agreement import Occasions, first_said
+from midepoch.agreement import Occasions, all_said, first_said
 from midepoch.errors import WorldError
 from midepoch.loader.batches import Plan
 from midepoch.loader.options import Options
@@ -70,3 +70,28 @@ class Companions:
                 "saved it), and make the loader alike."
             )
         self._passes += 1
+
+
+class EqualSteps:
+    """Ranks that each run lanes of their own agree how many of the next steps all of them take. Here ranks do wait for
+    each other, as they do behind every step, but only once in many steps.
+    """
+
+    _MOST = 32
+
+    def __init__(self, cut: Cut, what: str) -> None:
+        self._cut, self._what, self._name = cut, what, ""
+        self._passes = self._rounds = self.ahead = 0
+
+    def begin(self) -> None:
+        """A pass begins, on all ranks."""
+        if not self._name:
+            key = hashlib.blake2b(f"{self._what} {self._cut.count}".encode(), digest_size=12).hexdigest()
+            self._name = f"{key}/{_loaders.next(f'steps {key}')}"
+        self._passes, self._rounds, self.ahead = self._passes + 1, 0, 1
+
+    def agree(self, steps: int) -> list[int]:
+        """How many of the next ``ahead`` steps each rank has, this one so many. Raises WorldError if one stays away."""
+        self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
+        key = f"steps/{self._name}/{self._passes}/{self._rounds}"
+        return [int(said) for said in all_said(key, self._cut.index, self._cut.count, str(steps))]

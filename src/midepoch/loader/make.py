@@ -41,7 +41,7 @@ def make_loader(
     if not pipeline.rows:
         raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-    cut, together = _cut(pipeline.cut, rank, world_size, data_parallel)
+    cut, together = cut_of(pipeline.cut, rank, world_size, data_parallel)
     if drop_last and ends not in (None, "drop"):
         raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
     if ends is None:
@@ -74,7 +74,7 @@ def make_loader(
     return Loader(pipeline, chosen, cursor, asked=asked, together=alike, ledger=ledger)
 
 
-def _cut(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
+def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
     """The shard if there is one, else what is given or found of the world; and whether they train together."""
     given = rank is not None or world_size is not None
     if not given and data_parallel is None and shard.count > 1:

@@ -1,0 +1,162 @@
+"""Bundles of rows made by worker processes, as far ahead as there is room, handed out in the order of each lane."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pyarrow as pa
+
+from midepoch.engine import Engine
+from midepoch.flow.rows import Bundle, Sizes, make, most_rows
+from midepoch.loader.options import Options
+from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method, seed_globals
+from midepoch.order import Cut
+from midepoch.pipeline import Pipeline
+from midepoch.transforms import Batch
+from midepoch.transforms.features import Encoded
+
+_Lane = tuple[int, int, Cut]  # leaf, epoch, lane
+
+
+@dataclass
+class _Asked:
+    """A bundle that was asked for: of which worker, and what came of it."""
+
+    bundle: Bundle
+    worker: int
+    made: Batch | None = None
+    problem: Any = None
+    is_done: bool = False
+
+
+class BundlePool(Pool):
+    """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
+
+    def __init__(self, leaves: Sequence[Pipeline], options: Options) -> None:
+        self.engines = [Engine(leaf, shared=True) for leaf in leaves]
+        self._sizes = Sizes(leaves)
+        self._slots, self._run = options.prefetch, 0
+        self._lanes: dict[_Lane, deque[_Asked]] = {}
+        self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not wanted
+        method = options.multiprocessing_context or default_start_method(leaves)
+        super().__init__(_BundleJob(tuple(leaves), options.prefetch), options.num_workers, method)
+
+    def begin(self) -> None:
+        """Forget whatever was asked for: another pass begins."""
+        self._lanes.clear()
+        self._sent = [deque(None for _ in sent) for sent in self._sent]
+
+    def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
+        """The bundle that begins at a row; it was asked for before, unless the lane is new. Raises WorkerError."""
+        key = (leaf, epoch, lane)
+        asked = self._lanes.setdefault(key, deque())
+        if not asked or asked[0].bundle.row != row:
+            self._forget(asked)
+            asked.append(self._ask(Bundle(leaf, epoch, lane, row, min(row + self._sizes.now(leaf), total))))
+        self._ask_ahead(key, asked, total)
+        found = asked.popleft()
+        while not found.is_done:
+            self._hear_from(found.worker)
+        if found.bundle.stop >= total:
+            del self._lanes[key]
+        else:
+            self._ask_ahead(key, asked, total, after=found.bundle.stop)
+        if found.problem is not None:
+            self._raise(found.worker, found.problem)
+        assert found.made is not None
+        return found.bundle.stop, found.made
+
+    def _ask_ahead(self, key: _Lane, asked: deque[_Asked], total: int, after: int | None = None) -> None:
+        """Ask for the bundles of a lane that come next, while there is room: as many as of every other lane."""
+        room = sum(self._slots - len(sent) for sent in self._sent)
+        share = max(1, self._slots * len(self._sent) // max(1, len(self._lanes)))
+        row = asked[-1].bundle.stop if asked else after
+        while room > 0 and row is not None and row < total and len(asked) < share:
+            stop = min(row + self._sizes.now(key[0]), total)
+            asked.append(self._ask(Bundle(*key, row, stop)))
+            row, room = stop, room - 1
+
+    def _ask(self, bundle: Bundle) -> _Asked:
+        """Ask the worker that has the least to do."""
+        number = min(range(len(self._sent)), key=lambda i: len(self._sent[i]))
+        while len(self._sent[number]) >= self._slots:
+            self._hear_from(number)
+        asked = _Asked(bundle, number)
+        self._tell(number, self._mine[number], pickle.dumps(bundle))
+        self._sent[number].append(asked)
+        return asked
+
+    def _hear_from(self, number: int) -> None:
+        """Take the next bundle of a worker: they come in the order in which they were asked for."""
+        seconds, made, problem = self._receive(number)
+        asked = self._sent[number].popleft()
+        if asked is None:
+            return
+        asked.made, asked.problem, asked.is_done = made, problem, True
+        bundle = asked.bundle
+        if problem is None:
+            self._sizes.took(bundle.leaf, most_rows(self.engines[bundle.leaf]), bundle.stop - bundle.row, seconds)
+
+    def _forget(self, asked: deque[_Asked]) -> None:
+        for one in asked:
+            sent = self._sent[one.worker]
+            if not one.is_done:
+                sent[sent.index(one)] = None
+        asked.clear()
+
+
+@dataclass(frozen=True)
+class _BundleJob:
+    leaves: tuple[Pipeline, ...]
+    slots: int
+
+    def run(self, connection: Connection, number: int) -> None:
+        _BundleWorker(connection, number, self.slots, self.leaves).live()
+
+
+class _BundleWorker(Worker):
+    def __init__(self, connection: Connection, number: int, slots: int, leaves: tuple[Pipeline, ...]) -> None:
+        super().__init__(connection, number, slots)
+        self._leaves = leaves
+        self._engines: dict[int, Engine] = {}
+
+    def live(self) -> None:
+        sent = 0
+        while True:
+            bundle = pickle.loads(self._hear())
+            try:
+                started = time.perf_counter()
+                made = _compacted(self._make(bundle))
+                self._send((time.perf_counter() - started, made, None), sent)
+                sent += 1
+            except MainIsGone:
+                raise
+            except BaseException as problem:
+                self._report(0, problem)
+
+    def _make(self, bundle: Bundle) -> Batch:
+        leaf = self._leaves[bundle.leaf]
+        seed_globals(leaf.seed, bundle.epoch, bundle.row * bundle.lane.count + bundle.lane.index)
+        if bundle.leaf not in self._engines:
+            self._engines[bundle.leaf] = Engine(leaf, shared=True)
+        return make(self._engines[bundle.leaf], bundle)
+
+
+def _compacted(batch: Batch) -> Batch:
+    """With just its rows: as slices of a block, Arrow columns would be sent with all of the block."""
+    arrays = {name: column for name, column in batch.columns.items() if isinstance(column, (pa.Array, Encoded))}
+    if not arrays:
+        return batch
+    plain = [column.array if isinstance(column, Encoded) else column for column in arrays.values()]
+    table = compact(pa.Table.from_arrays(plain, names=[str(i) for i in range(len(plain))]))
+    columns = dict(batch.columns)
+    for (name, column), made in zip(arrays.items(), table.columns, strict=True):
+        joined = made.combine_chunks() if made.num_chunks != 1 else made.chunk(0)
+        columns[name] = replace(column, array=joined) if isinstance(column, Encoded) else joined
+    return replace(batch, columns=columns)

@@ -1,0 +1,199 @@
+"""One pass over (the rest of) an epoch of a stream: as many steps as all ranks take, each with its batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from midepoch.errors import MidepochError, WorkerError
+from midepoch.flow.chunk import Items
+from midepoch.flow.lanes import Deal, Lanes, Place
+from midepoch.flow.stages import Packing
+from midepoch.loader.equal import EqualSteps
+from midepoch.loader.options import Options
+from midepoch.loader.present import Presenter
+from midepoch.resumable import HasState
+
+
+class Loading(Protocol):
+    """The loader behind a pass."""
+
+    equal: EqualSteps | None
+
+    @property
+    def what(self) -> Any: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def may_roll(self) -> bool: ...
+
+    def begin(self, place: Place) -> Lanes: ...
+
+    def rolled_to(self, epoch: int) -> None: ...
+
+    def delivered(self, deal: Deal) -> None: ...
+
+    def epoch_over(self, place: Place, rolled: bool) -> None: ...
+
+    def note(self, packing: Packing) -> None: ...
+
+    def close_workers(self, *, anyway: bool = False) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def resume(self, batches: StreamPass) -> tuple[Place, bool]: ...
+
+
+class Steps:
+    """The steps of one rank. ``PADDING`` where others still have something and this one has not."""
+
+    PADDING = object()
+
+    def __init__(self, lanes: Lanes, options: Options, share: int, equal: EqualSteps | None) -> None:
+        self._lanes, self._size, self._ends = lanes, options.batch_size, options.ends
+        self._whole = options.batch_size * share  # outputs of a step, with those of ranks that share the lanes
+        self._equal = equal
+        self._ready: deque[Deal] = deque()
+        self._left, self._over = 0, False
+        if equal is not None:
+            equal.begin()
+
+    def next(self) -> Any:
+        """The next deal, or PADDING, or None at the end."""
+        if self._equal is None:
+            return self._take()
+        while not self._left:
+            if self._over:
+                return None
+            self._agree(self._equal)
+        self._left -= 1
+        return self._ready.popleft() if self._ready else self.PADDING
+
+    def _take(self) -> Deal | None:
+        deal = self._lanes.take(self._size)
+        if deal is None or (self._ends == "drop" and deal.total < self._whole):
+            return None
+        return deal
+
+    def _agree(self, equal: EqualSteps) -> None:
+        ahead = equal.ahead
+        while len(self._ready) < ahead and (deal := self._take()) is not None:
+            self._ready.append(deal)
+        counts = equal.agree(len(self._ready))
+        self._left = min(counts) if self._ends == "drop" else max(counts)
+        self._over = self._left < ahead
+        while self._over and len(self._ready) > self._left:
+            self._ready.pop()
+
+
+class StreamPass(HasState):
+    """Iterates the batches of a pass."""
+
+    def __init__(self, loader: Loading, start: Place, rolled: bool) -> None:
+        self._loader, self._presenter = loader, Presenter(loader.what.format, loader.options)
+        self._begin(start, rolled)
+
+    def _begin(self, start: Place, rolled: bool) -> None:
+        self._start, self._rolled = start, rolled
+        self._lanes: Lanes | None = None
+        self._steps: Steps | None = None
+        self._last: Items | None = None
+        self._closed = self._over = False
+        self._failure: BaseException | None = None
+
+    @property
+    def packing(self) -> Packing | None:
+        return None if self._lanes is None else self._lanes.packing
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loader: just behind the last batch handed over."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state into the loader, and go on from there with this iterator."""
+        self._loader.load_state_dict(state)
+        self._begin(*self._loader.resume(self))
+
+    def __iter__(self) -> StreamPass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        if self._failure is not None:
+            raise MidepochError("this iteration has failed; load the last state, or iterate again") from self._failure
+        if self._closed:
+            raise MidepochError(
+                "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
+                "Make a second loader to go through the data twice at once."
+            )
+        try:
+            deal, value = self._made()
+        except BaseException as problem:
+            self._failure = problem
+            self.close(anyway=isinstance(problem, WorkerError))
+            raise
+        if deal is None:
+            self._end()
+            raise StopIteration
+        # The place moves here and nowhere else: when the batch is handed over.
+        if deal is not Steps.PADDING:
+            self._loader.delivered(deal)
+        return value
+
+    def _made(self) -> tuple[Any, Any]:
+        """The next deal, and its batch; (None, None) at the end."""
+        while True:
+            steps = self._steps or self._open()
+            deal = steps.next()
+            if deal is None:
+                if self._last is None and self._loader.may_roll and not self._rolled and self._start.begun:
+                    self._roll()
+                    continue
+                return None, None
+            if deal is Steps.PADDING:
+                if self._last is None:
+                    raise MidepochError('this rank has no output at all to pad with: use ends="drop", or fewer ranks.')
+                return deal, self._presenter.padding(self._last)
+            if len(deal.items):
+                self._last = deal.items
+                return deal, self._presenter.batch(deal.items)
+            if self._loader.options.ends == "pad" and self._last is not None:
+                return deal, self._presenter.padding(self._last)
+
+    def _open(self) -> Steps:
+        loader = self._loader
+        self._lanes = loader.begin(self._start)
+        self._steps = Steps(self._lanes, loader.options, self._lanes.share.cut.count, loader.equal)
+        return self._steps
+
+    def _roll(self) -> None:
+        """Nothing is left of the epoch that a state was saved in: going on means the next one, not an empty one."""
+        self._start, self._rolled = Place(self._start.epoch + 1), True
+        self._steps = None
+        self._loader.rolled_to(self._start.epoch)
+
+    def _end(self) -> None:
+        self._over = True
+        assert self._lanes is not None
+        place = self._lanes.place()
+        self.close()
+        self._loader.epoch_over(place.over(), self._rolled)
+
+    def close(self, *, anyway: bool = False) -> None:
+        """Stop; workers go too unless they are persistent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._lanes is not None:
+            self._loader.note(self._lanes.packing)
+            self._loader.close_workers(anyway=anyway)
+        self._lanes, self._steps = None, None
+
+    def __del__(self) -> None:
+        self.close()

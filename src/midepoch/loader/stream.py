@@ -1,0 +1,319 @@
+"""The loader of a stream: batches of every epoch, and the place behind the last one handed over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from midepoch.agreement import connected
+from midepoch.checks import whole
+from midepoch.errors import WorldError
+from midepoch.flow import state as states
+from midepoch.flow.lanes import Deal, Lanes, Place, Share
+from midepoch.flow.length import estimated_length, known_length
+from midepoch.flow.rows import Bundles, BundlesHere
+from midepoch.flow.stages import Packing
+from midepoch.flow.standing import What, check_known
+from midepoch.loader.bundles import BundlePool
+from midepoch.loader.equal import EqualSteps
+from midepoch.loader.make import cut_of
+from midepoch.loader.options import Options, ahead_for
+from midepoch.loader.steps import StreamPass
+from midepoch.order import Cut
+from midepoch.resumable import Resumable
+from midepoch.seeds import check_agreed
+from midepoch.world import spans_all
+
+
+class StreamLoader(Resumable):
+    """Batches of a stream, epoch after epoch. Made by ``Stream.loader``.
+
+    Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
+    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing.
+    """
+
+    def __init__(
+        self, what: What, options: Options, place: Place, *, asked: bool = False, equal: EqualSteps | None = None
+    ) -> None:
+        self._what, self._options, self._place, self._asked, self.equal = what, options, place, asked, equal
+        self._delivered: Place | Deal | None = None
+        self._iterator: weakref.ref[StreamPass] | None = None
+        self._bundles: BundlesHere | BundlePool | None = None
+        self._packed = [0, 0]  # tokens, places, of passes before this one
+        if place.begun:
+            check_known(place, Share.of(what.lanes, what.cut), what.lanes)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank, where that can be known."""
+        known = known_length(self._what.spec)
+        if known is None:
+            raise TypeError("the number of batches is not known: estimated_len learns it from what was seen")
+        share = self._options.batch_size * self._what.cut.count
+        return known // share if self._options.ends == "drop" else -(-known // share)
+
+    @property
+    def estimated_len(self) -> int | None:
+        """About how many batches an epoch has, learned from what was seen so far; None before that."""
+        what = self._what
+        found: float | None = what.epoch_outputs or estimated_length(what.spec, self._where(), what.lanes)
+        return None if found is None else max(1, round(found / (self._options.batch_size * what.cut.count)))
+
+    @property
+    def packing_efficiency(self) -> float | None:
+        """Which part of all places in packed sequences holds tokens, of what this process has packed; None without."""
+        live = self._iterator() if self._iterator is not None else None
+        tokens, places = self._packed
+        if live is not None and live.packing is not None:
+            tokens, places = tokens + live.packing.tokens, places + live.packing.places
+        return tokens / places if places else None
+
+    def __repr__(self) -> str:
+        at, what = self._where(), self._what
+        return (
+            f"StreamLoader({what.spec.text}; batch_size={self._options.batch_size}; "
+            f"num_workers={self._options.num_workers}; rank {what.cut.index} of {what.cut.count}; {what.lanes} lanes; "
+            f"at epoch {at.epoch}, {at.outputs:,} outputs handed over)"
+        )
+
+    @property
+    def what(self) -> What:
+        """The frozen description of what it loads."""
+        return self._what
+
+    @property
+    def options(self) -> Options:
+        """How batches are made."""
+        return self._options
+
+    @property
+    def ends(self) -> str | None:
+        """What becomes of the last global batch if it is not whole."""
+        return self._options.ends
+
+    @property
+    def cut(self) -> Cut:
+        """Which share of every global batch this rank gets: ``index`` of ``count``."""
+        return self._what.cut
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was changed at resumes since the run began: weights and sources of mixes, and what was allowed."""
+        return self._what.changes
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, so far as that is known. Setting it is ``set_epoch``."""
+        at = self._where()
+        return at.epoch + 1 if at.ended else at.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """How many outputs of the epoch all ranks together have been handed."""
+        at = self._where()
+        return 0 if at.ended else at.outputs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
+        epoch = whole(epoch, "set_epoch")
+        self._pass = None
+        if epoch != self._place.epoch:
+            self._place, self._delivered = Place(epoch), None
+        elif self._delivered is not None and self._where().epoch != epoch:
+            self._delivered = None
+        self._asked = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on: just behind the last batch handed over. A few numbers for each lane of this rank; JSON-able."""
+        return self._what.save(self._where())
+
+    def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
+        """Go on from a state, or the list of those of all ranks, with any batch size, workers and number of ranks.
+
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
+        ``allow=["pipeline"]`` lets a field differ all the same, which is recorded in ``changes`` and in the state.
+        Weights of a mix may be changed, and sources be added or left out: the others go on where they were.
+        """
+        found = self._resumed(state, allow)
+        self.close()
+        self._what, self._place = self._what.restored(found), found.place
+        self._bundles, self._delivered, self._asked = None, None, False
+
+    def check_state(self, state: Any) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        self._resumed(state, ())
+
+    def _resumed(self, state: Any, allow: Collection[str]) -> states.Restored:
+        found = states.load(state, self._what.spec, allow)
+        if found.worker is not None:
+            raise states.of_worker(found.worker)
+        check_known(found.place, Share.of(found.lanes, self._what.cut), found.lanes)
+        return found
+
+    @property
+    def state_is_global(self) -> bool:
+        """Whether the state of one rank restores every rank: not if each runs lanes of its own."""
+        return Share.of(self._what.lanes, self._what.cut).lanes.count == 1
+
+    def _where(self) -> Place:
+        found = self._delivered
+        return found.place() if isinstance(found, Deal) else found or self._place
+
+    def delivered(self, deal: Deal) -> None:
+        """A batch was handed over."""
+        self._delivered = deal
+
+    def __iter__(self) -> Iterator[Any]:
+        self._end_iteration()
+        place, rolled = self._next_place()
+        batches = StreamPass(self, place, rolled)
+        self._iterator = weakref.ref(batches)
+        return batches
+
+    def _next_place(self) -> tuple[Place, bool]:
+        """Where the next pass begins, and whether that is in the epoch after the one that this stands in."""
+        rolled = self._place.ended and not self._asked
+        place = Place(self._place.epoch + 1) if rolled else self._place
+        self._delivered = place if rolled else None
+        return place, rolled
+
+    def resume(self, batches: StreamPass) -> tuple[Place, bool]:
+        """A pass was given a state, which this has loaded: where it goes on."""
+        self._iterator = weakref.ref(batches)
+        return self._next_place()
+
+    def begin(self, place: Place) -> Lanes:
+        """The lanes of this rank from a place on."""
+        return self._what.open(self._what.cut, self._make_bundles(), place)
+
+    @property
+    def may_roll(self) -> bool:
+        """Whether a pass that finds nothing left goes on with the next epoch: not if an epoch was named, nor where
+        other ranks may have something left.
+        """
+        alone = self.state_is_global or self._options.ends != "uneven"
+        return self._place.begun and not self._asked and alone
+
+    def rolled_to(self, epoch: int) -> None:
+        self._delivered = Place(epoch)
+
+    def _make_bundles(self) -> Bundles:
+        if self._bundles is None:
+            spec, options = self._what.leaves(), self._options
+            if options.num_workers and not spec.plain:
+                self._bundles = BundlePool(spec.leaves, options)
+            else:
+                self._bundles = BundlesHere(spec.leaves, shared=self._what.cut.count > 1)
+        if isinstance(self._bundles, BundlePool):
+            self._bundles.begin()
+        return self._bundles
+
+    def epoch_over(self, place: Place, rolled: bool) -> None:
+        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
+        if place.outputs:
+            self._what = replace(self._what, epoch_outputs=place.outputs)
+        if self._place.epoch not in (place.epoch, place.epoch - rolled):
+            self._delivered = None  # another epoch was named while this one was gone through
+            return
+        self._place = place if rolled else Place(place.epoch + 1)
+        self._delivered, self._asked = None, False
+
+    def note(self, packing: Packing) -> None:
+        """What a pass that has ended has packed."""
+        self._packed = [self._packed[0] + packing.tokens, self._packed[1] + packing.places]
+
+    def _end_iteration(self) -> None:
+        live = self._iterator() if self._iterator is not None else None
+        if live is not None:
+            live.close()
+        self._iterator = self._pass = None
+
+    def close(self) -> None:
+        """End workers now; they also end with the loader, and with the process however it ends."""
+        self._end_iteration()
+        self._close_pool()
+
+    def close_workers(self, *, anyway: bool = False) -> None:
+        """Called by a pass that has ended: workers go with it unless they are persistent."""
+        if anyway or not self._options.persistent_workers:
+            self._close_pool()
+
+    def _close_pool(self) -> None:
+        bundles, self._bundles = self._bundles, None
+        if isinstance(bundles, BundlePool):
+            bundles.close()
+
+    def __enter__(self) -> StreamLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if isinstance(getattr(self, "_bundles", None), BundlePool):
+            self._close_pool()
+
+
+def make_stream_loader(
+    what: What,
+    place: Place,
+    *,
+    asked: bool,
+    batch_size: Any,
+    num_workers: Any,
+    prefetch: Any,
+    rank: int | None,
+    world_size: int | None,
+    data_parallel: Any,
+    drop_last: bool,
+    ends: str | None,
+    **options: Any,
+) -> StreamLoader:
+    """A loader of a stream from a place on; the arguments are those of ``Stream.loader``, unchecked."""
+    batch_size = whole(batch_size, "loader(batch_size=…)", 1)
+    cut, together = cut_of(what.cut, rank, world_size, data_parallel)
+    if drop_last and ends not in (None, "drop"):
+        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
+    for leaf in what.spec.leaves:
+        check_agreed(leaf.seed_alone, cut.count)
+    what = replace(what, cut=cut)
+    if not place.begun:
+        what = what.for_processes(cut.count)
+    ends = "drop" if drop_last else ends
+    equal = _equal(what, cut, together, ends, data_parallel)
+    row_bytes = max(leaf.source.bytes_per_row for leaf in what.spec.leaves)
+    ahead = ahead_for(1024 * row_bytes) if prefetch is None else prefetch
+    chosen = Options(
+        batch_size=batch_size,
+        num_workers=whole(num_workers, "loader(num_workers=…)"),
+        prefetch=whole(ahead, "loader(prefetch=…)", 1),
+        ends=ends or "uneven",
+        **options,
+    )
+    return StreamLoader(what, chosen, place, asked=asked, equal=equal)
+
+
+def _equal(what: What, cut: Cut, together: bool, ends: str | None, data_parallel: Any) -> EqualSteps | None:
+    """How ranks that run lanes of their own come to take equally many steps, if they are to."""
+    groups = Share.of(what.lanes, cut).lanes.count
+    if groups == 1 or ends == "uneven" or (ends is None and not together):
+        return None
+    if ends is None:
+        raise WorldError(
+            f"{cut.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
+            'would wait for the others. Say what is to become of them: loader(…, ends="drop") ends the epoch on all '
+            'ranks where one has no full batch left, ends="pad" goes on with batches that are marked as padding, '
+            'ends="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
+        )
+    if connected() != cut.count or not (data_parallel is None or spans_all(data_parallel)):
+        raise WorldError(
+            f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or JAX, "
+            f"which connect {connected()} processes here and not the {cut.count} of the data. Initialise them first, or "
+            'use with_lanes(1), which lets every rank run everything, or ends="uneven".'
+        )
+    return EqualSteps(cut, f"{what.spec.digest} {what.lanes}")
