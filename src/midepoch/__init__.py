@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
+    from midepoch.combine import concat, mix, zip
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
     from midepoch.errors import (
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     )
     from midepoch.load import from_files, load_dataset, load_from_disk
     from midepoch.loader import Loader
+    from midepoch.loader.stream import StreamLoader
     from midepoch.sources.stores import Retry
+    from midepoch.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -48,10 +51,15 @@ _WHERE = {
     "Keep": "midepoch.checkpoint",
     "PipelineCheckpoint": "midepoch.checkpoint",
     "Retry": "midepoch.sources.stores",
+    "Stream": "midepoch.stream",
+    "StreamLoader": "midepoch.loader.stream",
     "StructuredDataset": "midepoch.compat.structured",
+    "concat": "midepoch.combine",
     "from_files": "midepoch.load",
     "load_dataset": "midepoch.load",
     "load_from_disk": "midepoch.load",
+    "mix": "midepoch.combine",
+    "zip": "midepoch.combine",
     **dict.fromkeys(
         (
             "CheckpointDamagedError",
@@ -97,13 +105,18 @@ __all__ = [
     "PipelineCheckpoint",
     "Retry",
     "StateError",
+    "Stream",
+    "StreamLoader",
     "StructuredDataset",
     "WorkerError",
     "WorldError",
     "__version__",
+    "concat",
     "from_files",
     "load_dataset",
     "load_from_disk",
+    "mix",
+    "zip",
 ]
 
 

@@ -144,7 +144,7 @@ class Stream(Stages, Resumable):
     @property
     def position(self) -> int:
         """How many outputs of the epoch all shards together have been handed."""
-        return self._standing.place().outputs
+        return self._standing.place().position
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class Stream(Stages, Resumable):
             parts.append(f"format={what.format}")
         place = self._standing.place()
         if place.begun:
-            parts.append(f"at epoch {place.epoch}, {place.outputs:,} outputs handed over")
+            parts.append(f"at epoch {place.epoch}, {place.position:,} outputs handed over")
         return f"Stream({'; '.join(parts)})"
 
     # More steps

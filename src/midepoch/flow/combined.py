@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.errors import ColumnError, MidepochError
+from midepoch.errors import ColumnError
 from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Taken, joined, real
 from midepoch.flow.spec import Mix
 from midepoch.order.mixing import Schedule
@@ -35,7 +35,8 @@ class Growing:
 class Mixed:
     """Cursor: [position, era, [[pass, whether it was exhausted before, cursor of the part], …]].
 
-    A part that ends is gone through again in an epoch of its own, unless the first end is that of the mix.
+    A part that ends is gone through again in an epoch of its own, unless the first end is that of the mix. One of which
+    nothing comes at all (in this lane) leaves its positions empty.
     """
 
     def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: int, cursor: At) -> None:
@@ -56,16 +57,17 @@ class Mixed:
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         draws = [part.draw(len(found)) for part, found in zip(self._parts, places, strict=True)]
         end = self._end(draws, places)
-        if end is not None:
-            self._ended, size = True, end
+        if end is not None or all(part.barren for part in self._parts):
+            self._ended, size = True, size if end is None else end
         self._position += size
-        era = self._era
+        era, items, filled = self._era, *_in_order(draws, places, size)
 
         def at(outputs: int) -> At:
-            counts = np.bincount(sources[:outputs], minlength=len(draws)).tolist()
-            return [first + outputs, era, [draw.at(count) for draw, count in zip(draws, counts, strict=True)]]
+            position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
+            counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
+            return [first + position, era, [draw.at(count) for draw, count in zip(draws, counts, strict=True)]]
 
-        return Chunk(_in_order([draw.items() for draw in draws], places, size), at)
+        return Chunk(items, at)
 
     def _end(self, draws: Sequence[_Draw], places: Sequence[Int64Array]) -> int | None:
         """Where the mix ends among the positions of this chunk, if it does: where the part that ends it is needed."""
@@ -96,6 +98,7 @@ class _Part:
         self._pass, self.exhausted = run, bool(exhausted)
         self._intake = Intake(open_part(number, pair(epoch, run), cursor), cursor)
         self._found = cursor != start  # something came of this pass
+        self.barren = False
 
     def draw(self, count: int) -> _Draw:
         """The next outputs; fewer only if the part has ended and is not gone through again."""
@@ -103,7 +106,7 @@ class _Part:
         taken: list[tuple[int, Taken]] = []
         ends: list[int] = []
         exhausted, got = self.exhausted, 0
-        while got < count:
+        while got < count and not self.barren:
             some = self._intake.take(count - got)
             if some.count:
                 taken.append((self._pass, some))
@@ -111,10 +114,9 @@ class _Part:
             if got < count:
                 ends.append(got)
                 self.exhausted = True
-                if not self._again:
+                self.barren = self._again and not self._found
+                if not self._again or self.barren:
                     break
-                if not self._found:
-                    raise MidepochError(f"source {self._number} of a mix yields nothing: leave it out, or stop='first'.")
                 self._pass, self._found = self._pass + 1, False
                 self._intake = Intake(self._open(self._number, pair(self._epoch, self._pass), self._start), self._start)
         return _Draw(before, taken, ends, exhausted)
@@ -134,11 +136,13 @@ class _Draw:
         if not count:
             return self._before
         exhausted = int(self.exhausted or any(end < count for end in self.ends))
+        run, cursor = self._before[0], self._before[2]
         for run, taken in self._taken:
+            cursor = taken.at(min(count, taken.count))
             if count <= taken.count:
-                return [run, exhausted, taken.at(count)]
+                break
             count -= taken.count
-        raise AssertionError("a cursor behind more than was taken")
+        return [run, exhausted, cursor]
 
 
 def pair(epoch: int, run: int) -> int:
@@ -146,14 +150,16 @@ def pair(epoch: int, run: int) -> int:
     return (epoch + run) * (epoch + run + 1) // 2 + run
 
 
-def _in_order(parts: Sequence[Items | None], places: Sequence[Int64Array], size: int) -> Items:
-    """Outputs of the parts, each at its place, up to the end."""
-    found = [(items, where[: len(items)]) for items, where in zip(parts, places, strict=True) if items is not None]
+def _in_order(draws: Sequence[_Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
+    """Outputs of the parts, each at its place, up to the end; and their places."""
+    found = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
     if not found:
         none = np.zeros(0, np.int64)
-        return Batch({}, none, none, True)
-    order = np.argsort(np.concatenate([where for _, where in found]), kind="stable")
-    return joined([items for items, _ in found]).keep(order[:size])
+        return Batch({}, none, none, True), none
+    filled = np.concatenate([where for _, where in found])
+    order = np.argsort(filled, kind="stable")
+    order = order[: int(np.searchsorted(filled[order], size))]
+    return joined([items for items, _ in found]).keep(order), filled[order]
 
 
 class Concatenated:

@@ -33,12 +33,14 @@ class LaneAt:
 class Place:
     """Where a flow stands: an epoch, and its lanes, as far as they are known. With no lanes: at its beginning.
 
-    ``known``: the lanes that are listed, those that are ``known.index`` modulo ``known.count``.
+    ``known``: the lanes that are listed, those that are ``known.index`` modulo ``known.count``. ``position``: how many
+    outputs all processes together have had, if all have taken the same steps.
     """
 
     epoch: int = 0
     lanes: Mapping[int, LaneAt] = field(default_factory=dict)
     known: Cut = field(default_factory=Cut)
+    position: int = 0
 
     @property
     def begun(self) -> bool:
@@ -52,11 +54,6 @@ class Place:
     def over(self) -> Place:
         """The same, with nothing left: what is was left out."""
         return replace(self, lanes={lane: replace(at, ended=True) for lane, at in self.lanes.items()})
-
-    @property
-    def outputs(self) -> int:
-        """How many outputs all processes together have had, if all have had as many as those that are known."""
-        return sum(at.outputs for at in self.lanes.values()) * self.known.count
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,7 @@ class Lanes:
         fresh = LaneAt(0, False, start(spec))
         stands = [place.lanes.get(lane, fresh) for lane in self.numbers]
         self.outputs = np.array([at.outputs for at in stands], dtype=np.int64)
+        self._started = int(self.outputs.sum())
         self.live = [not at.ended for at in stands]
         self.intakes = [
             Intake(open_flow(spec, bundles, self.packing, place.epoch, Cut(lane, lanes), at.cursor), at.cursor)
@@ -106,7 +104,7 @@ class Lanes:
                     taken.append((lane, some))
                 self.outputs[lane] += some.count
                 wanted -= some.count
-        return Deal(self, self._before.epoch, self.share, before, taken) if taken else None
+        return Deal(self, self._before.epoch, before, taken) if taken else None
 
     def place(self) -> Place:
         """Behind all that was taken."""
@@ -114,7 +112,11 @@ class Lanes:
             lane: LaneAt(int(outputs), not live, intake.cursor)
             for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
         }
-        return Place(self._before.epoch, stands, self.share.lanes)
+        return Place(self._before.epoch, stands, self.share.lanes, self.position(int(self.outputs.sum())))
+
+    def position(self, outputs: int) -> int:
+        """How many outputs all have had together, when these lanes have had so many."""
+        return self._before.position + (outputs - self._started) * self.share.lanes.count
 
     def _deal(self, count: int) -> list[tuple[int, int]]:
         """How many of the next outputs are to come from each lane that has not ended, if all of them have enough."""
@@ -137,11 +139,9 @@ class Lanes:
 class Deal:
     """Outputs that were taken of the lanes together, and the place behind each of them."""
 
-    def __init__(
-        self, lanes: Lanes, epoch: int, share: Share, before: Int64Array, taken: list[tuple[int, Taken]]
-    ) -> None:
-        self._epoch, self._share, self._before, self._taken = epoch, share, before, taken
-        self._numbers, self._live = lanes.numbers, list(lanes.live)
+    def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Taken]]) -> None:
+        self._epoch, self._before, self._taken = epoch, before, taken
+        self._share, self._numbers, self._live, self._position = lanes.share, lanes.numbers, list(lanes.live), lanes.position
         self._marks = [intake.mark() for intake in lanes.intakes]
         self.total = sum(some.count for _, some in taken)
         """Outputs of all processes that share these lanes."""
@@ -187,4 +187,5 @@ class Deal:
                     cursor, left = some.at(min(left, some.count)), max(0, left - some.count)
             ended = count == self.total and not self._live[lane]
             stands[number] = LaneAt(int(self._before[lane]) + done[lane], ended, cursor)
-        return Place(self._epoch, stands, self._share.lanes)
+        position = self._position(int(self._before.sum()) + count)
+        return Place(self._epoch, stands, self._share.lanes, position)

@@ -186,4 +186,4 @@ class FlowStanding:
         """An epoch was gone through: the next ``iter()`` starts at the beginning."""
         if iterator is self._latest:
             self._latest, self._delivered, self.start = None, place, Place(place.epoch)
-            self.what = replace(self.what, epoch_outputs=place.outputs)
+            self.what = replace(self.what, epoch_outputs=place.position)

@@ -69,7 +69,7 @@ def save(belongs: Mapping[str, Any], place: Place, epoch_outputs: int, changes: 
     return {
         states.KEY: states.VERSION,
         "epoch": place.epoch,
-        "position": place.outputs,
+        "position": place.position,
         **belongs,
         "flow": json.dumps(lanes, separators=(",", ":")),
         "known": f"{place.known.index}/{place.known.count}",
@@ -116,11 +116,11 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
             raise _mismatch("pipeline", first["pipeline"], current["pipeline"])
         described = _json(first["parts"], dict, "parts")
     adopted, convert = matched.match(spec, described, "")
-    merged = _merged([_place(one) for one in found], first["lanes"])
+    merged = _merged([_place(one) for one in found], first["lanes"], spec)
     lanes = {lane: _converted(at, convert, adopted) for lane, at in merged.lanes.items()}
     worker = (first["worker"], first["workers"], first["shards"]) if first["workers"] else None
     return Restored(
-        Place(merged.epoch, lanes, merged.known),
+        replace(merged, lanes=lanes),
         adopted,
         first["lanes"],
         max(one["epoch_outputs"] for one in found),
@@ -292,7 +292,7 @@ def _place(found: Mapping[str, Any]) -> Place:
     known = Cut(int(index), int(count))
     if lanes and set(lanes) != set(known.positions(0, found["lanes"]).tolist()):
         raise StateError("the state is damaged: it does not have the lanes that it says it has.")
-    return Place(found["epoch"], lanes, known)
+    return Place(found["epoch"], lanes, known, found["position"])
 
 
 def _is_count(value: Any) -> bool:
@@ -300,7 +300,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    free = {"position", "flow", "known", "worker", "round", "batch", "epoch_outputs"}
+    free = {"epoch", "position", "flow", "known", "worker", "round", "batch", "epoch_outputs"}
     for rank, one in enumerate(found):
         for name in sorted(found[0].keys() - free):
             if one.get(name) != found[0][name]:
@@ -311,26 +311,40 @@ def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _merged(places: Sequence[Place], lanes: int) -> Place:
+def _merged(places: Sequence[Place], lanes: int, spec: Spec) -> Place:
     """The lanes that all ranks together know of. They must have been at the same step."""
-    if len(places) == 1:
+    epoch = min(place.epoch for place in places)
+    if len(places) == 1 or not any(place.begun for place in places):
+        if any(place.epoch != epoch for place in places):
+            raise _steps_apart(places)
         return places[0]
-    if not any(place.begun for place in places):
-        return places[0]
+    # Ranks that were through with the epoch before others (ends="uneven") stand at the beginning of the next.
+    behind = [place for place in places if place.epoch == epoch and place.begun]
+    through = [place for place in places if place.epoch == epoch + 1 and not place.begun]
+    if len(behind) + len(through) < len(places):
+        raise _steps_apart(places)
     found: dict[int, LaneAt] = {}
-    for rank, place in enumerate(places):
+    for place in behind:
         for lane, at in place.lanes.items():
             if found.setdefault(lane, at) != at:
-                raise states.apart("flow", f"the ranks were not at the same step: lane {lane} differs on rank {rank}.")
-    counts = {place.outputs for place in places if not any(at.ended for at in place.lanes.values())}
-    if len(counts) > 1:
-        raise states.apart(
-            "position",
-            f"the ranks were not at the same step when these states were saved (outputs: {sorted(counts)}): rows would "
-            "be lost or repeated. Nothing was changed. Save all ranks behind the same batch.",
-        )
-    if len(found) < lanes:
+                raise _steps_apart(places)
+    running = {place.position for place in behind if not any(at.ended for at in place.lanes.values())}
+    if len(running) > 1:
+        raise _steps_apart(places)
+    missing = [lane for lane in range(lanes) if lane not in found]
+    if missing and not through:
         raise states.apart(
             "flow", f"of {lanes} lanes the states know {len(found)} only: the list must have those of all ranks."
         )
-    return Place(places[0].epoch, found, Cut())
+    over = LaneAt(0, True, start(spec))
+    position = max(place.position for place in behind)
+    return Place(epoch, {**found, **dict.fromkeys(missing, over)}, Cut(), position)
+
+
+def _steps_apart(places: Sequence[Place]) -> CheckpointMismatchError:
+    at = [f"rank {rank}: epoch {place.epoch}, position {place.position}" for rank, place in enumerate(places)]
+    return states.apart(
+        "position",
+        f"the ranks were not at the same step when these states were saved ({'; '.join(at[:4])}{'; …' * (len(at) > 4)}): "
+        "rows would be lost or repeated. Nothing was changed. Save all ranks behind the same batch.",
+    )

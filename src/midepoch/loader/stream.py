@@ -74,7 +74,7 @@ class StreamLoader(Resumable):
         return (
             f"StreamLoader({what.spec.text}; batch_size={self._options.batch_size}; "
             f"num_workers={self._options.num_workers}; rank {what.cut.index} of {what.cut.count}; {what.lanes} lanes; "
-            f"at epoch {at.epoch}, {at.outputs:,} outputs handed over)"
+            f"at epoch {at.epoch}, {at.position:,} outputs handed over)"
         )
 
     @property
@@ -116,7 +116,7 @@ class StreamLoader(Resumable):
     def position(self) -> int:
         """How many outputs of the epoch all ranks together have been handed."""
         at = self._where()
-        return 0 if at.ended else at.outputs
+        return 0 if at.ended else at.position
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
@@ -215,8 +215,8 @@ class StreamLoader(Resumable):
 
     def epoch_over(self, place: Place, rolled: bool) -> None:
         """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
-        if place.outputs:
-            self._what = replace(self._what, epoch_outputs=place.outputs)
+        if place.position:
+            self._what = replace(self._what, epoch_outputs=place.position)
         if self._place.epoch not in (place.epoch, place.epoch - rolled):
             self._delivered = None  # another epoch was named while this one was gone through
             return

@@ -42,7 +42,9 @@ __all__ = [
 
 
 def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext) -> Batch:
-    """All steps in turn."""
+    """All steps in turn, while there are rows: a batch without any may have any columns."""
     for step in steps:
+        if not len(batch):
+            break
         batch = step.apply(batch) if isinstance(step, ColumnStep) else step.apply(batch, run)
     return batch
