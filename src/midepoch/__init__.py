@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
-    from midepoch.combine import concat, mix, zip
+    from midepoch.combine import concat, mix, zip  # noqa: A004  (never imported by itself: midepoch.zip)
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
     from midepoch.errors import (

@@ -62,7 +62,9 @@ def all_said(key: str, rank: int, count: int, value: str) -> list[str]:
         client.key_value_set(names[rank], value)
         return [str(client.blocking_key_value_get(name, _PATIENCE * 1000)) for name in names]
     except Exception as problem:
-        raise WorldError(f"the ranks could not agree on their next steps: {type(problem).__name__}: {problem}") from None
+        raise WorldError(
+            f"the ranks could not agree on their next steps: {type(problem).__name__}: {problem}"
+        ) from None
 
 
 def _store() -> Any:

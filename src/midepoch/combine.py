@@ -67,8 +67,8 @@ def _check_columns(parts: Sequence[Spec], what: str) -> None:
         first, expected = known[0]
         if set(names) != set(expected):
             raise ColumnError(
-                f"{what}: source {first} has the columns {', '.join(expected)}, source {number} has {', '.join(names)}: "
-                "bring them to the same columns (select_columns, rename_columns, map) first."
+                f"{what}: source {first} has the columns {', '.join(expected)}, source {number} has "
+                f"{', '.join(names)}: bring them to the same columns (select_columns, rename_columns, map) first."
             )
     plain = [(number, part.leaves[0]) for number, part in enumerate(parts) if part.plain]
     for number, leaf in plain[1:]:

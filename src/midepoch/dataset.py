@@ -392,4 +392,3 @@ class Dataset(Stages, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._standing, self._engine = state["standing"], None
         register_with_torch(Dataset)
-

@@ -205,8 +205,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "epoch_outputs": (int,),
 }
 _DEFAULTS = {
-    "worker": 0, "workers": 0, "shards": 1, "round": 0, "batch": 0, "shard": None, "aligned": False,
-    "flow": "", "known": "0/1", "parts": "", "changes": "", "epoch_outputs": 0,
+    "worker": 0,
+    "workers": 0,
+    "shards": 1,
+    "round": 0,
+    "batch": 0,
+    "shard": None,
+    "aligned": False,
+    "flow": "",
+    "known": "0/1",
+    "parts": "",
+    "changes": "",
+    "epoch_outputs": 0,
 }
 _MOST_LANES = 2**31
 

@@ -116,7 +116,7 @@ class HasSteps:
         fn_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
     ) -> Any:
-        """Put the rows that a function returns (a list of dicts, maybe empty) in the place of each row: a ``Stream``."""
+        """Put the rows that a function returns (a list of dicts, maybe empty) in the place of a row: a ``Stream``."""
         step = FlatMap(
             **self._function(function, "flat_map", False, 1, with_indices, with_generator, input_columns),
             fn_kwargs=dict(fn_kwargs or {}),
@@ -132,7 +132,13 @@ class HasSteps:
         return self._with_step(Unbatch(names))
 
     def tokenize(
-        self: Self, tokenizer: Any, column: str = "text", *, output: str = "input_ids", batch_size: int = 1000, **options: Any
+        self: Self,
+        tokenizer: Any,
+        column: str = "text",
+        *,
+        output: str = "input_ids",
+        batch_size: int = 1000,
+        **options: Any,
     ) -> Self:
         """Put the tokens of a text in its place: ``column`` becomes ``output``, by a Hugging Face tokenizer.
 

@@ -84,8 +84,8 @@ class Stages(HasSteps):
 class Stream(Stages, Resumable):
     """Outputs of a pipeline that changes the number of rows, or of several datasets together; iterable and resumable.
 
-    Made by ``filter``, ``flat_map``, ``unbatch``, ``batch``, ``pack`` and ``map(…, one_to_one=False)`` of a dataset, and
-    by ``mix``, ``concat`` and ``zip``. There are no positions: it cannot be indexed, and its length is an estimate.
+    Made by ``filter``, ``flat_map``, ``unbatch``, ``batch``, ``pack``, ``map(one_to_one=False)`` of a dataset, and by
+    ``mix``, ``concat`` and ``zip``. There are no positions: it cannot be indexed, and its length is an estimate.
 
     Iterating yields the outputs of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning
     of the epoch, or where a loaded state left off; a ``break`` moves nothing.
@@ -230,13 +230,13 @@ class Stream(Stages, Resumable):
     def _derive(self: Self, what: What) -> Self:
         standing = self._standing
         if standing.start.begun and (what.spec is not self.spec or what.lanes != self.what.lanes):
-            raise ValueError("a state was loaded, and this would change what comes next. Add steps first, then load it.")
+            raise ValueError("a state was loaded, and this would change what comes next. Add steps, then load it.")
         return type(self)(what, replace(standing.start, epoch=self.epoch), asked=standing.shared.asked)
 
     # Reading
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError("a stream has no positions to index by: iterate it, or index the dataset before filter and pack")
+        raise TypeError("a stream has no positions to index by: iterate it, or index the dataset that it is made of")
 
     def __iter__(self) -> Iterator[Any]:
         here, self._pass = self._standing, None
@@ -271,7 +271,7 @@ class Stream(Stages, Resumable):
         ``collate_fn``) is run by the main process. Every rank runs lanes of its own: ``with_lanes`` chooses how many
         there are, else there is one for each rank.
         """
-        from midepoch.loader.stream import make_stream_loader
+        from midepoch.loader.make_stream import make_stream_loader
 
         standing = self._standing
         return make_stream_loader(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,10 @@ def write(folder: Path, rng: np.random.Generator, rows: int, nulls: bool) -> str
     tokens = [
         None if nulls and rng.random() < 0.1 else rng.integers(1, 1000, int(length)).tolist() for length in lengths
     ]
-    table = pa.table(
-        {"n": pa.array(np.arange(first, first + rows)), "tokens": pa.array(tokens, pa.list_(pa.int32()))}
-    )
+    table = pa.table({"n": pa.array(np.arange(first, first + rows)), "tokens": pa.array(tokens, pa.list_(pa.int32()))})
     folder.mkdir(parents=True)
     cuts = sorted({0, rows, *rng.integers(0, rows + 1, int(rng.integers(0, 3))).tolist()})
-    for number, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (start, stop) in enumerate(pairwise(cuts)):
         part = table.slice(start, stop - start)
         with pa.OSFile(str(folder / f"{number}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(part, max_chunksize=int(rng.integers(3, 20)))
@@ -295,7 +294,9 @@ def resumed(case: Case, size: int, drop: bool, state: Any, workers: int, expecte
         for batch in loader:
             if at >= len(expected):
                 break
-            assert same(batch, expected[at]), f"batch {at} after the resume differs: {batch} and {expected[at]}"
+            assert same(batch, expected[at]), (
+                f"batch {at} after the resume differs: {batch!r:.150} and {expected[at]!r:.150}"
+            )
             at += 1
             behind = behind or through_json(loader.state_dict())
         empty += at == before  # a random filter may leave nothing of an epoch
@@ -321,7 +322,9 @@ def elastic(case: Case, rng: np.random.Generator, rows: list[Any]) -> int:
         while live and (steps is None or taken < steps):
             for one in list(live):
                 batch = next(one, None)
-                if batch is None or loaders[passes.index(one)].state_dict()["epoch"]:  # nothing was left: this is the next epoch
+                if (
+                    batch is None or loaders[passes.index(one)].state_dict()["epoch"]
+                ):  # nothing was left: this is the next epoch
                     live.remove(one)
                 else:
                     seen += batch

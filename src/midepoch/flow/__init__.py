@@ -1,8 +1,8 @@
 """Pipelines that change the number of rows, as a function of a cursor.
 
-The outputs of such a pipeline have no positions that could be computed, so each *lane* of the epoch has a cursor of its
-own: where in its rows a bounded group begins from which everything after can be made again, and how many outputs of that
-group have been handed over. Cursors are nested lists of whole numbers, one level a stage:
+The outputs of such a pipeline have no positions that could be computed, so each *lane* of the epoch has a cursor of
+its own: where in its rows a bounded group begins from which everything after can be made again, and how many outputs of
+that group have been handed over. Cursors are nested lists of whole numbers, one level a stage:
 
     rows        [row, outputs]                 a bundle of rows, through all steps that look at one bundle at a time
     grouped     [inner, outputs]               batch, shuffle, best-fit packing, maps behind those: groups of outputs

@@ -102,7 +102,8 @@ class _Part:
 
     def draw(self, count: int) -> _Draw:
         """The next outputs; fewer only if the part has ended and is not gone through again."""
-        before = [self._pass, int(self.exhausted), self._intake.cursor]
+        # One that is barren begins its pass again on resume, to find that out again.
+        before = [self._pass, int(self.exhausted), self._start if self.barren else self._intake.cursor]
         taken: list[tuple[int, Taken]] = []
         ends: list[int] = []
         exhausted, got = self.exhausted, 0
@@ -118,7 +119,8 @@ class _Part:
                 if not self._again or self.barren:
                     break
                 self._pass, self._found = self._pass + 1, False
-                self._intake = Intake(self._open(self._number, pair(self._epoch, self._pass), self._start), self._start)
+                flow = self._open(self._number, pair(self._epoch, self._pass), self._start)
+                self._intake = Intake(flow, self._start)
         return _Draw(before, taken, ends, exhausted)
 
 
@@ -137,8 +139,8 @@ class _Draw:
             return self._before
         exhausted = int(self.exhausted or any(end < count for end in self.ends))
         run, cursor = self._before[0], self._before[2]
-        for run, taken in self._taken:
-            cursor = taken.at(min(count, taken.count))
+        for of_run, taken in self._taken:
+            run, cursor = of_run, taken.at(min(count, taken.count))
             if count <= taken.count:
                 break
             count -= taken.count
@@ -173,14 +175,16 @@ class Concatenated:
     def pull(self) -> Chunk | None:
         while True:
             chunk = self._flow.pull()
-            number = self._number
             if chunk is not None:
-                inner = chunk.at
-                return Chunk(chunk.items, lambda outputs: [number, inner(outputs)])
-            if number + 1 >= len(self._starts):
+                return _numbered(chunk, self._number)
+            if self._number + 1 >= len(self._starts):
                 return None
             self._number += 1
             self._flow = self._open(self._number, self._starts[self._number])
+
+
+def _numbered(chunk: Chunk, number: int) -> Chunk:
+    return Chunk(chunk.items, lambda outputs: [number, chunk.at(outputs)])
 
 
 class Zipped:

@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Share:
-    """Which outputs a process gets: those of its lanes, or, where several share them, every ``cut.count``-th of those."""
+    """Which outputs a process gets: those of its lanes, or, where several share them, each ``cut.count``-th."""
 
     lanes: Cut
     cut: Cut
@@ -141,7 +141,8 @@ class Deal:
 
     def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Taken]]) -> None:
         self._epoch, self._before, self._taken = epoch, before, taken
-        self._share, self._numbers, self._live, self._position = lanes.share, lanes.numbers, list(lanes.live), lanes.position
+        self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
+        self._position = lanes.position
         self._marks = [intake.mark() for intake in lanes.intakes]
         self.total = sum(some.count for _, some in taken)
         """Outputs of all processes that share these lanes."""

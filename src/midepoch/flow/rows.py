@@ -1,4 +1,4 @@
-"""Where flows begin: the rows of one lane of a source, in bundles, through all steps that look at one bundle at a time."""
+"""Where flows begin: the rows of a lane of a source, in bundles, through all steps that look at a bundle at a time."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, seed: int, 
 
 
 class Grouped:
-    """Groups of ``size`` outputs, each made into others. Cursor: [where a group begins, how many of its outputs are out].
+    """Groups of ``size`` outputs, each made into others. Cursor: [where a group begins, outputs of it that are out].
 
     The last group may be smaller; it is left out if it is not to be ``partial``.
     """

@@ -72,7 +72,7 @@ def check_known(place: Place, share: Share, lanes: int) -> None:
             f"the lanes {known.index}, {known.index + known.count}, … of {lanes}",
             f"lane {missing[0]} is needed here",
             "this is the state of one of several ranks: a rank knows only the lanes that it runs. Load the list of the "
-            "states of all ranks (any number of ranks can go on from it), or save with PipelineCheckpoint, which does so",
+            "states of all ranks (any number of ranks can go on from it), or save with PipelineCheckpoint, which does",
         )
 
 

@@ -1,7 +1,7 @@
 """What happens to rows between the file and the model: columns, maps, filters, packing, formats.
 
-Everything here is a function of the rows it is given (and, for a map that asks, of a generator made from seed, epoch and
-row), so there is nothing to remember and nothing to save.
+Everything here is a function of the rows it is given (and, for a map that asks, of a generator made from seed, epoch
+and row), so there is nothing to remember and nothing to save.
 """
 
 from midepoch.transforms.batch import Batch, join

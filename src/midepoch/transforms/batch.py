@@ -106,7 +106,8 @@ def join_columns(name: str, parts: Sequence[Any]) -> Any:
         arrays = [chunk for part in parts for chunk in (part.chunks if hasattr(part, "chunks") else [part])]
         kinds = {array.type for array in arrays if not pa.types.is_null(array.type)}
         if len(kinds) > 1:
-            raise ColumnError(f"column {name!r} comes as {' and as '.join(sorted(map(str, kinds)))}: map it to one type.")
+            several = " and as ".join(sorted(map(str, kinds)))
+            raise ColumnError(f"column {name!r} comes as {several}: map it to one type.")
         kind = next(iter(kinds), pa.null())
         return pa.concat_arrays([array if array.type == kind else array.cast(kind) for array in arrays])
     if all(isinstance(part, np.ndarray) and part.shape[1:] == first.shape[1:] for part in parts):
@@ -130,8 +131,8 @@ def pick(column: Any, places: Int64Array) -> Any:
     if isinstance(column, np.ndarray):
         return column[places]
     if hasattr(column, "take") and hasattr(column, "null_count"):
-        # Not by pa.array, which would import pandas.
-        return column.take(pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(np.ascontiguousarray(places))]))
+        numbers = pa.py_buffer(np.ascontiguousarray(places))  # pa.array would import pandas
+        return column.take(pa.Array.from_buffers(pa.int64(), len(places), [None, numbers]))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         return column[torch.from_numpy(places)]

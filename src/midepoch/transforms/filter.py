@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,7 +61,7 @@ class FilterRows(Function):
         try:
             found = self.on_group(group, run)
             if not hasattr(found, "__len__") or len(found) != len(group):
-                raise MapError(f"a batched filter must return {len(group)} true or false values, it returned {found!r:.60}")
+                raise MapError(f"a batched filter must return {len(group)} times true or false, got {found!r:.60}")
             return [i for i, kept in enumerate(found) if kept]
         except Exception as problem:
             if self.on_error == "raise" or len(group) == 1:
@@ -79,9 +80,11 @@ class FilterExpression:
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         if not len(batch):
             return batch
-        names = list(batch.columns)
-        table = pa.Table.from_arrays([arrow_column(name, batch.columns[name]) for name in names], names=names)
-        mask = _evaluated(self.expression, table)
+        arrays = {}
+        for name, column in batch.columns.items():
+            with suppress(MapError):  # what Arrow cannot hold, an expression cannot ask for
+                arrays[name] = arrow_column(name, column)
+        mask = _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
         kept = np.flatnonzero(mask)
         return batch if len(kept) == len(batch) else batch.keep(kept)
 
@@ -102,6 +105,7 @@ def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.boo
         if not pa.types.is_boolean(found.type):
             raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
     except (pa.ArrowException, KeyError) as problem:
-        raise ColumnError(f"filter({expression}): {problem}. The columns are: {', '.join(table.column_names)}.") from None
+        names = ", ".join(table.column_names)
+        raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
     parts = [chunk.fill_null(False) for chunk in found.chunks]
     return np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts] or [np.zeros(0, dtype=bool)])

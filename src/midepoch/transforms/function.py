@@ -29,7 +29,7 @@ class RunContext:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One call of ``map``, ``filter`` or ``flat_map``. ``number`` tells those of a pipeline apart, for their generators."""
+    """One call of ``map``, ``filter`` or ``flat_map``. ``number`` tells them apart, for their generators."""
 
     function: Callable[..., Any]
     number: int = 0

@@ -76,7 +76,7 @@ class Documents:
         lengths = found[spec.column][0]
         for name, (other, _) in found.items():
             if not np.array_equal(other, lengths):
-                raise MapError(f"pack: columns {spec.column!r} and {name!r} do not have equally many values in each row.")
+                raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
         if spec.eos is None:
             return Documents(lengths, {name: values for name, (_, values) in found.items()})
         ends = np.cumsum(lengths)[lengths > 0]
@@ -177,7 +177,7 @@ def _bounds(starts: Int64Array, total: int, packs: int, spec: PackSpec) -> dict[
 
 
 def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int]:
-    """All documents in as few sequences as best-fit-decreasing finds; those too long are cut into whole sequences first.
+    """All documents in as few sequences as best-fit-decreasing finds; what is too long is cut first.
 
     Returns the columns, for each sequence the number of its first document, and how many tokens were packed.
     """

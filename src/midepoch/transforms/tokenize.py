@@ -59,7 +59,5 @@ def lists_of(rows: list[list[int]]) -> pa.Array:
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     np.cumsum(lengths, out=offsets[1:])
     values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
-    arrays = [
-        pa.Array.from_buffers(pa.int32(), len(each), [None, pa.py_buffer(each)]) for each in (offsets, values)
-    ]
+    arrays = [pa.Array.from_buffers(pa.int32(), len(each), [None, pa.py_buffer(each)]) for each in (offsets, values)]
     return pa.ListArray.from_arrays(*arrays)

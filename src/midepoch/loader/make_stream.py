@@ -1,0 +1,79 @@
+"""Making the loader of a stream: which lanes this process runs, and how it ends together with others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from midepoch.agreement import connected
+from midepoch.checks import whole
+from midepoch.errors import WorldError
+from midepoch.flow.lanes import Place, Share
+from midepoch.flow.standing import What
+from midepoch.loader.equal import EqualSteps
+from midepoch.loader.make import cut_of
+from midepoch.loader.options import Options, ahead_for
+from midepoch.loader.stream import StreamLoader
+from midepoch.order import Cut
+from midepoch.seeds import check_agreed
+from midepoch.world import spans_all
+
+
+def make_stream_loader(
+    what: What,
+    place: Place,
+    *,
+    asked: bool,
+    batch_size: Any,
+    num_workers: Any,
+    prefetch: Any,
+    rank: int | None,
+    world_size: int | None,
+    data_parallel: Any,
+    drop_last: bool,
+    ends: str | None,
+    **options: Any,
+) -> StreamLoader:
+    """A loader of a stream from a place on; the arguments are those of ``Stream.loader``, unchecked."""
+    batch_size = whole(batch_size, "loader(batch_size=…)", 1)
+    cut, together = cut_of(what.cut, rank, world_size, data_parallel)
+    if drop_last and ends not in (None, "drop"):
+        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
+    for leaf in what.spec.leaves:
+        check_agreed(leaf.seed_alone, cut.count)
+    what = replace(what, cut=cut)
+    if not place.begun:
+        what = what.for_processes(cut.count)
+    ends = "drop" if drop_last else ends
+    equal = _equal(what, cut, together, ends, data_parallel)
+    row_bytes = max(leaf.source.bytes_per_row for leaf in what.spec.leaves)
+    ahead = ahead_for(1024 * row_bytes) if prefetch is None else prefetch
+    chosen = Options(
+        batch_size=batch_size,
+        num_workers=whole(num_workers, "loader(num_workers=…)"),
+        prefetch=whole(ahead, "loader(prefetch=…)", 1),
+        ends=ends or "uneven",
+        **options,
+    )
+    return StreamLoader(what, chosen, place, asked=asked, equal=equal)
+
+
+def _equal(what: What, cut: Cut, together: bool, ends: str | None, data_parallel: Any) -> EqualSteps | None:
+    """How ranks that run lanes of their own come to take equally many steps, if they are to."""
+    groups = Share.of(what.lanes, cut).lanes.count
+    if groups == 1 or ends == "uneven" or (ends is None and not together):
+        return None
+    if ends is None:
+        raise WorldError(
+            f"{cut.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
+            'would wait for the others. Say what is to become of them: loader(…, ends="drop") ends the epoch on all '
+            'ranks where one has no full batch left, ends="pad" goes on with batches that are marked as padding, '
+            'ends="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
+        )
+    if connected() != cut.count or not (data_parallel is None or spans_all(data_parallel)):
+        raise WorldError(
+            f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or "
+            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. Initialise them first, or "
+            'use with_lanes(1), which lets every rank run everything, or ends="uneven".'
+        )
+    return EqualSteps(cut, f"{what.spec.digest} {what.lanes}")
