@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -367,17 +367,23 @@ class Dataset(Stages, Resumable):
         """Where the iteration stands, just behind the last row handed over: small, flat, JSON-able."""
         return self._standing.save()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Collection[str] = ()) -> None:
         """Go on from a state, saved on any shard of any number of them.
 
-        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
+        ``allow=["pipeline"]`` lets a field differ all the same, which is recorded in ``changes`` and in the state.
         """
-        self._standing.load(state)
+        self._standing.load(state, allow)
         self._engine = self._pass = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
         self._standing.check(state)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was allowed to differ at resumes since the run began."""
+        return self.pipeline.changes
 
     @property
     def state_is_global(self) -> bool:

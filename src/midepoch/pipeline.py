@@ -31,6 +31,8 @@ class Pipeline:
     seed_agreed: bool = False
     lanes_given: bool = False
     lanes_kept: bool = False
+    changes: tuple[str, ...] = ()
+    """What was allowed to differ from the run that saved a state, at resumes so far."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:

@@ -28,6 +28,11 @@ class HasState:
         """Whether the state of one rank restores every rank."""
         return True
 
+    @property
+    def takes_states_of_all_ranks(self) -> bool:
+        """Whether the list of the states of all ranks restores any number of ranks."""
+        return False
+
 
 class Resumable(HasState):
     """Something that ``iter()`` goes through: ``next()`` goes on with a pass of its own, which it begins if need be."""

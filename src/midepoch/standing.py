@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -53,9 +53,9 @@ class Standing:
         live = self._latest
         return self.save_at(self.cursor(), *((live.round, live.batch) if live else (self._round, self._batch)))
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from a state, or raise and change nothing."""
-        resumed, self.pipeline = self._resume(state)
+        resumed, self.pipeline = self._resume(state, allow)
         self._go_to(resumed)
         self._latest, self._delivered = None, None
 
@@ -73,8 +73,8 @@ class Standing:
         elif self.shared.epoch != cursor.epoch:
             self.start = 0
 
-    def _resume(self, state: Any) -> tuple[Resumed, Pipeline]:
-        resumed = states.load(self._given(state), self.pipeline)
+    def _resume(self, state: Any, allow: Collection[str] = ()) -> tuple[Resumed, Pipeline]:
+        resumed = states.load(self._given(state), self.pipeline, allow)
         _, worker = self.share()
         if resumed.worker != worker:
             saved, here = resumed.worker, worker

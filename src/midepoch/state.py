@@ -6,7 +6,8 @@ released version keeps a fixture under ``tests/fixtures`` and is accepted for ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ CAUSES = {
     "aligned": "the files are mapped now and were fetched when it was saved, or the other way round",
     "seed": "shuffle() was given another seed",
     "window": "shuffle() was given another window",
-    "pipeline": "a step was added, left out, moved, or given other parameters that move rows",
+    "pipeline": "a map or another step was added, left out, moved, or given other parameters that move rows",
 }
 
 
@@ -48,6 +49,7 @@ class Resumed:
     round: int = 0
     batch: int = 0
     shard: tuple[int, int] | None = None  # (shard, shards) of a state that is not global
+    changes: tuple[str, ...] = ()  # what was allowed to differ, here and at resumes before
 
 
 def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
@@ -55,7 +57,7 @@ def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
     order = replace(pipeline.order, lanes=resumed.lanes)
     if order.shuffle is not None and resumed.seed is not None:
         order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
-    return replace(pipeline, order=order, seed_agreed=True, lanes_kept=True)
+    return replace(pipeline, order=order, seed_agreed=True, lanes_kept=True, changes=resumed.changes)
 
 
 def identity(pipeline: Pipeline) -> dict[str, Any]:
@@ -71,7 +73,26 @@ def identity(pipeline: Pipeline) -> dict[str, Any]:
         "lanes": pipeline.order.lanes,
         "aligned": bool(shuffle and shuffle.aligned),
         "pipeline": pipeline.text,
+        **({"changes": json.dumps(pipeline.changes)} if pipeline.changes else {}),
     }
+
+
+def check_allow(allow: Collection[str]) -> None:
+    """Raise ValueError for names of fields that cannot be allowed to differ."""
+    unknown = [allow] if isinstance(allow, str) else [name for name in allow if name not in CAUSES]
+    if unknown:
+        raise ValueError(f"allow takes a list of names out of {', '.join(sorted(CAUSES))}, got {allow!r}")
+
+
+def changes_in(text: str) -> list[str]:
+    """What a state records of what was changed."""
+    try:
+        found = json.loads(text or "[]")
+    except ValueError:
+        found = None
+    if not isinstance(found, list):
+        raise StateError(f"the state is damaged: 'changes' is {text!r:.40}.")
+    return [str(one) for one in found]
 
 
 def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
@@ -139,15 +160,22 @@ def _one_place(found: Sequence[Mapping[str, Any]]) -> bool:
     return len(ends) == 1
 
 
-def load(state: Any, pipeline: Pipeline) -> Resumed:
-    """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing."""
+def load(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed:
+    """Read and check a state; raises StateError or CheckpointMismatchError, and changes nothing.
+
+    Fields that are ``allow``ed to differ do not raise: they are recorded.
+    """
+    check_allow(allow)
     found = parse(one_of(state, pipeline.cut))
     current = identity(pipeline)
+    changes = changes_in(found["changes"])
     for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline"):
         if name == "seed" and pipeline.seed_drawn and found["scope"] == current["scope"]:
             continue
         if found[name] != current[name]:
-            raise CheckpointMismatchError(name, found[name], current[name], CAUSES[name])
+            if name not in allow:
+                raise CheckpointMismatchError(name, found[name], current[name], CAUSES[name])
+            changes.append(f"{name}: {found[name]!r} became {current[name]!r}"[:200])
     if found["flow"]:
         raise CheckpointMismatchError("pipeline", "rows in lanes", "rows at positions", CAUSES["pipeline"])
     if found["position"] > found["rows"]:
@@ -163,13 +191,17 @@ def load(state: Any, pipeline: Pipeline) -> Resumed:
             'with on_error="skip" shards that hand out rows one by one skip different ones, so each must keep a state '
             "of its own; ds.loader(…) keeps one for all",
         )
+    if found["position"] > pipeline.rows:
+        raise CheckpointMismatchError("rows", found["rows"], pipeline.rows, f"position {found['position']} lies behind")
     cursor = Cursor(found["epoch"], found["position"])
-    return Resumed(cursor, found["seed"], found["lanes"], worker, found["round"], found["batch"], shard)
+    seed = None if "seed" in allow else found["seed"]
+    place = (found["round"], found["batch"], shard)
+    return Resumed(cursor, seed, found["lanes"], worker, *place, tuple(changes[-16:]))
 
 
-def load_global(state: Any, pipeline: Pipeline) -> Resumed:
+def load_global(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed:
     """As ``load``, of a state that is one for all ranks and workers."""
-    resumed = load(state, pipeline)
+    resumed = load(state, pipeline, allow)
     if resumed.worker is not None:
         worker = f"worker {resumed.worker[0]} of {resumed.worker[1]}"
         raise CheckpointMismatchError("worker", worker, None, "a state of one DataLoader worker")

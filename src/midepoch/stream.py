@@ -323,6 +323,11 @@ class Stream(Stages, Resumable):
         """Whether the state of one shard restores every shard: not if each runs lanes of its own."""
         return self.what.cut.count == 1 or self.what.for_processes(self.what.cut.count).lanes == 1
 
+    @property
+    def takes_states_of_all_ranks(self) -> bool:
+        """Whether the list of the states of all shards restores any number of them."""
+        return True
+
     def __getstate__(self) -> dict[str, Any]:
         return {"standing": self._standing}
 

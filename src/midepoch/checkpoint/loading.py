@@ -83,6 +83,12 @@ def data_part(manifest: Manifest, world: World) -> str:
     return own if has_part(manifest, own) else "data"
 
 
+def rank_parts(part: str, manifest: Manifest) -> list[str]:
+    """What every rank has saved for itself, in order; empty if none has."""
+    found = [rank_part(part, rank) for rank in range(manifest.world_size)]
+    return found if all(has_part(manifest, one) for one in found) else []
+
+
 def rank_part(part: str, rank: int) -> str:
     """The name of what one rank of several has saved for itself."""
     return f"{part}-{rank:05d}"

@@ -94,6 +94,11 @@ def is_global(pipeline: Any, state: Any) -> bool:
     return bool(getattr(pipeline, "state_is_global", False)) and isinstance(state, Mapping)
 
 
+def takes_all(pipeline: Any) -> bool:
+    """Whether a pipeline goes on from the list of the states of all ranks, on any number of them."""
+    return bool(getattr(pipeline, "takes_states_of_all_ranks", False))
+
+
 def is_known_by_class(thing: Any) -> bool:
     """Whether nothing but its class says what a state belongs to: it takes any, and checks none."""
     thing = unwrapped(thing)

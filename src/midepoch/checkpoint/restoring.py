@@ -82,7 +82,11 @@ def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World,
     seen: set[str] = set()
     trees: list[tuple[str, Any, Any]] = []
     if wanted.pipeline is not None:
-        trees.append(("data", wanted.pipeline, read(loading.data_part(manifest, world))))
+        everyone = loading.rank_parts("data", manifest)
+        if everyone and parts.takes_all(wanted.pipeline):
+            trees.append(("data", wanted.pipeline, [read(part) for part in everyone]))
+        else:
+            trees.append(("data", wanted.pipeline, read(loading.data_part(manifest, world))))
     trees += [(name, thing, read(f"extra.{checked_name(name)}")) for name, thing in wanted.extra.items()]
     own = manifest.backend == "files"
     if own:

@@ -37,14 +37,6 @@ def _data_of(described: Mapping[str, Any]) -> Any:
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
 
 
-def check_allow(allow: Collection[str]) -> None:
-    """Raise ValueError for names of fields that cannot be allowed to differ."""
-    names = {*CHECKED, "data"}
-    unknown = [name for name in ([allow] if isinstance(allow, str) else allow) if name not in names]
-    if unknown or isinstance(allow, str):
-        raise ValueError(f"allow takes a list of names out of {', '.join(sorted(names))}, got {allow!r}")
-
-
 class Matched:
     """Finds the parts of a saved flow again in a current one."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from midepoch import state as states
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.flow.lanes import LaneAt, Place
-from midepoch.flow.matching import CHECKED, Matched, check_allow, describe, mismatch
+from midepoch.flow.matching import CHECKED, Matched, describe, mismatch
 from midepoch.flow.open import check_cursor, start
 from midepoch.flow.spec import Spec
 from midepoch.order import Cut
@@ -76,7 +76,7 @@ def save(belongs: Mapping[str, Any], place: Place, epoch_outputs: int, changes: 
 
 def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
     """Read and check a state, or the list of those of all ranks. Raises, and changes nothing, if it does not fit."""
-    check_allow(allow)
+    states.check_allow(allow)
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("a list of the states of all ranks is empty.")
@@ -84,7 +84,7 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
     first = found[0]
     _check_alike(found)
     current = identity(spec, first["lanes"])
-    changes: list[str] = [str(one) for one in _json(first["changes"] or "[]", list, "changes")]
+    changes = states.changes_in(first["changes"])
     matched = Matched(allow, changes)
     if isinstance(spec.base, Pipeline):
         if first["parts"] or not first["flow"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from midepoch import state as states
@@ -117,12 +117,13 @@ class Loader(Resumable):
         """Where to go on: just behind the last batch handed over. The same on every rank; under 1 KB, JSON-able."""
         return states.save(self._identity, self._where())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Collection[str] = ()) -> None:
         """Go on from a state, saved by any rank, with any batch size, number of workers and world size.
 
-        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline.
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
+        ``allow=["pipeline"]`` lets a field differ all the same, which is recorded in ``changes`` and in the state.
         """
-        resumed = self._resumed(state)
+        resumed = self._resumed(state, allow)
         self.close()
         self._pipeline = states.adopt(resumed, self._pipeline)
         self._identity = states.identity(self._pipeline)
@@ -134,8 +135,13 @@ class Loader(Resumable):
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
         self._resumed(state)
 
-    def _resumed(self, state: Mapping[str, Any]) -> states.Resumed:
-        return states.load_global(state, self._pipeline)
+    def _resumed(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> states.Resumed:
+        return states.load_global(state, self._pipeline, allow)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was allowed to differ at resumes since the run began."""
+        return self._pipeline.changes
 
     def _where(self) -> Cursor:
         return self._delivered or self._cursor

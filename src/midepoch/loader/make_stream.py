@@ -73,7 +73,7 @@ def _equal(what: What, cut: Cut, together: bool, ends: str | None, data_parallel
     if connected() != cut.count or not (data_parallel is None or spans_all(data_parallel)):
         raise WorldError(
             f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or "
-            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. Initialise them first, or "
+            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. Initialise them, or "
             'use with_lanes(1), which lets every rank run everything, or ends="uneven".'
         )
     return EqualSteps(cut, f"{what.spec.digest} {what.lanes}")

@@ -155,6 +155,11 @@ class StreamLoader(Resumable):
         """Whether the state of one rank restores every rank: not if each runs lanes of its own."""
         return Share.of(self._what.lanes, self._what.cut).lanes.count == 1
 
+    @property
+    def takes_states_of_all_ranks(self) -> bool:
+        """Whether the list of the states of all ranks restores any number of them."""
+        return True
+
     def _where(self) -> Place:
         found = self._delivered
         return found.place() if isinstance(found, Deal) else found or self._place
