@@ -30,13 +30,18 @@ def test_export_list() -> None:
         "PipelineCheckpoint",
         "Retry",
         "StateError",
+        "Stream",
+        "StreamLoader",
         "StructuredDataset",
         "WorkerError",
         "WorldError",
         "__version__",
+        "concat",
         "from_files",
         "load_dataset",
         "load_from_disk",
+        "mix",
+        "zip",
     }
     for name in midepoch.__all__:
         assert getattr(midepoch, name) is not None

@@ -123,9 +123,11 @@ class FlowStanding:
 
     def load(self, state: Any, allow: Collection[str] = ()) -> None:
         """Go on from a state, or raise and change nothing."""
-        found = self.resume(state, allow)
-        self.what, self.start = self.what.restored(found), found.place
+        self._go_to(self.resume(state, allow))
         self._latest, self._delivered = None, None
+
+    def _go_to(self, found: states.Restored) -> None:
+        self.what, self.start = self.what.restored(found), found.place
         if self.share()[1] is None and not (found.place.ended and self.shared.asked):
             self.shared.epoch = found.place.epoch
         elif self.shared.epoch != found.place.epoch:
@@ -175,7 +177,7 @@ class FlowStanding:
 
     def start_at(self, state: Any) -> tuple[Place, Lanes]:
         """Where an iterator of this stream goes on that is given a state itself, as StatefulDataLoader does."""
-        self.load(state)
+        self._go_to(self.resume(state))
         return self.begin()
 
     def follow(self, iterator: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Streams in torch's loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import family
+import numpy as np
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch.errors import CheckpointMismatchError
+from midepoch.testing import assert_resumes_exactly
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*set_vital.*"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+def collate(rows: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.tensor([int(row["n"]) for row in rows])
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], midepoch.Stream]]:
+    folder = tmp_path_factory.mktemp("streams")
+    first, second = (
+        family.write(folder / name, np.random.default_rng(len(name)), rows, True) for name, rows in (("a", 60), ("bb", 40))
+    )
+
+    def kept() -> midepoch.Stream:
+        found: midepoch.Stream = midepoch.from_files(first).shuffle(seed=1).filter(family.keep_most)
+        return found
+
+    return {
+        "filter": kept,
+        "pack": lambda: kept().pack(8, "tokens").map(family.numbered_pack).shuffle(seed=3, window=5),
+        "mix": lambda: midepoch.mix([kept(), midepoch.from_files(second).shuffle(seed=2)], [2, 1], stop="all"),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["filter", "pack", "mix"])
+def test_stateful_dataloader(name: str, workers: int, streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
+    def make() -> StatefulDataLoader:
+        return StatefulDataLoader(streams[name](), batch_size=5, num_workers=workers, collate_fn=collate)
+
+    assert_resumes_exactly(make, steps=[0, 1, 6, 7, 8, 9] if workers else None, tail=9)
+
+
+def test_every_output_once_with_workers(streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
+    expected = sorted(row["n"] for row in streams["filter"]())
+    for workers in (1, 3):
+        loader = StatefulDataLoader(streams["filter"](), batch_size=4, num_workers=workers, collate_fn=collate)
+        assert sorted(int(n) for batch in loader for n in batch) == expected
+
+
+def test_state_of_a_worker_is_refused_elsewhere(streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
+    loader = StatefulDataLoader(streams["filter"](), batch_size=4, num_workers=2, collate_fn=collate)
+    next(iter(loader))
+    snapshot = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]
+    state = snapshot["fetcher_state"]["dataset_iter_state"]
+    with pytest.raises(CheckpointMismatchError, match="worker 0 of 2"):
+        streams["filter"]().load_state_dict(state)
+    with pytest.raises(CheckpointMismatchError, match="worker 0 of 2"):
+        streams["filter"]().loader(4).load_state_dict(state)
+
+
+def test_formats(streams: dict[str, Callable[[], midepoch.Stream]], tmp_path: Path) -> None:
+    packed = streams["pack"]()
+    batch = next(iter(packed.loader(3)))
+    assert batch["tokens"].shape == (3, 8) and batch["tokens"].dtype == torch.int32
+    assert next(iter(packed.with_format("numpy").loader(3)))["segment_ids"].shape == (3, 8)
+    assert next(iter(packed.with_format("arrow").loader(3))).num_rows == 3
+    assert next(iter(packed.with_format("python").loader(3)))["n"][0] > 0
+    assert_resumes_exactly(lambda: streams["pack"]().with_format("arrow").loader(3), epochs=1)
