@@ -173,12 +173,13 @@ class Engine:
         kept = np.zeros(0, dtype=bool)  # not None: some are missing
         return Rows(found.batch.take(pa.array(good, pa.int64())), True, kept), places[good]
 
-    def transform(self, epoch: int, batch: Batch) -> Batch:
-        """All steps in turn."""
+    def transform(self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None) -> Batch:
+        """All steps in turn; or only some, of those from the first function on."""
         if not self.pipeline.tail:
             return batch
         run = RunContext(self.pipeline.seed, epoch, self._place)
-        return run_steps(self.pipeline.tail, batch, run)
+        chosen = self.pipeline.tail[after:] if steps is None else self.pipeline.tail[after : after + steps]
+        return run_steps(chosen, batch, run)
 
     def _place(self, row: int) -> str:
         source_row = self.pipeline.order.selection.source_rows(np.array([row]))[0]

@@ -114,8 +114,14 @@ def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str,
 
 
 def group_of(steps: tuple[Step, ...]) -> int | None:
-    """How many rows the first batched function is given at a time."""
-    return next((step.batch_size for step in steps if isinstance(step, Function) and step.batched), None)
+    """How many rows the first batched function is given at a time, of those to which that matters."""
+    return next(
+        (step.batch_size for step in steps if isinstance(step, Function) and step.batched and not _rowwise(step)), None
+    )
+
+
+def _rowwise(step: Function) -> bool:
+    return isinstance(step, Map) and step.rowwise
 
 
 def is_one_to_one(step: Step) -> bool:

@@ -147,13 +147,10 @@ class HasSteps:
         """
         if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
             raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
-        return self.map(
-            Tokenize(tokenizer, output, options),
-            batched=True,
-            batch_size=batch_size,
-            input_columns=column,
-            remove_columns=[] if column == output else column,
-        )
+        made = self._function(Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column)
+        removed = () if column == output else (column,)
+        rowwise = not options.get("padding")  # to the longest of a group
+        return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))  # type: ignore[no-any-return]
 
     def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
         """Only these columns; the others are not even read."""

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from midepoch.engine import Engine
-from midepoch.flow.chunk import At, Chunk, Refs
+from midepoch.flow.chunk import At, Chunk, Int64Array, Refs
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
-from midepoch.transforms import Batch
+from midepoch.transforms import Batch, FilterExpression, FilterRows, join
 
 _FIRST = 32
 _BUNDLE_BYTES = 1 << 20
 _QUICK, _SLOW = 0.02, 0.25
 """Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
 _REFS = 4096
+_FIRST_FILTERED, _FILTERED = 1 << 11, 1 << 15
 
 
 class Bundle(NamedTuple):
@@ -46,7 +48,7 @@ class Sizes:
 
     def __init__(self, leaves: Sequence[Pipeline]) -> None:
         self._fixed = [bundle_rows(leaf) for leaf in leaves]
-        self._now = [_FIRST] * len(leaves)
+        self._now = [_FIRST_FILTERED if _by_expression(leaf) else _FIRST for leaf in leaves]
 
     def now(self, leaf: int) -> int:
         return self._fixed[leaf] or self._now[leaf]
@@ -67,14 +69,39 @@ def bundle_rows(pipeline: Pipeline) -> int | None:
 
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
-    """The outputs of a bundle, made here and now."""
+    """The outputs of a bundle, made here and now. ``places`` are the rows they came of, counted from its first."""
     positions = bundle.lane.locals(bundle.row, bundle.stop)
     engine.reached(bundle.epoch, int(positions[0]))
-    return engine.transform(bundle.epoch, engine.read(engine.chosen(bundle.epoch, positions)))
+    chosen = engine.chosen(bundle.epoch, positions)
+    if not _filters_first(engine.pipeline):
+        return engine.transform(bundle.epoch, engine.read(chosen))
+    # Rows that lie side by side are looked at where they lie, and only those that are left are copied.
+    pieces: list[Batch] = []
+    at = 0
+    while at < len(chosen):
+        for piece, count in engine.read_pieces(chosen[at:]):
+            pieces.append(replace(piece, places=piece.places + at))
+            at += count
+    first = engine.pipeline.tail[0]
+    if isinstance(first, FilterExpression):
+        left = first.apply_to(pieces)
+    else:
+        left = join([engine.transform(bundle.epoch, piece, steps=1) for piece in pieces])
+    return engine.transform(bundle.epoch, left, after=1)
+
+
+def _filters_first(pipeline: Pipeline) -> bool:
+    first = pipeline.tail[0] if pipeline.tail else None
+    return isinstance(first, FilterExpression) or (isinstance(first, FilterRows) and not first.batched)
 
 
 def most_rows(engine: Engine) -> int:
-    return engine.chunk_rows(_BUNDLE_BYTES)
+    """Rows of a bundle at most. Those that an expression leaves out cost next to nothing."""
+    return _FILTERED if _by_expression(engine.pipeline) else engine.chunk_rows(_BUNDLE_BYTES)
+
+
+def _by_expression(pipeline: Pipeline) -> bool:
+    return bool(pipeline.tail) and isinstance(pipeline.tail[0], FilterExpression)
 
 
 class BundlesHere:
@@ -98,21 +125,34 @@ class Rows:
     def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Cut, cursor: At) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
         self._row, self._skip = cursor
-        self._total = lane.before(bundles.engines[leaf].pipeline.rows)
+        pipeline = bundles.engines[leaf].pipeline
+        self._total = lane.before(pipeline.rows)
+        self._by_row = pipeline.group is None  # each row for itself: a resume can begin at any
 
     def pull(self) -> Chunk | None:
         if self._row >= self._total:
             return None
-        first, skip = self._row, self._skip
+        first, skip, by_row = self._row, self._skip, self._by_row
         stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total)
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # of what was handed over before: made of rows of the next bundles
         count = max(0, len(made) - skip)
 
         def at(outputs: int) -> At:
-            return [stop, left] if outputs == count else [first, skip + outputs]
+            if outputs == count:
+                return [stop, left]
+            if not by_row or not outputs:
+                return [first, skip + outputs]
+            return _behind(made.places, first, skip + outputs)
 
         return Chunk(made.slice(skip, len(made)) if skip else made, at)
+
+
+def _behind(places: Int64Array, first: int, outputs: int) -> At:
+    """The cursor behind so many outputs, by the row that the last of them came of."""
+    row = int(places[outputs - 1])
+    begin, end = np.searchsorted(places, (row, row + 1)).tolist()
+    return [first + row + 1, 0] if outputs == end else [first + row, outputs - begin]
 
 
 class Referred:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
-from midepoch.transforms.batch import Batch
+from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
 from midepoch.transforms.function import Function, RunContext
 
@@ -78,15 +80,25 @@ class FilterExpression:
     on_error: str = "raise"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
-        if not len(batch):
-            return batch
+        return self.apply_to([batch]) if len(batch) else batch
+
+    def apply_to(self, batches: Sequence[Batch]) -> Batch:
+        """What is left of several batches, together, for the price of one evaluation."""
         arrays = {}
-        for name, column in batch.columns.items():
+        for name in batches[0].columns:
             with suppress(MapError):  # what Arrow cannot hold, an expression cannot ask for
-                arrays[name] = arrow_column(name, column)
+                arrays[name] = pa.chunked_array([arrow_column(name, batch.columns[name]) for batch in batches])
         mask = _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
+        if len(batches) == 1 or not all(isinstance(column, pa.Array) for column in batches[0].columns.values()):
+            ends = np.cumsum([0, *map(len, batches)])
+            parts = [np.flatnonzero(mask[a:b]) for a, b in pairwise(ends)]
+            return join([batch.keep(kept) for batch, kept in zip(batches, parts, strict=True)])
         kept = np.flatnonzero(mask)
-        return batch if len(kept) == len(batch) else batch.keep(kept)
+        bits = pa.py_buffer(np.packbits(mask, bitorder="little"))
+        chosen = pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])
+        columns = {name: _one(column.filter(chosen)) for name, column in arrays.items()}
+        rows, places = (np.concatenate(both)[kept] for both in zip(*((b.rows, b.places) for b in batches), strict=True))
+        return Batch(columns, rows, places, True, batches[0].nullable)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ColumnError if the expression does not fit the columns."""
@@ -107,5 +119,10 @@ def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.boo
     except (pa.ArrowException, KeyError) as problem:
         names = ", ".join(table.column_names)
         raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
-    parts = [chunk.fill_null(False) for chunk in found.chunks]
-    return np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts] or [np.zeros(0, dtype=bool)])
+    mask = _one(found.fill_null(False) if found.null_count else found)
+    return mask.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    return found if isinstance(found, pa.Array) else pa.concat_arrays(found.chunks)

@@ -21,11 +21,13 @@ class Map(Function):
     """One call of ``Dataset.map``.
 
     ``one_to_one``: what the function returns is put into the rows it was given. If not (batched only), what it returns
-    are rows of their own, more or fewer, and nothing else is left.
+    are rows of their own, more or fewer, and nothing else is left. ``rowwise``: it is batched for speed only, and which
+    rows it is given together does not matter.
     """
 
     remove_columns: tuple[str, ...] = ()
     one_to_one: bool = True
+    rowwise: bool = False
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """The batch with the function's columns put in. Rows that fail are dropped where ``on_error`` is "skip"."""
