@@ -185,7 +185,15 @@ def packs(path: str, repeats: int) -> list[Measured]:
     list(whole)
     print(f"  {tokens / DOCUMENTS:.0f} tokens a document; the peers pack {fewer:.0%} of them")
     print(f"  efficiency: concat {whole.packing_efficiency:.4f}, best fit {loader.packing_efficiency:.4f}")
-    return [Measured("pack beside the faster peer", rates["ours"] / max(rates["grain"], rates["datasets_map"]), 5, "x", least=True)]
+    return [
+        Measured(
+            "pack beside the faster peer",
+            rates["ours"] / max(rates["grain"], rates["datasets_map"]),
+            5,
+            "x",
+            least=True,
+        )
+    ]
 
 
 class _Rows:
@@ -257,14 +265,24 @@ def tokenizing(files: data.Files, folder: Path, repeats: int) -> list[Measured]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.train_from_iterator(table["text"].to_pylist()[:2000], trainers.BpeTrainer(vocab_size=8000))
     tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))  # one that was just trained is slower
     ds = midepoch.from_files(str(path)).select_columns("text")
-    rates = {"bare, a process for each core": 0.0, "bare, one process with threads": 0.0, "tokenize + pack + batch": 0.0}
+    rates = {
+        "bare, a process for each core": 0.0,
+        "bare, one process with threads": 0.0,
+        "tokenize + pack + batch": 0.0,
+    }
     for _ in range(repeats):
         found = [
             bare(str(folder / "tokenizer.json"), str(path), 2, "false"),
             bare(str(folder / "tokenizer.json"), str(path), 1, "true"),
         ]
-        loader = ds.tokenize(tokenizer).pack(LENGTH, eos=0).with_format("numpy").loader(8, num_workers=2, persistent_workers=True)
+        loader = (
+            ds.tokenize(tokenizer)
+            .pack(LENGTH, eos=0)
+            .with_format("numpy")
+            .loader(8, num_workers=2, persistent_workers=True)
+        )
         passing = iter(loader)
         next(passing)  # workers are there
         list(passing)
@@ -286,7 +304,9 @@ def resuming(text: data.Files, path: str, repeats: int) -> list[Measured]:
     def make() -> Any:
         ds = midepoch.from_files(path)
         parts = [
-            ds.slice(i * DOCUMENTS // 2, (i + 1) * DOCUMENTS // 2).shuffle(seed=i).filter(_long, input_columns="input_ids")
+            ds.slice(i * DOCUMENTS // 2, (i + 1) * DOCUMENTS // 2)
+            .shuffle(seed=i)
+            .filter(_long, input_columns="input_ids")
             for i in range(2)
         ]
         return midepoch.mix(parts, weights=[0.6, 0.4], seed=1, stop="all").pack(LENGTH).with_format("numpy").loader(8)

@@ -30,7 +30,8 @@ def collate(rows: list[dict[str, Any]]) -> torch.Tensor:
 def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], midepoch.Stream]]:
     folder = tmp_path_factory.mktemp("streams")
     first, second = (
-        family.write(folder / name, np.random.default_rng(len(name)), rows, True) for name, rows in (("a", 60), ("bb", 40))
+        family.write(folder / name, np.random.default_rng(len(name)), rows, True)
+        for name, rows in (("a", 60), ("bb", 40))
     )
 
     def kept() -> midepoch.Stream:

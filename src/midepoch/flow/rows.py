@@ -17,7 +17,7 @@ from midepoch.transforms import Batch, FilterExpression, FilterRows, join
 
 _FIRST = 32
 _BUNDLE_BYTES = 1 << 20
-_QUICK, _SLOW = 0.02, 0.25
+_QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
 _REFS = 4096
 _FIRST_FILTERED, _FILTERED = 1 << 11, 1 << 15
