@@ -343,7 +343,8 @@ def spec_of(given: Any) -> Spec:
         raise TypeError(f"datasets or streams are combined, got {type(given).__name__}")
     if what.cut.count > 1:
         raise ValueError("shards cannot be combined: combine the datasets, then shard what comes of it")
-    if given.state_dict()["position"]:
+    start = given._standing.start
+    if start.begun if isinstance(start, Place) else start:
         raise MidepochError("a dataset that a state was loaded into cannot be combined: load the state into the mix")
     return what.spec
 

@@ -1,0 +1,75 @@
+"""Ranks of a stream, each with lanes of its own: run by test_streams.py under torchrun.
+
+stream_job.py FOLDER DATA train | resume
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import midepoch
+from midepoch.checkpoint import PipelineCheckpoint
+
+
+def kept(row: dict[str, Any]) -> bool:
+    """More of what comes first: ranks have unequal numbers of rows."""
+    return row["id"] < 30 or row["id"] % 4 == 0
+
+
+def stream(data: str) -> midepoch.Stream:
+    found: midepoch.Stream = midepoch.from_files(data).select_columns("id").filter(kept)
+    return found.with_lanes(6)
+
+
+def ids_of(batch: Any) -> list[int]:
+    real = ~batch["is_padding"] if "is_padding" in batch else torch.ones(len(batch["id"]), dtype=torch.bool)
+    return [int(number) for number in batch["id"][real]]
+
+
+def passes(loader: Any) -> list[list[int]]:
+    """The rows of each step. All ranks wait for each other in every step: unequal numbers of steps would hang."""
+    found = []
+    for batch in loader:
+        dist.all_reduce(torch.ones(1))
+        found.append(ids_of(batch))
+    return found
+
+
+def main(folder: Path, data: str, phase: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    checkpoint = PipelineCheckpoint(folder / "checkpoints")
+    said: dict[str, Any] = {}
+    if phase == "train":
+        try:
+            stream(data).loader(4)
+        except midepoch.WorldError as problem:
+            said["asked"] = str(problem)
+        dropping = stream(data).loader(4, ends="drop", num_workers=1)
+        said["drop"] = [passes(dropping), passes(dropping)]
+        dropping.close()
+        said["pad"] = passes(stream(data).loader(4, ends="pad"))
+        said["shared"] = passes(stream(data).with_lanes(1).loader(4, ends="pad"))
+        loader = stream(data).loader(2, ends="drop")
+        said["before"] = []
+        for step, batch in enumerate(loader):
+            said["before"].append(ids_of(batch))
+            if step == 2:
+                checkpoint.save(loader, step=3)
+                break
+    else:
+        loader = stream(data).loader(3, ends="pad")
+        assert checkpoint.restore_latest(loader) == 3
+        said["after"] = passes(loader)
+    (folder / f"{phase}-{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
