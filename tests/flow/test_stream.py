@@ -538,11 +538,36 @@ def test_resumes_at_every_step(ds: midepoch.Dataset) -> None:
     assert_resumes_exactly(lambda: make().loader(5), resume_with=others, steps=[0, 3, 5, 9], epochs=1, tail=3)
 
 
-def test_jax_iteration(ds: midepoch.Dataset) -> None:
-    pytest.importorskip("jax")
-    code = "jax"
-    batch = next(iter(ds.filter(odd).select_columns("id").with_format(code).loader(4)))
-    assert type(batch["id"]).__module__.startswith("jax") and batch["id"].tolist() == [1, 3, 5, 7]
+JAX = """
+import json, sys
+import jax
+import midepoch
+from midepoch.testing import assert_resumes_exactly
+
+def odd(row):
+    return row["id"] % 2
+
+def make(workers=0):
+    ds = midepoch.from_files(sys.argv[1]).select_columns(["id"]).take(40)
+    return ds.filter(odd).with_format("jax").loader(4, num_workers=workers)
+
+if __name__ == "__main__":
+    batch = next(iter(make()))
+    assert isinstance(batch["id"], jax.Array) and batch["id"].tolist() == [1, 3, 5, 7]
+    assert_resumes_exactly(make)
+    assert [b["id"].tolist() for b in make(1)] == [b["id"].tolist() for b in make()]
+    print("done")
+"""
+
+
+def test_jax_iteration(path: str, tmp_path: Path) -> None:
+    """In a process of its own: where JAX runs, workers are started anew instead of forked."""
+    script = tmp_path / "script.py"
+    script.write_text(JAX)
+    done = subprocess.run(
+        [sys.executable, str(script), path], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
 
 
 TOKENIZING = """
