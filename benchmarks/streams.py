@@ -240,14 +240,16 @@ def bare(tokenizer: str, path: str, parts: int, parallel: str) -> int:
         for part in range(parts)
     ]
     for process in running:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
     start = time.perf_counter()
     for process in running:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     for process in running:
-        assert process.stdout is not None and process.stdout.readline() == "done\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
     seconds = time.perf_counter() - start
     for process in running:
         process.communicate()

@@ -92,6 +92,7 @@ def plan_resume(
         ends = dataset.ends if isinstance(dataset, Loader) else "uneven"
     options = Options(whole(batch_size, "plan(batch_size=…)", 1), ends=ends)
     try:
+        _refuse_streams(state)
         known = _of_dataset(state, dataset) if dataset is not None else _of_index(state, index_dir)
         check_drop(known.rows, options, size)
         check_reach(
@@ -102,6 +103,15 @@ def plan_resume(
     except (StateError, WorldError, ValueError) as problem:
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
     return known.plan(options, size, whole(steps, "plan(steps=…)"), machines)
+
+
+def _refuse_streams(state: Any) -> None:
+    for one in state if isinstance(state, (list, tuple)) else [state]:
+        if isinstance(one, Mapping) and one.get("flow"):
+            raise StateError(
+                f"this is the state of a stream ({one.get('pipeline')}): what comes next is not known before it runs. "
+                "check_state of the stream tells whether it fits."
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -184,15 +184,7 @@ class Stream(Stages, Resumable):
         return self.spec.known_columns
 
     def _with_step(self: Self, step: Step) -> Self:
-        spec = self.spec
-        base, stages = spec.base, spec.stages
-        if isinstance(base, Pipeline) and not stages:
-            base = replace(base, steps=(*base.steps, step))
-        elif stages and isinstance(stages[-1], Local):
-            stages = (*stages[:-1], Local((*stages[-1].steps, step)))
-        else:
-            stages = (*stages, Local((step,)))
-        new = Spec(base, stages)
+        new = self.spec.with_step(step)
         _ = new.known_columns  # a wrong column is an error here, not in an hour
         return self._derive(replace(self.what, spec=new))
 

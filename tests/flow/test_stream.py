@@ -18,6 +18,7 @@ import pytest
 
 import midepoch
 from midepoch.errors import CheckpointMismatchError, ColumnError, MapError, StateError
+from midepoch.plan import plan_resume
 from midepoch.testing import assert_resumes_exactly, same
 
 ROWS = 300
@@ -123,7 +124,7 @@ def naive_packs(documents: list[list[int]], length: int, eos: int | None) -> lis
         part = flat[at : at + length]
         pack: dict[str, list[int]] = {"tokens": [], "position_ids": [], "segment_ids": [], "cu_seqlens": [0]}
         last, position, segment = None, 0, 0
-        for token, number, k in part:
+        for token, number, _ in part:
             if number != last:
                 if last is not None:
                     pack["cu_seqlens"].append(len(pack["tokens"]))
@@ -201,6 +202,16 @@ def test_mix_has_exact_counts(ds: midepoch.Dataset) -> None:
     for number, part in enumerate(parts):
         mine = [row["id"] for row in mixed if row["id"] // 100 == number]
         assert mine == ids(part)[: len(mine)], "each source in its own order"
+
+
+def test_maps_behind_a_mix_are_run_by_its_sources(ds: midepoch.Dataset) -> None:
+    mixed = midepoch.mix([ds.take(50), ds.skip(250).filter(odd)], seed=1)
+    mapped = mixed.map(lambda row: {"double": row["id"] * 2}).select_columns(["id", "double"])
+    assert not mapped.spec.stages
+    assert [(row["id"], row["double"]) for row in mapped] == [(i, 2 * i) for i in ids(mixed)]
+    assert mixed.filter(odd).spec.stages, "what drops rows would change the proportions"
+    assert ids(mixed.filter(odd)) == [i for i in ids(mixed) if i % 2]
+    assert mixed.select_columns("id").rename_columns({"id": "n"}).column_names == ["n"]
 
 
 @pytest.mark.parametrize("stop", ["all", "never"])
@@ -440,6 +451,11 @@ def test_state_of_one_of_several_ranks(ds: midepoch.Dataset) -> None:
         ds.filter(odd).loader(4).load_state_dict([loaders[0].state_dict(), states[1]])
 
 
+def test_plans_are_for_datasets(ds: midepoch.Dataset) -> None:
+    plan = plan_resume(ds.filter(odd).state_dict(), ds, world_size=2, batch_size=4)
+    assert not plan.accepted and "the state of a stream (filter)" in str(plan.problem)
+
+
 # Lengths, shapes, errors
 
 
@@ -564,9 +580,7 @@ def test_jax_iteration(path: str, tmp_path: Path) -> None:
     """In a process of its own: where JAX runs, workers are started anew instead of forked."""
     script = tmp_path / "script.py"
     script.write_text(JAX)
-    done = subprocess.run(
-        [sys.executable, str(script), path], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run([sys.executable, str(script), path], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "done\n", done.stderr
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 
 from midepoch.order.mixing import spans
 from midepoch.pipeline import Pipeline, columns_after, group_of, text_of
-from midepoch.transforms import Step
+from midepoch.transforms import ColumnStep, Map, Step
 from midepoch.transforms.packing import PackSpec
 
 STOPS = ("first", "all", "never")
@@ -109,6 +109,15 @@ class Zip:
 Combination = Mix | Concat | Zip
 
 
+def _of_a_row(step: Step) -> bool:
+    """Whether a step makes one row of each row, whatever rows it is given together and wherever they stand."""
+    if isinstance(step, ColumnStep):
+        return True
+    if not isinstance(step, Map) or not step.one_to_one or step.on_error == "skip":
+        return False
+    return (not step.batched or step.rowwise) and not step.with_generator and not step.with_indices
+
+
 @dataclass(frozen=True, eq=False)
 class Spec:
     """All that decides what a flow yields from a cursor on, but for the lanes."""
@@ -129,6 +138,19 @@ class Spec:
             return replace(self, base=next(leaves))
         parts = tuple(part.with_leaves(leaves) for part in self.base.parts)
         return replace(self, base=replace(self.base, parts=parts))
+
+    def with_step(self, step: Step) -> Spec:
+        """With one step more. What a row of a mix becomes does not depend on the mix: where that is so for certain, its
+        sources do it, each in its workers.
+        """
+        base, stages = self.base, self.stages
+        if stages and isinstance(stages[-1], Local):
+            return Spec(base, (*stages[:-1], Local((*stages[-1].steps, step))))
+        if isinstance(base, Pipeline) and not stages:
+            return Spec(replace(base, steps=(*base.steps, step)))
+        if isinstance(base, (Mix, Concat)) and not stages and _of_a_row(step):
+            return Spec(replace(base, parts=tuple(part.with_step(step) for part in base.parts)))
+        return Spec(base, (*stages, Local((step,))))
 
     def with_lanes(self, lanes: int) -> Spec:
         orders = (replace(leaf, order=replace(leaf.order, lanes=lanes)) for leaf in self.leaves)
