@@ -111,6 +111,12 @@ class BundlesHere:
         self.engines = [Engine(leaf, shared=shared) for leaf in leaves]
         self._sizes = Sizes(leaves)
 
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
     def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
         engine, started = self.engines[leaf], time.perf_counter()
         stop = min(row + self._sizes.now(leaf), total)

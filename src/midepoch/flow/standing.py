@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from midepoch.errors import CheckpointMismatchError
@@ -48,8 +49,11 @@ class What:
         )
 
     def save(self, place: Place) -> dict[str, Any]:
-        belongs = states.identity(self.spec, self.lanes)
-        return states.save(belongs, place, self.epoch_outputs, self.changes)
+        return states.save(self._identity, place, self.epoch_outputs, self.changes)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return states.identity(self.spec, self.lanes)
 
     def open(self, process: Cut, bundles: Bundles, place: Place) -> Lanes:
         """The lanes of one process from a place on. Raises CheckpointMismatchError if the place is another's."""

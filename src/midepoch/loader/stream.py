@@ -209,8 +209,7 @@ class StreamLoader(Resumable):
                 self._bundles = BundlePool(spec.leaves, options)
             else:
                 self._bundles = BundlesHere(spec.leaves, shared=self._what.cut.count > 1)
-        if isinstance(self._bundles, BundlePool):
-            self._bundles.begin()
+        self._bundles.begin()
         return self._bundles
 
     def epoch_over(self, place: Place, rolled: bool) -> None:
@@ -240,12 +239,12 @@ class StreamLoader(Resumable):
 
     def close_workers(self, *, anyway: bool = False) -> None:
         """Called by a pass that has ended: workers go with it unless they are persistent."""
-        if anyway or not self._options.persistent_workers:
+        if anyway or (self._options.num_workers and not self._options.persistent_workers):
             self._close_pool()
 
     def _close_pool(self) -> None:
         bundles, self._bundles = self._bundles, None
-        if isinstance(bundles, BundlePool):
+        if bundles is not None:
             bundles.close()
 
     def __enter__(self) -> StreamLoader:
@@ -255,5 +254,5 @@ class StreamLoader(Resumable):
         self.close()
 
     def __del__(self) -> None:
-        if isinstance(getattr(self, "_bundles", None), BundlePool):
+        if getattr(self, "_bundles", None) is not None:
             self._close_pool()
