@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
-    from midepoch.combine import concat, mix, zip  # noqa: A004  (never imported by itself: midepoch.zip)
+    from midepoch.combine import concat, mix, zip  # noqa: A004, F401
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
     from midepoch.errors import (
@@ -116,8 +116,7 @@ __all__ = [
     "load_dataset",
     "load_from_disk",
     "mix",
-    "zip",
-]
+]  # not zip: `from midepoch import *` would hide Python's own
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ Mostly without waiting: the first to speak decides, all others hear it. ``all_sa
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -28,7 +29,8 @@ _LEFT_BY_LAUNCHERS = (
 )
 _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _JAX_TIMEOUT_MS = 60_000
-_PATIENCE = 1800
+_log = logging.getLogger("midepoch")
+_LONG, _PATIENCE = 15, 1800
 """Seconds to wait for other ranks: as long as torch's collectives do."""
 
 
@@ -56,7 +58,7 @@ def all_said(key: str, rank: int, count: int, value: str) -> list[str]:
     try:
         if (store := _store()) is not None:
             store.set(names[rank], value)
-            store.wait(names, timedelta(seconds=_PATIENCE))
+            _wait(store, names)
             return [store.get(name).decode() for name in names]
         client = sys.modules["jax._src.distributed"].global_state.client
         client.key_value_set(names[rank], value)
@@ -65,6 +67,18 @@ def all_said(key: str, rank: int, count: int, value: str) -> list[str]:
         raise WorldError(
             f"the ranks could not agree on their next steps: {type(problem).__name__}: {problem}"
         ) from None
+
+
+def _wait(store: Any, names: list[str]) -> None:
+    try:
+        store.wait(names, timedelta(seconds=_LONG))
+    except Exception:  # too long, or for good: the second attempt tells
+        late = [name.rsplit("/", 1)[1] for name in names if not store.check([name])]
+        _log.warning(
+            "waiting for rank %s to come to the same step: every rank has to go through the loader as often.",
+            ", ".join(late[:8]),
+        )
+        store.wait(names, timedelta(seconds=_PATIENCE))
 
 
 def _store() -> Any:

@@ -250,7 +250,7 @@ def check(case: Case, seed: int, workers: bool) -> int:
     cut = len(rows) // size * size if drop else len(rows)
     assert same(flat, rows[:cut]), "the loader hands out other rows than iteration does"
     found = 0
-    chosen = range(len(states)) if len(states) <= 24 else sorted(rng.choice(len(states), 24, replace=False).tolist())
+    chosen = range(len(states)) if len(states) <= 16 else sorted(rng.choice(len(states), 16, replace=False).tolist())
     everything = [batch for epoch in expected for batch in epoch]
     for number in chosen:
         done, state = states[number]

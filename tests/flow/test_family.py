@@ -11,7 +11,7 @@ from family import check, generated
 COUNT = int(os.environ.get("PIPELINES", "2000"))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_generated_pipelines(seed: int, tmp_path: Path) -> None:
     assert check(generated(seed, tmp_path / "data"), seed, workers=seed % 6 == 0) > 0
 
