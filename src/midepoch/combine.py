@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midepoch.errors import ColumnError
@@ -13,7 +13,12 @@ from midepoch.order.keys import check_seed
 from midepoch.stream import Stream, lanes_of, spec_of
 
 
-def mix(sources: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0, stop: str = "first") -> Stream:
+def mix(
+    sources: Sequence[Any] | Mapping[str, Any],
+    weights: Sequence[float] | Mapping[str, float] | None = None,
+    seed: int = 0,
+    stop: str = "first",
+) -> Stream:
     """Outputs of several datasets or streams in turn, as often as their weights say: a ``Stream``.
 
     In every span of positions (as short as the weights allow: 10 for 0.5, 0.3, 0.2) each source comes exactly as often
@@ -23,10 +28,18 @@ def mix(sources: Sequence[Any], weights: Sequence[float] | None = None, seed: in
     shuffled anew, until every one has ended once; with "never" the epoch has no end.
 
     On resume the weights may be others, and sources may be added or left out: those that remain go on where they were,
-    which is logged and recorded in ``changes``.
+    which is logged and recorded in ``changes``. Sources are known again by their data and steps, or by their names if
+    they are given as a dict.
 
         mixed = midepoch.mix([web.shuffle(seed=1), code.shuffle(seed=2)], weights=[0.7, 0.3], seed=3, stop="all")
     """
+    names: tuple[str, ...] = ()
+    if isinstance(sources, Mapping):
+        names, sources = tuple(map(str, sources)), list(sources.values())
+    if isinstance(weights, Mapping):
+        if set(weights) != set(names):
+            raise ValueError(f"mix: weights for {', '.join(map(str, weights))}; the sources are {', '.join(names)}")
+        weights = [weights[name] for name in names]
     parts = _parts(sources, "mix")
     chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     if len(chosen) != len(parts):
@@ -34,7 +47,7 @@ def mix(sources: Sequence[Any], weights: Sequence[float] | None = None, seed: in
     if not all(math.isfinite(weight) and weight > 0 for weight in chosen):
         raise ValueError(f"mix: weights must be above 0, got {chosen}; leave a source out that is not to come")
     _check_columns(parts, "mix")
-    return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop), sources)
+    return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 
 
 def concat(sources: Sequence[Any]) -> Stream:

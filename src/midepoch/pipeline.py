@@ -7,7 +7,7 @@ from functools import cached_property
 
 from midepoch.order import Cut, Order
 from midepoch.sources import Source
-from midepoch.transforms import ColumnStep, FlatMap, Function, Map, RenameColumns, Step, Unbatch
+from midepoch.transforms import ColumnStep, FilterRows, FlatMap, Function, Map, RenameColumns, Step, Unbatch
 
 ON_ERROR = ("raise", "skip")
 
@@ -134,9 +134,11 @@ def text_of(steps: tuple[Step, ...]) -> str:
 
 def _name(step: Step) -> str:
     if isinstance(step, Unbatch):
-        return "unbatch"
+        return "unbatch" if step.names is None else f"unbatch[{' '.join(step.names)}]"
     if not isinstance(step, Map):
-        return "flat_map" if isinstance(step, FlatMap) else "filter"
+        if isinstance(step, FlatMap):
+            return "flat_map"
+        return f"filter[batched {step.batch_size}]" if isinstance(step, FilterRows) and step.batched else "filter"
     if not step.one_to_one:
         return f"map[batched {step.batch_size} to any]"
     return "map[batched]" if step.batched else "map"

@@ -88,7 +88,7 @@ def changes_in(text: str) -> list[str]:
     """What a state records of what was changed."""
     try:
         found = json.loads(text or "[]")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list):
         raise StateError(f"the state is damaged: 'changes' is {text!r:.40}.")

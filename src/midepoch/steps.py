@@ -149,7 +149,7 @@ class HasSteps:
             raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
         made = self._function(Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column)
         removed = () if column == output else (column,)
-        rowwise = not options.get("padding")  # to the longest of a group
+        rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group
         return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))  # type: ignore[no-any-return]
 
     def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:

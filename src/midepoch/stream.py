@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from midepoch.checks import whole
 from midepoch.errors import MidepochError
 from midepoch.flow.chunk import real
@@ -54,13 +56,15 @@ class Stages(HasSteps):
         drop_remainder: bool = False,
         cu_seqlens: bool = False,
         window: int = 1024,
+        dtype: str | None = None,
     ) -> Stream:
         """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
 
         "concat" puts them one after the other and cuts; the last sequence of each lane is padded. "best_fit" keeps
         documents whole where it can: each ``window`` of them goes into as few sequences as best-fit-decreasing finds,
         each padded. ``eos`` is put behind every document. ``extra``: other columns with a value for each token, and
-        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens.
+        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens. ``dtype``
+        of the tokens: as they come, unless given.
 
         A row has ``column``, ``position_ids`` (from 0 in every piece), ``segment_ids`` (1, 2, … for the pieces, 0 for
         padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
@@ -70,11 +74,12 @@ class Stages(HasSteps):
             column,
             strategy,
             None if eos is None else whole(eos, "pack(eos=…)"),
-            pad,
-            dict(extra or {}),
+            _integer(pad, "pad"),
+            {name: _integer(value, f"extra {name}") for name, value in (extra or {}).items()},
             drop_remainder,
             cu_seqlens,
             whole(window, "pack(window=…)", 1),
+            None if dtype is None else np.dtype(dtype).name,
         )
         if self._columns is not None:
             check_columns(list(spec.pads), self._columns, "pack")
@@ -108,7 +113,7 @@ class Stream(Stages, Resumable):
 
     def __len__(self) -> int:
         known = known_length(self.spec)
-        if known is None:
+        if known is None or not (self.state_is_global or self.spec.is_rows):
             raise TypeError("the length of this stream is not known: estimated_len learns it from what was seen")
         return self.what.cut.before(known)
 
@@ -209,6 +214,11 @@ class Stream(Stages, Resumable):
         else ranks run some lanes together, each for all of them. Choose a number that all your world sizes divide.
         """
         lanes = whole(lanes, "with_lanes", 1)
+        if lanes > 1 and not self.spec.cuts_alike:
+            raise ValueError(
+                "with_lanes: a zip of flows that are not rows of equally long datasets has one lane: with more, others "
+                "would stand side by side."
+            )
         return self._derive(replace(self.what, lanes=lanes, lanes_chosen=True))
 
     def shard(self: Self, num_shards: int, index: int) -> Self:
@@ -326,6 +336,12 @@ class Stream(Stages, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._standing = state["standing"]
         register_with_torch(Stream)
+
+
+def _integer(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"pack({what}=…) must be a whole number, got {value!r}")
+    return value
 
 
 def spec_of(given: Any) -> Spec:

@@ -208,7 +208,7 @@ def generated(seed: int, folder: Path) -> Case:
             f"{text}.pack({length}, {strategy}, eos={eos or None}, drop={drop})",
             lambda: (
                 make()
-                .pack(length, "tokens", strategy, eos or None, window=size, drop_remainder=drop)
+                .pack(length, "tokens", strategy, eos or None, window=size, drop_remainder=drop, dtype="int64")
                 .map(numbered_pack)
             ),
             tokens,
@@ -217,6 +217,8 @@ def generated(seed: int, folder: Path) -> Case:
 
     text, make, _ = chain(0, int(rng.integers(1, 6)))
     lanes = int(rng.choice([1, 1, 2, 3, 4, 6]))
+    if not as_stream(make()).spec.cuts_alike:
+        lanes = 1
     return Case(f"{text}.with_lanes({lanes})", lambda: as_stream(make()).with_lanes(lanes), tuple(paths))
 
 

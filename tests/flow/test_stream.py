@@ -395,7 +395,7 @@ def test_allow(ds: midepoch.Dataset) -> None:
     next(iter(longer))
     with pytest.raises(ValueError, match="allow takes a list"):
         longer.load_state_dict(state, allow="pipeline")
-    with pytest.raises(StateError, match="not one of this pipeline"):
+    with pytest.raises(StateError, match="does not fit this pipeline"):
         ds.shuffle(seed=1).filter(odd).loader(3).load_state_dict(state, allow=["pipeline"])
     plain = ds.shuffle(seed=1).loader(3)
     next(iter(plain))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from midepoch.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
+from midepoch.transforms.batch import told_apart
 
 Int64Array = npt.NDArray[np.int64]
 At = Any
@@ -26,6 +27,7 @@ class Refs:
     leaves: Int64Array
     rows: Int64Array
     located: dict[str, Located] | None = None
+    ordinals: Int64Array | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -40,10 +42,22 @@ class Refs:
         located = None
         if self.located is not None:
             located = {name: column.at(places) for name, column in self.located.items()}
-        return Refs(self.engines, self.leaves[places], self.rows[places], located)
+        ordinals = None if self.ordinals is None else self.ordinals[places]
+        return Refs(self.engines, self.leaves[places], self.rows[places], located, ordinals)
+
+    def told_apart(self, number: int) -> Refs:
+        """As ``Batch.told_apart``."""
+        if not number:
+            return self
+        ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
+        return replace(self, ordinals=told_apart(ordinals, number))
 
     def read(self) -> Batch:
         """The rows, read."""
+        found = self._read()
+        return found if self.ordinals is None else replace(found, ordinals=self.ordinals)
+
+    def _read(self) -> Batch:
         found: list[Int64Array] = []
         parts: list[Batch] = []
         for leaf in np.unique(self.leaves).tolist():
@@ -68,7 +82,11 @@ def joined(parts: Sequence[Items]) -> Items:
     if len(refs) < len(parts):
         return join([real(part) for part in parts])
     leaves, rows = (np.concatenate(arrays) for arrays in zip(*((p.leaves, p.rows) for p in refs), strict=True))
-    return Refs(refs[0].engines, leaves, rows, _join_located([part.located for part in refs]))
+    ordinals = None
+    if any(part.ordinals is not None for part in refs):
+        zeros = [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in refs]
+        ordinals = np.concatenate(zeros)
+    return Refs(refs[0].engines, leaves, rows, _join_located([part.located for part in refs]), ordinals)
 
 
 def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Located] | None:
@@ -87,10 +105,16 @@ def real(items: Items) -> Batch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some outputs. ``at(j)`` is the cursor behind the first j of them."""
+    """Some outputs. ``at(j)`` is the cursor behind the first j of them; ``before(j)`` the one right before the next,
+    with nothing in between that becomes nothing: the same, unless it is told.
+    """
 
     items: Items
     at: Callable[[int], At]
+    before_: Callable[[int], At] | None = None
+
+    def before(self, outputs: int) -> At:
+        return self.at(outputs) if self.before_ is None else self.before_(outputs)
 
 
 class Flow(Protocol):
@@ -121,6 +145,14 @@ class Taken:
             step = min(left, stop - start)
             found, left = (chunk, start + step), left - step
         return at_mark(found)
+
+    def before(self, number: int) -> At:
+        """The cursor from which one of them comes first."""
+        for chunk, start, stop in self._pieces:
+            if number < stop - start:
+                return chunk.before(start + number)
+            number -= stop - start
+        return self.at(self.count)
 
 
 def at_mark(mark: Any) -> At:

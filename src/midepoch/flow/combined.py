@@ -11,7 +11,7 @@ import numpy.typing as npt
 from midepoch.errors import ColumnError
 from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Taken, joined, real
 from midepoch.flow.spec import Mix
-from midepoch.order.mixing import Schedule
+from midepoch.order.mixing import Schedule, spans
 from midepoch.transforms import Batch
 
 Int64Array = npt.NDArray[np.int64]
@@ -33,27 +33,41 @@ class Growing:
 
 
 class Mixed:
-    """Cursor: [position, era, [[pass, whether it was exhausted before, cursor of the part], …]].
+    """Cursor: [position, era, [[pass, whether it was exhausted before, cursor of the part], …]], and what the mix was
+    before it was changed, while something is gone on with that was begun then.
 
     A part that ends is gone through again in an epoch of its own, unless the first end is that of the mix. One of which
     nothing comes at all (in this lane) leaves its positions empty.
     """
 
     def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: int, cursor: At) -> None:
-        self._mix, self._epoch, self._growing = mix, epoch, Growing()
-        self._position, self._era, parts = cursor
-        self._schedule = Schedule(mix.counts, mix.seed, epoch, lane, self._era)
+        self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
+        self._position, self._era, parts, *old = cursor
+        self._old: At = old[0] if old else None  # what it was before it was changed, while it stays so
+        self._schedule = self._make_schedule()
         self._parts = [
             _Part(number, open_part, start[2][number][2], epoch, *part, again=mix.stop != "first")
             for number, part in enumerate(parts)
         ]
         self._ended = False
 
+    def _make_schedule(self) -> Schedule:
+        if self._old is None:
+            return Schedule(self._mix.counts, self._mix.seed, self._epoch, self._lane, self._era)
+        return old_schedule(self._old, self._mix.seed, self._epoch, self._lane, self._era)
+
     def pull(self) -> Chunk | None:
         if self._ended or (self._mix.stop == "all" and all(part.exhausted for part in self._parts)):
             return None
-        size, first = self._growing.next(), self._position
+        if self._old is not None and self._position >= self._old[0]:
+            self._old, self._position, self._era = None, 0, self._era + 1
+            self._schedule = self._make_schedule()
+        size, first, old = self._growing.next(), self._position, self._old
+        if old is not None:
+            size = min(size, old[0] - first)
         sources = self._schedule.sources(first, first + size)
+        if old is not None:
+            sources = np.array([number for _, number in old[1]])[sources]
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         draws = [part.draw(len(found)) for part, found in zip(self._parts, places, strict=True)]
         end = self._end(draws, places)
@@ -64,10 +78,17 @@ class Mixed:
 
         def at(outputs: int) -> At:
             position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
-            counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
-            return [first + position, era, [draw.at(count) for draw, count in zip(draws, counts, strict=True)]]
+            return behind(position)
 
-        return Chunk(items, at)
+        def before(outputs: int) -> At:
+            return at(outputs) if outputs == len(filled) else behind(int(filled[outputs]))
+
+        def behind(position: int) -> At:
+            counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
+            parts = [draw.at(count) for draw, count in zip(draws, counts, strict=True)]
+            return [first + position, era, parts, *([old] if old is not None else [])]
+
+        return Chunk(items, at, before)
 
     def _end(self, draws: Sequence[_Draw], places: Sequence[Int64Array]) -> int | None:
         """Where the mix ends among the positions of this chunk, if it does: where the part that ends it is needed."""
@@ -86,6 +107,11 @@ class Mixed:
             if len(before) == len(draws):
                 return place
         return None
+
+
+def old_schedule(old: At, seed: int, epoch: int, lane: int, era: int) -> Schedule:
+    """How a mix was before it was changed, by [up to which position, [[weight, number of the part now], …]]."""
+    return Schedule(spans([weight for weight, _ in old[1]]), seed, epoch, lane, era)
 
 
 class _Part:
@@ -121,17 +147,22 @@ class _Part:
                 self._pass, self._found = self._pass + 1, False
                 flow = self._open(self._number, pair(self._epoch, self._pass), self._start)
                 self._intake = Intake(flow, self._start)
-        return _Draw(before, taken, ends, exhausted)
+        return _Draw(self._number, before, taken, ends, exhausted)
 
 
 class _Draw:
     """What was taken of a part at once. ``ends``: behind how many outputs it had to begin again, or could not go on."""
 
-    def __init__(self, before: At, taken: list[tuple[int, Taken]], ends: list[int], exhausted: bool) -> None:
-        self._before, self._taken, self.ends, self.exhausted = before, taken, ends, exhausted
+    def __init__(
+        self, number: int, before: At, taken: list[tuple[int, Taken]], ends: list[int], exhausted: bool
+    ) -> None:
+        self._number, self._before, self._taken, self.ends, self.exhausted = number, before, taken, ends, exhausted
 
     def items(self) -> Items | None:
-        return joined([taken.items() for _, taken in self._taken]) if self._taken else None
+        """What was taken. Rows of other sources and other passes are told apart, for the generators of functions."""
+        if not self._taken:
+            return None
+        return joined([taken.items().told_apart((self._number << 24) + run) for run, taken in self._taken])
 
     def at(self, count: int) -> At:
         """The part's entry in the cursor, behind the first ``count``: it begins again only when more is needed."""
@@ -184,7 +215,8 @@ class Concatenated:
 
 
 def _numbered(chunk: Chunk, number: int) -> Chunk:
-    return Chunk(chunk.items, lambda outputs: [number, chunk.at(outputs)])
+    items = chunk.items.told_apart(number << 24)
+    return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
 
 
 class Zipped:

@@ -165,6 +165,11 @@ class Deal:
             had[lane] += some.count
         return np.lexsort((np.concatenate(lanes), np.concatenate(turns)))
 
+    @property
+    def some(self) -> Items:
+        """The first of the outputs of all processes that share these lanes."""
+        return self._taken[0][1].items().slice(0, 1)
+
     @cached_property
     def items(self) -> Items:
         """The outputs of this process: maybe none, if all are of others."""

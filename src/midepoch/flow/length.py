@@ -8,6 +8,7 @@ from midepoch.flow.chunk import At
 from midepoch.flow.lanes import Place
 from midepoch.flow.spec import Concat, Local, Mix, Spec, Window
 from midepoch.pipeline import Pipeline, is_one_to_one
+from midepoch.transforms.packing import PackSpec
 
 
 def known_length(spec: Spec) -> int | None:
@@ -43,8 +44,12 @@ def estimated_length(spec: Spec, place: Place, lanes: int) -> float | None:
 def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, part: float) -> float | None:
     """``part``: which part of all lanes these are. ``outputs``: how many came of them."""
     if spec.stages:
-        before = Spec(spec.base, spec.stages[:-1])
+        before = spec.before
+        if len(before.remembering) == len(spec.remembering):
+            return _estimate(before, cursors, outputs, part)
         inner = [at[0] for at in cursors]
+        if not isinstance(spec.stages[-1], PackSpec) or spec.stages[-1].strategy != "concat":
+            outputs -= sum(at[1] for at in cursors)  # of groups that have begun: their rows are not counted either
         seen = _seen(before, inner)
         whole = _estimate(before, inner, seen, part) if not isinstance(before.base, Pipeline) else before.base.rows
         return whole * outputs / seen if seen and whole is not None else None
@@ -78,8 +83,8 @@ def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, part: float) ->
 
 def _seen(spec: Spec, cursors: Sequence[At]) -> float:
     """How many rows (of a mix: outputs) have been gone through so far."""
-    if spec.stages:
-        return _seen(Spec(spec.base, spec.stages[:-1]), [at[0] for at in cursors])
+    for _ in spec.remembering:
+        cursors = [at[0] for at in cursors]
     base = spec.base
     if isinstance(base, Pipeline):
         return float(sum(at[0] for at in cursors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,117 +10,121 @@ from typing import Any
 
 from midepoch import state as states
 from midepoch.errors import CheckpointMismatchError
+from midepoch.flow.changing import Convert, Found, Gone, Of, changed_mix, needed
 from midepoch.flow.chunk import At
-from midepoch.flow.open import start
-from midepoch.flow.spec import Mix, Spec, Zip
+from midepoch.flow.spec import Concat, Mix, Spec, Zip
 from midepoch.pipeline import Pipeline
 
 _log = logging.getLogger("midepoch")
 
 CHECKED = ("rows", "selection", "scope", "aligned", "seed", "window", "pipeline")
+_PLAIN = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False}
 
 
 def describe(spec: Spec) -> dict[str, Any]:
+    """What a flow is, as far as a state depends on it."""
     base = spec.base
     if isinstance(base, Pipeline):
         found = states.identity(base)
-        plain = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False}
         found["pipeline"] = spec.text
-        return {name: value for name, value in found.items() if value != plain.get(name, ...)}
-    weights = {"weights": list(base.weights)} if isinstance(base, Mix) else {}
-    return {"pipeline": spec.text, **weights, "parts": [describe(part) for part in base.parts]}
-
-
-def _data_of(described: Mapping[str, Any]) -> Any:
-    """What data a described part is of: by which it is known again."""
-    if "parts" in described:
-        return [_data_of(part) for part in described["parts"]]
-    return [described.get("data"), described.get("rows"), described.get("selection", "")]
+        kept = {name: value for name, value in found.items() if value != _PLAIN.get(name, ...)}
+        return {name: value for name, value in kept.items() if name not in ("lanes", "changes")}
+    more: dict[str, Any] = {}
+    if isinstance(base, Mix):
+        more = {"weights": list(base.weights)} | ({"names": list(base.names)} if base.names else {})
+    return {"pipeline": spec.text, **more, "parts": [describe(part) for part in base.parts]}
 
 
 class Matched:
-    """Finds the parts of a saved flow again in a current one."""
+    """Compares a saved flow with a current one. ``changes`` grows by what differs and is let pass."""
 
     def __init__(self, allow: Collection[str], changes: list[str]) -> None:
         self._allow, self._changes = allow, changes
+        self.mixed = False
+        """Whether a mix was changed."""
 
-    def match(self, spec: Spec, saved: Mapping[str, Any], where: str) -> tuple[Spec, Any]:
-        """The spec with drawn seeds taken over, and a function from saved cursors to cursors of it."""
-        base = spec.base
+    def match(self, spec: Spec, saved: Any, where: str) -> tuple[Spec, Convert]:
+        """The spec with drawn seeds taken over, and how to convert its cursors."""
+        base, here = spec.base, describe(spec)
         if not isinstance(saved, Mapping) or ("parts" in saved) == isinstance(base, Pipeline):
-            raise mismatch("pipeline", saved.get("pipeline"), spec.text, where)
-        here = describe(spec)
+            text = saved.get("pipeline") if isinstance(saved, Mapping) else saved
+            raise mismatch("pipeline", text, spec.text, where)
         if isinstance(base, Pipeline):
-            return self._pipeline(spec, base, saved, here, where)
+            return self._pipeline(spec, base, saved, here, where), lambda at, *_: at
         self._check("pipeline", saved.get("pipeline"), here["pipeline"], where)
-        inside = [one for one in saved["parts"] if isinstance(one, Mapping)]
+        parts = saved["parts"]
+        if not isinstance(parts, list) or not all(isinstance(one, Mapping) for one in parts):
+            raise mismatch("parts", repr(parts)[:60], len(base.parts), where)
         if isinstance(base, Mix):
-            return self._mix(spec, base, saved, inside, where)
-        if len(inside) != len(base.parts):
-            raise mismatch("parts", len(inside), len(base.parts), where)
-        both = [
-            self.match(part, one, f"{where}source {number}: ")
-            for number, (part, one) in enumerate(zip(base.parts, inside, strict=True))
-        ]
-        adopted = replace(spec, base=replace(base, parts=tuple(part for part, _ in both)))
-        converts = [convert for _, convert in both]
-        return adopted, _through(len(spec.stages), lambda at: _each(at, converts, spec))
+            new, convert = self._mix(spec, base, saved, parts, where)
+        else:
+            new, convert = self._several(spec, base, parts, where)
+        return new, lambda at, need, of: _through(spec, at, need, of, convert)
 
     def _pipeline(
         self, spec: Spec, base: Pipeline, saved: Mapping[str, Any], here: Mapping[str, Any], where: str
-    ) -> tuple[Spec, Any]:
+    ) -> Spec:
         for name in ("data", *CHECKED):
             drawn = name == "seed" and base.seed_drawn and saved.get("scope") == here.get("scope")
             if not drawn:
-                default = {"scope": "none", "selection": "", "aligned": False}.get(name)
+                default = _PLAIN.get(name)
                 self._check(name, saved.get(name, default), here.get(name, default), where)
         order, seed = base.order, saved.get("seed")
         if order.shuffle is not None and base.seed_drawn and isinstance(seed, int):
             order = replace(order, shuffle=replace(order.shuffle, seed=seed))
-        return replace(spec, base=replace(base, order=order, seed_agreed=True)), lambda at: at
+        return replace(spec, base=replace(base, order=order, seed_agreed=True))
+
+    def _several(self, spec: Spec, base: Concat | Zip, parts: Sequence[Any], where: str) -> tuple[Spec, Convert]:
+        if len(parts) != len(base.parts):
+            raise mismatch("parts", len(parts), len(base.parts), where)
+        both = [
+            self.match(part, one, f"{where}source {number}: ")
+            for number, (part, one) in enumerate(zip(base.parts, parts, strict=True))
+        ]
+        converts = [convert for _, convert in both]
+
+        def convert(at: At, need: int | None, of: Of) -> At:
+            if not isinstance(at, list):
+                return at
+            if isinstance(base, Zip):
+                return [one(inner, need, of) for one, inner in zip(converts, at, strict=False)]
+            known = len(at) == 2 and isinstance(at[0], int) and 0 <= at[0] < len(converts)
+            return [at[0], converts[at[0]](at[1], need, of)] if known else at
+
+        return replace(spec, base=replace(base, parts=tuple(part for part, _ in both))), convert
 
     def _mix(
-        self, spec: Spec, base: Mix, saved: Mapping[str, Any], inside: Sequence[Mapping[str, Any]], where: str
-    ) -> tuple[Spec, Any]:
-        left = dict(enumerate(inside))
-        parts: list[Spec] = []
-        sources: list[tuple[int, Any] | None] = []
-        for number, part in enumerate(base.parts):
-            wanted = _data_of(describe(part))
-            same = next((i for i, one in left.items() if _data_of(one) == wanted), None)
-            if same is None:
-                parts.append(part)
-                sources.append(None)
+        self, spec: Spec, base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
+    ) -> tuple[Spec, Convert]:
+        same = _same_parts(base, saved, parts, where)
+        found: list[Found] = []
+        for number, (part, old) in enumerate(zip(base.parts, same, strict=True)):
+            if old is None:
+                found.append(Found(part, None, lambda at, *_: at))
                 continue
-            adopted, convert = self.match(part, left.pop(same), f"{where}source {number}: ")
-            parts.append(adopted)
-            sources.append((same, convert))
+            adopted, convert = self.match(part, parts[old], f"{where}source {number}: ")
+            found.append(Found(adopted, old, convert))
         before, now = saved.get("weights"), list(base.weights)
-        kept = [found[0] for found in sources if found is not None]
-        changed = before != now or kept != list(range(len(inside))) or len(kept) != len(base.parts)
+        changed = before != now or same != list(range(len(parts)))
         if changed:
-            added = [i for i, found in enumerate(sources) if found is None]
-            text = f"{where}mix: weights {before} became {now}"
-            text += f"; sources {sorted(left)} left" if left else ""
-            text += f"; sources {added} joined" if added else ""
-            self._changes.append(text)
-            _log.warning("the state is gone on with another mix: %s", text)
-        new = replace(spec, base=replace(base, parts=tuple(parts)))
-        begins = [[0, 0, start(part)] for part in parts]
+            self._note_mix(before, now, same, len(parts), where)
+        new = replace(spec, base=replace(base, parts=tuple(one.spec for one in found)))
+        was = before if changed else None
+        return new, lambda at, need, of: changed_mix(base, found, len(parts), was, at, need, of, where)
 
-        def convert_mix(at: At) -> At:
-            if not (isinstance(at, list) and len(at) == 3 and isinstance(at[2], list) and len(at[2]) == len(inside)):
-                return at  # not one of a mix: refused by the check that follows
-            position, era, each = at
-            entries = []
-            for found, begin in zip(sources, begins, strict=True):
-                entry = begin if found is None else each[found[0]]
-                if found is not None and isinstance(entry, list) and len(entry) == 3:
-                    entry = [entry[0], entry[1], found[1](entry[2])]
-                entries.append(entry)
-            return [0, era + 1, entries] if changed else [position, era, entries]
-
-        return new, _through(len(spec.stages), convert_mix)
+    def _note_mix(self, before: Any, now: Any, same: Sequence[int | None], count: int, where: str) -> None:
+        left = [i for i in range(count) if i not in same]
+        joined = [i for i, old in enumerate(same) if old is None]
+        if len(left) == count or (set(left) & set(joined) and "data" not in self._allow):
+            raise mismatch("data", f"sources {left}", f"sources {joined} in their place", where)
+        moved = [old for old in same if old is not None]
+        text = f"{where}mix: weights {before} became {now}"
+        text += f"; sources {left} left" if left else ""
+        text += f"; sources {joined} joined" if joined else ""
+        text += f"; sources {moved} in this order" if moved != sorted(moved) else ""
+        self._changes.append(text[:200])
+        self.mixed = True
+        _log.warning("the state is gone on with another mix: %s", text)
 
     def _check(self, name: str, saved: Any, here: Any, where: str) -> None:
         if saved == here:
@@ -129,26 +134,81 @@ class Matched:
         self._changes.append(f"{where}{name}: {saved!r} became {here!r}"[:200])
 
 
-def _each(at: At, converts: Sequence[Any], spec: Spec) -> At:
-    """Of a concatenation ([number, cursor]) or a zip ([cursor, …])."""
-    if not isinstance(at, list):
-        return at
-    if isinstance(spec.base, Zip):
-        return [convert(one) for convert, one in zip(converts, at, strict=False)]
-    known = len(at) == 2 and isinstance(at[0], int) and 0 <= at[0] < len(converts)
-    return [at[0], converts[at[0]](at[1])] if known else at
+def _same_parts(
+    base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
+) -> list[int | None]:
+    """For each part of a mix, which of the saved ones it is: by name; else by all that it is; else by its data."""
+    names = saved.get("names")
+    if base.names and isinstance(names, list) and len(names) == len(parts):
+        return [names.index(name) if name in names else None for name in base.names]
+    found: list[int | None] = [None] * len(base.parts)
+    left = set(range(len(parts)))
+    keys, saved_keys = [], []
+    for part in base.parts:
+        drawn = any(leaf.seed_drawn for leaf in part.leaves)
+        keys.append((json.dumps(_without_seeds(describe(part)) if drawn else describe(part), sort_keys=True), drawn))
+    for number, (key, drawn) in enumerate(keys):
+        saved_keys = [json.dumps(_without_seeds(one) if drawn else one, sort_keys=True) for one in parts]
+        matching = [i for i, other in enumerate(saved_keys) if other == key]
+        mine = [i for i, (other, _) in enumerate(keys) if other == key]
+        if matching and len(mine) != len(matching):
+            raise mismatch(
+                "parts",
+                f"{len(matching)} sources that look the same",
+                f"{len(mine)} of them, and which is not known: give the sources names, mix({{'web': a, 'code': b}})",
+                where,
+            )
+        if matching:
+            found[number] = matching[mine.index(number)]
+            left.discard(matching[mine.index(number)])
+    for number, part in enumerate(base.parts):
+        if found[number] is None:
+            data = _data_of(describe(part))
+            same = [i for i in sorted(left) if _data_of(parts[i]) == data]
+            if same:
+                found[number] = same[0]
+                left.discard(same[0])
+    return found
 
 
-def _through(stages: int, convert: Any) -> Any:
-    """A conversion of the innermost of so many levels of cursors."""
-    if not stages:
-        return convert
-    inner = _through(stages - 1, convert)
-    return lambda at: [inner(at[0]), *at[1:]] if isinstance(at, list) and at else at
+def _without_seeds(described: Mapping[str, Any]) -> Any:
+    found = {name: value for name, value in described.items() if name != "seed"}
+    if isinstance(found.get("parts"), list):
+        found["parts"] = [_without_seeds(one) if isinstance(one, Mapping) else one for one in found["parts"]]
+    return found
+
+
+def _data_of(described: Mapping[str, Any]) -> Any:
+    """What data a described part is of."""
+    if isinstance(described.get("parts"), list):
+        return [_data_of(part) if isinstance(part, Mapping) else part for part in described["parts"]]
+    return [described.get("data"), described.get("rows"), described.get("selection", "")]
+
+
+def _through(spec: Spec, at: At, need: int | None, of: Of, convert: Convert) -> At:
+    """Convert what lies below the stages of a flow."""
+    skips, asked = [], need
+    for stage in reversed(spec.remembering):
+        if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
+            return at  # refused by the check that follows
+        need = needed(stage, at[1], need)
+        skips.append(at[1])
+        at = at[0]
+    try:
+        at = convert(at, need, of)
+    except Gone:
+        if asked != 0:
+            raise
+        at, skips = convert(at, 0, of), [0] * len(skips)
+    for skip in reversed(skips):
+        at = [at, skip]
+    return at
 
 
 def mismatch(name: str, saved: Any, here: Any, where: str = "") -> CheckpointMismatchError:
     cause = states.CAUSES.get(name, "another pipeline than when it was saved")
-    problem = CheckpointMismatchError(f"{where}{name}", saved, here, f"{cause}; allow=[{name!r}] goes on all the same")
+    if name in states.CAUSES:
+        cause += f"; allow=[{name!r}] goes on all the same"
+    problem = CheckpointMismatchError(f"{where}{name}", saved, here, cause)
     problem.field = name
     return problem

@@ -17,10 +17,9 @@ from midepoch.pipeline import Pipeline
 def open_flow(spec: Spec, bundles: Bundles, packing: Packing, epoch: int, lane: Cut, cursor: At, leaf: int = 0) -> Flow:
     """One lane of a flow, from a cursor on. ``leaf`` is the number of its first source among all."""
     if spec.stages:
-        before = Spec(spec.base, spec.stages[:-1])
 
         def source(inner: At) -> Flow:
-            return open_flow(before, bundles, packing, epoch, lane, inner, leaf)
+            return open_flow(spec.before, bundles, packing, epoch, lane, inner, leaf)
 
         return stage(spec.stages[-1], source, cursor, spec.seed, epoch, packing)
     base = spec.base
@@ -51,7 +50,7 @@ def start(spec: Spec) -> At:
         found = [0, start(spec.base.parts[0])]
     elif not isinstance(spec.base, Pipeline):
         found = [start(part) for part in spec.base.parts]
-    for _ in spec.stages:
+    for _ in spec.remembering:
         found = [found, 0]
     return found
 
@@ -59,19 +58,24 @@ def start(spec: Spec) -> At:
 def check_cursor(spec: Spec, cursor: Any) -> None:
     """Raise StateError unless this is a cursor of such a flow."""
     if not _fits(spec, cursor):
-        raise StateError("the state is damaged: the place of a lane is not one of this pipeline.")
+        raise StateError(
+            "the place of a lane does not fit this pipeline: it has other stages than when it was saved, or the state "
+            "is damaged."
+        )
 
 
 def _fits(spec: Spec, cursor: Any) -> bool:
-    if spec.stages:
-        before = Spec(spec.base, spec.stages[:-1])
-        return _is_list(cursor, 2) and _is_count(cursor[1]) and _fits(before, cursor[0])
+    for _ in spec.remembering:
+        if not (_is_list(cursor, 2) and _is_count(cursor[1])):
+            return False
+        cursor = cursor[0]
     base = spec.base
     if isinstance(base, Pipeline):
         return _is_list(cursor, 2) and all(map(_is_count, cursor)) and cursor[0] <= base.rows
     if isinstance(base, Mix):
         return (
-            _is_list(cursor, 3)
+            isinstance(cursor, list)
+            and (len(cursor) == 3 or (len(cursor) == 4 and _is_old(cursor[3], len(base.parts))))
             and _is_count(cursor[0])
             and _is_count(cursor[1])
             and _is_list(cursor[2], len(base.parts))
@@ -82,6 +86,14 @@ def _fits(spec: Spec, cursor: Any) -> bool:
         inside = _is_list(cursor, 2) and _is_count(cursor[0]) and cursor[0] < len(base.parts)
         return inside and _fits(base.parts[cursor[0]], cursor[1])
     return _is_list(cursor, len(base.parts)) and all(map(_fits, base.parts, cursor))
+
+
+def _is_old(value: Any, parts: int) -> bool:
+    """How a mix was before it was changed, and up to which position it still is: [position, [[weight, part], …]]."""
+    if not (_is_list(value, 2) and _is_count(value[0]) and isinstance(value[1], list) and value[1]):
+        return False
+    good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 < one[0] < 1e300 for one in value[1])
+    return all(good) and all(isinstance(one[1], int) and -1 <= one[1] < parts for one in value[1])
 
 
 def _is_list(value: Any, length: int) -> bool:

@@ -151,7 +151,13 @@ class Rows:
                 return [first, skip + outputs]
             return _behind(made.places, first, skip + outputs)
 
-        return Chunk(made.slice(skip, len(made)) if skip else made, at)
+        def before(outputs: int) -> At:
+            if not by_row or outputs == count:
+                return at(outputs)
+            row = int(made.places[skip + outputs])
+            return [first + row, skip + outputs - int(np.searchsorted(made.places, row))]
+
+        return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
 
 
 def _behind(places: Int64Array, first: int, outputs: int) -> At:

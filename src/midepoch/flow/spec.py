@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from midepoch.order.mixing import spans
-from midepoch.pipeline import Pipeline, columns_after, group_of, text_of
+from midepoch.pipeline import Pipeline, columns_after, group_of, is_one_to_one, text_of
 from midepoch.transforms import ColumnStep, Map, Step
 from midepoch.transforms.packing import PackSpec
 
@@ -28,6 +28,16 @@ class Local:
     @property
     def size(self) -> int:
         return group_of(self.steps) or _GROUP
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it matters which outputs are put through them together."""
+        return group_of(self.steps) is not None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether every output becomes one, for itself: then there is nothing to remember."""
+        return not self.grouped and all(is_one_to_one(step) and not _skips(step) for step in self.steps)
 
     @property
     def text(self) -> str:
@@ -69,6 +79,7 @@ class Mix:
     weights: tuple[float, ...]
     seed: int
     stop: str = "first"
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
@@ -109,11 +120,15 @@ class Zip:
 Combination = Mix | Concat | Zip
 
 
+def _skips(step: Step) -> bool:
+    return getattr(step, "on_error", "raise") == "skip"
+
+
 def _of_a_row(step: Step) -> bool:
     """Whether a step makes one row of each row, whatever rows it is given together and wherever they stand."""
     if isinstance(step, ColumnStep):
         return True
-    if not isinstance(step, Map) or not step.one_to_one or step.on_error == "skip":
+    if not isinstance(step, Map) or not step.one_to_one or _skips(step):
         return False
     return (not step.batched or step.rowwise) and not step.with_generator and not step.with_indices
 
@@ -124,6 +139,35 @@ class Spec:
 
     base: Pipeline | Combination
     stages: tuple[StageSpec, ...] = ()
+
+    @property
+    def remembering(self) -> tuple[StageSpec, ...]:
+        """The stages that have a level of the cursor."""
+        return tuple(stage for stage in self.stages if not (isinstance(stage, Local) and stage.keeps_rows))
+
+    @property
+    def before(self) -> Spec:
+        """What the last stage is behind."""
+        return Spec(self.base, self.stages[:-1])
+
+    @property
+    def cuts_alike(self) -> bool:
+        """Whether lanes are pieces of the same outputs however many there are: not if flows are put side by side that
+        are cut in different places.
+        """
+        if isinstance(self.base, Pipeline):
+            return True
+        if isinstance(self.base, Zip):
+            parts = self.base.parts
+            rows = {part.leaves[0].rows for part in parts}
+            return len(rows) == 1 and all(part.is_rows for part in parts)
+        return all(part.cuts_alike for part in self.base.parts)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether outputs are the rows of one source, one for one."""
+        keeps = all(isinstance(stage, Local) and stage.keeps_rows for stage in self.stages)
+        return isinstance(self.base, Pipeline) and self.base.one_to_one and not self.base.can_skip and keeps
 
     @property
     def leaves(self) -> tuple[Pipeline, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from midepoch.flow.chunk import At, Chunk, Flow, Intake, real
 from midepoch.flow.spec import Local, Rebatch, StageSpec, Window
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
-from midepoch.transforms import Batch, RunContext, run_steps
+from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.flat import as_one_row
 from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
 
@@ -30,6 +31,8 @@ class Packing:
 
 def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, seed: int, epoch: int, packing: Packing) -> Flow:
     """The flow of a stage over the flow before it, which is opened at the cursor that this one's begins with."""
+    if isinstance(spec, Local) and spec.keeps_rows:
+        return Same(source(cursor), spec.steps, RunContext(seed, epoch))
     inner, count = cursor
     flow = source(inner)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
@@ -41,9 +44,62 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, seed: int, 
         return Grouped(flow, inner, spec.size, lambda batch: as_one_row(batch), count, partial=partial)
     if isinstance(spec, Window):
         return Grouped(flow, inner, spec.size, lambda batch: _shuffled(batch, spec.seed, epoch), count)
-    assert isinstance(spec, Local)
     run = RunContext(seed, epoch)
+    if not spec.grouped:
+        return Each(flow, inner, spec.steps, run, count)
     return Grouped(flow, inner, spec.size, lambda batch: run_steps(spec.steps, batch, run), count)
+
+
+class Same:
+    """Steps that make one output of each. It has no cursor of its own."""
+
+    def __init__(self, source: Flow, steps: tuple[Step, ...], run: RunContext) -> None:
+        self._source, self._steps, self._run = source, steps, run
+
+    def pull(self) -> Chunk | None:
+        chunk = self._source.pull()
+        if chunk is None or not len(chunk.items):
+            return chunk
+        made = run_steps(self._steps, real(chunk.items), self._run)
+        return Chunk(made, chunk.at, chunk.before)
+
+
+class Each:
+    """Steps that look at one output at a time. Cursor: [where one begins, how many of what it becomes are out]."""
+
+    _MOST = 64
+
+    def __init__(self, source: Flow, inner: At, steps: tuple[Step, ...], run: RunContext, skip: int) -> None:
+        self._intake, self._steps, self._run, self._skip = Intake(source, inner), steps, run, skip
+
+    def pull(self) -> Chunk | None:
+        taken = self._intake.take(self._MOST)
+        if not taken.count:
+            return None
+        given = real(taken.items())
+        made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
+        places, first = made.places, self._skip
+        skip, self._skip = min(first, int(np.searchsorted(places, 1))), 0  # of the first one alone
+        count = len(made) - skip
+
+        def at(outputs: int) -> At:
+            if outputs == count:
+                return [taken.at(taken.count), 0]
+            if not outputs:
+                return [taken.at(0), skip]
+            done = skip + outputs
+            begin, end = np.searchsorted(places, (places[done - 1], places[done - 1] + 1)).tolist()
+            if done == end:
+                return [taken.at(int(places[done - 1]) + 1), 0]
+            return [taken.before(int(places[done - 1])), done - begin]
+
+        def before(outputs: int) -> At:
+            if outputs == count:
+                return at(outputs)
+            place = int(places[skip + outputs])
+            return [taken.before(place), skip + outputs - int(np.searchsorted(places, place))]
+
+        return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
 
 
 class Grouped:
@@ -138,7 +194,7 @@ class Packed:
         batch = real(chunk.items)
         documents = Documents.of(batch.columns, self._spec)
         if self._skip:
-            documents, self._skip = documents.without(self._skip)[0], 0
+            documents, self._skip = documents.cut_first(self._skip), 0
         if self._pending is not None:
             documents = self._pending.joined(documents)
         ordinals = np.zeros(len(batch), np.int64) if batch.ordinals is None else batch.ordinals
@@ -159,7 +215,8 @@ class Packed:
             into = tokens - (int(ends[document - 1]) if document else 0)
             if tokens >= total:
                 return [_at(origins, len(ends), inner), 0]
-            return [_at(origins, document, inner), into + (0 if document else base)]
+            offset = into + (0 if document else base)
+            return [_at(origins, document, inner, before=offset > 0), offset]
 
         starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
         into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
@@ -184,10 +241,10 @@ class Packed:
         self._origins = origins
 
 
-def _at(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At) -> At:
-    """The cursor before a pending document."""
+def _at(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
+    """The cursor at a pending document; right before it, if it is to be gone on with."""
     for number, (chunk, first, count) in enumerate(origins):
         if document < count or (document == count and number == len(origins) - 1):
-            return chunk.at(first + document)
+            return chunk.before(first + document) if before else chunk.at(first + document)
         document -= count
     return inner

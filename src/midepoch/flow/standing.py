@@ -34,7 +34,7 @@ class What:
 
     def for_processes(self, count: int) -> What:
         """With a lane for each process, unless lanes were chosen, or rows are only copied and need none."""
-        if self.lanes_chosen or self.spec.plain:
+        if self.lanes_chosen or self.spec.plain or not self.spec.cuts_alike:
             return self
         return replace(self, lanes=count)
 
@@ -119,8 +119,9 @@ class FlowStanding:
         return self.save_at(self.place())
 
     def save_at(self, place: Place) -> dict[str, Any]:
-        state = self.what.save(place)
-        _, worker = self.share()
+        process, worker = self.share()
+        what = self.what if place.begun else self.what.for_processes(process.count)
+        state = what.save(place)
         if worker is not None:
             state["worker"], state["workers"], state["shards"] = worker
         return state

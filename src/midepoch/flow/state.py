@@ -16,6 +16,7 @@ from typing import Any
 
 from midepoch import state as states
 from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.flow.changing import Of
 from midepoch.flow.lanes import LaneAt, Place
 from midepoch.flow.matching import CHECKED, Matched, describe, mismatch
 from midepoch.flow.open import check_cursor, start
@@ -23,6 +24,7 @@ from midepoch.flow.spec import Spec
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 
+_MOST_LANES = 1 << 16
 _KEPT = 16
 """Changes that are kept in the state: the last ones."""
 
@@ -82,6 +84,8 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         raise StateError("a list of the states of all ranks is empty.")
     found = [states.parse(one) for one in several]
     first = found[0]
+    if first["lanes"] > _MOST_LANES:
+        raise StateError(f"the state is damaged: 'lanes' is {first['lanes']}.")
     _check_alike(found)
     current = identity(spec, first["lanes"])
     changes = states.changes_in(first["changes"])
@@ -96,7 +100,11 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         described = _json(first["parts"], dict, "parts")
     adopted, convert = matched.match(spec, described, "")
     merged = _merged([_place(one) for one in found], first["lanes"], spec)
-    lanes = {lane: _converted(at, convert, adopted) for lane, at in merged.lanes.items()}
+    lanes = {}
+    for lane, at in merged.lanes.items():
+        cursor = convert(at.cursor, 0, Of(merged.epoch, lane))
+        check_cursor(adopted, cursor)
+        lanes[lane] = replace(at, cursor=cursor, ended=at.ended and not matched.mixed)
     worker = (first["worker"], first["workers"], first["shards"]) if first["workers"] else None
     return Restored(
         replace(merged, lanes=lanes),
@@ -116,16 +124,10 @@ def of_worker(worker: tuple[int, int, int]) -> CheckpointMismatchError:
     return CheckpointMismatchError("worker", text, None, "a state of one DataLoader worker")
 
 
-def _converted(at: LaneAt, convert: Any, spec: Spec) -> LaneAt:
-    cursor = convert(at.cursor)
-    check_cursor(spec, cursor)
-    return replace(at, cursor=cursor)
-
-
 def _json(text: str, kind: type, name: str) -> Any:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, kind):
         raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
@@ -141,9 +143,11 @@ def _place(found: Mapping[str, Any]) -> Place:
             raise StateError(f"the state is damaged: lane {entry[0]} of {found['lanes']}.")
         lanes[entry[0]] = LaneAt(entry[1], bool(entry[2]), entry[3])
     index, _, count = found["known"].partition("/")
-    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise StateError(f"the state is damaged: 'known' is {found['known']!r:.40}.")
     known = Cut(int(index), int(count))
+    if not lanes and found["position"]:
+        raise StateError(f"the state is damaged: position {found['position']} of no lane.")
     if lanes and set(lanes) != set(known.positions(0, found["lanes"]).tolist()):
         raise StateError("the state is damaged: it does not have the lanes that it says it has.")
     return Place(found["epoch"], lanes, known, found["position"])

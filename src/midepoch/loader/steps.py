@@ -36,6 +36,8 @@ class Loading(Protocol):
 
     def delivered(self, deal: Deal) -> None: ...
 
+    def padded(self) -> None: ...
+
     def epoch_over(self, place: Place, rolled: bool) -> None: ...
 
     def note(self, packing: Packing) -> None: ...
@@ -103,6 +105,7 @@ class StreamPass(HasState):
         self._lanes: Lanes | None = None
         self._steps: Steps | None = None
         self._last: Items | None = None
+        self._begun = False  # a step was taken, by this rank or by others
         self._closed = self._over = False
         self._failure: BaseException | None = None
 
@@ -142,7 +145,9 @@ class StreamPass(HasState):
             self._end()
             raise StopIteration
         # The place moves here and nowhere else: when the batch is handed over.
-        if deal is not Steps.PADDING:
+        if deal is Steps.PADDING:
+            self._loader.padded()
+        else:
             self._loader.delivered(deal)
         return value
 
@@ -152,19 +157,27 @@ class StreamPass(HasState):
             steps = self._steps or self._open()
             deal = steps.next()
             if deal is None:
-                if self._last is None and self._loader.may_roll and not self._rolled and self._start.begun:
+                if not self._begun and self._loader.may_roll and not self._rolled and self._start.begun:
                     self._roll()
                     continue
                 return None, None
+            self._begun = True
             if deal is Steps.PADDING:
-                if self._last is None:
-                    raise MidepochError('this rank has no output at all to pad with: use ends="drop", or fewer ranks.')
-                return deal, self._presenter.padding(self._last)
+                return deal, self._presenter.padding(self._something())
             if len(deal.items):
                 self._last = deal.items
                 return deal, self._presenter.batch(deal.items)
-            if self._loader.options.ends == "pad" and self._last is not None:
-                return deal, self._presenter.padding(self._last)
+            if self._loader.options.ends == "pad":  # all of the last outputs are of other ranks
+                return deal, self._presenter.padding(deal.some)
+
+    def _something(self) -> Items:
+        """Some outputs to pad with: the last ones, or, after a resume, what the epoch began with."""
+        if self._last is None:
+            deal = self._loader.begin(Place(self._start.epoch)).take(1)
+            if deal is None:
+                raise MidepochError('this rank has no output at all to pad with: use ends="drop", or fewer ranks.')
+            self._last = deal.some
+        return self._last
 
     def _open(self) -> Steps:
         loader = self._loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -43,7 +44,7 @@ class StreamLoader(Resumable):
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank, where that can be known."""
         known = known_length(self._what.spec)
-        if known is None:
+        if known is None or not (self.state_is_global or self._what.spec.is_rows):
             raise TypeError("the number of batches is not known: estimated_len learns it from what was seen")
         share = self._options.batch_size * self._what.cut.count
         return known // share if self._options.ends == "drop" else -(-known // share)
@@ -53,7 +54,12 @@ class StreamLoader(Resumable):
         """About how many batches an epoch has, learned from what was seen so far; None before that."""
         what = self._what
         found: float | None = what.epoch_outputs or estimated_length(what.spec, self._where(), what.lanes)
-        return None if found is None else max(1, round(found / (self._options.batch_size * what.cut.count)))
+        if found is None:
+            return None
+        batches = found / (self._options.batch_size * what.cut.count)
+        if what.epoch_outputs:  # they were counted
+            return math.floor(batches) if self._options.ends == "drop" else math.ceil(batches)
+        return max(1, round(batches))
 
     @property
     def packing_efficiency(self) -> float | None:
@@ -167,6 +173,10 @@ class StreamLoader(Resumable):
     def delivered(self, deal: Deal) -> None:
         """A batch was handed over."""
         self._delivered = deal
+
+    def padded(self) -> None:
+        """A batch of nothing but padding was: other ranks have something left, and this one has not."""
+        self._delivered = self._where().over()
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()

@@ -55,6 +55,13 @@ class Batch:
         rows, kept = self.rows[places], self.places[places]
         return replace(self, columns=columns, rows=rows, places=kept, ordinals=ordinals, owned=True)
 
+    def told_apart(self, number: int) -> Batch:
+        """The same rows, told apart from those of the same numbers that are another's; 0 changes nothing."""
+        if not number or not len(self):
+            return self
+        ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
+        return replace(self, ordinals=told_apart(ordinals, number))
+
     def with_columns(self, columns: dict[str, Any], nullable: Mapping[str, Paths] | None = None) -> Batch:
         return replace(self, columns=columns, nullable=self.nullable if nullable is None else nullable)
 
@@ -63,8 +70,16 @@ class Batch:
         first = np.searchsorted(parents, parents)  # where the rows of the same parent begin
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
-            ordinals += self.ordinals[parents] << 20
+            ordinals = told_apart(self.ordinals[parents], ordinals)
         return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
+
+
+def told_apart(ordinals: Int64Array, numbers: Int64Array | int) -> Int64Array:
+    """Other ordinals for each number: a hash of both, or the ordinals themselves for 0."""
+    factor = np.uint64(0x9E3779B97F4A7C15)
+    mixed = (ordinals.astype(np.uint64) + np.uint64(1)) * factor + np.asarray(numbers).astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * factor
+    return np.where(np.asarray(numbers) == 0, ordinals, (mixed >> np.uint64(2)).astype(np.int64))
 
 
 def join(parts: Sequence[Batch]) -> Batch:

@@ -113,7 +113,12 @@ def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.boo
         Declaration("project", ProjectNodeOptions([expression], ["kept"])),
     ]
     try:
-        found = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
+        try:
+            found = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
+        except pa.ArrowException:
+            if (other := _typed(table)) is None:
+                raise
+            return _evaluated(expression, other)
         if not pa.types.is_boolean(found.type):
             raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
     except (pa.ArrowException, KeyError) as problem:
@@ -121,6 +126,21 @@ def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.boo
         raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
     mask = _one(found.fill_null(False) if found.null_count else found)
     return mask.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _typed(table: pa.Table) -> pa.Table | None:
+    """A table whose columns of nothing but nulls have a type; the next one to try. None if there is none left."""
+    kinds = [pa.null(), pa.string(), pa.int64(), pa.float64()]
+    metadata = table.schema.metadata or {}
+    tried = int(metadata.get(b"tried", b"0")) + 1
+    names = metadata.get(b"null", b"\n".join(f.name.encode() for f in table.schema if pa.types.is_null(f.type)))
+    if not names or tried >= len(kinds):
+        return None
+    nulls = [name.decode() for name in names.split(b"\n")]
+    for name in nulls:
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, pa.chunked_array([pa.nulls(len(table), kinds[tried])]))
+    return table.replace_schema_metadata({b"tried": str(tried).encode(), b"null": names})
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch, pick
 from midepoch.transforms.columns import check_columns
+from midepoch.transforms.features import Encoded
 from midepoch.transforms.function import Function, RunContext
 
 
@@ -63,7 +64,7 @@ class Unbatch:
         check_columns(names, list(batch.columns), "unbatch")
         if not names:
             raise ColumnError(f"unbatch: none of the columns {', '.join(batch.columns)} holds lists.")
-        found = {name: _flat(name, batch.columns[name]) for name in names}
+        found = {name: _flat(name, _plain(batch.columns[name])) for name in names}
         lengths = found[names[0]][0]
         for name, (other, _) in found.items():
             if not np.array_equal(other, lengths):
@@ -76,7 +77,13 @@ class Unbatch:
         return batch.made_of(columns, parents)
 
 
+def _plain(column: Any) -> Any:
+    return column.decode("python") if isinstance(column, Encoded) else column
+
+
 def _is_lists(column: Any) -> bool:
+    if isinstance(column, Encoded):
+        return False
     if isinstance(column, pa.Array):
         return _is_list_type(column.type)
     if isinstance(column, np.ndarray) and column.dtype != object:
@@ -114,6 +121,8 @@ def as_one_row(batch: Batch) -> Batch:
 def _listed(column: Any, count: int) -> Any:
     if isinstance(column, dict):
         return {name: _listed(inner, count) for name, inner in column.items()}
+    if isinstance(column, Encoded):
+        return [column.decode("python")]
     if isinstance(column, pa.Array):
         offsets = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(np.array([0, count], np.int64))])
         return pa.LargeListArray.from_arrays(offsets, column)

@@ -38,6 +38,7 @@ class PackSpec:
     drop_remainder: bool = False
     cu_seqlens: bool = False
     window: int = 1024
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -73,7 +74,12 @@ class Documents:
         """The documents of a batch: one a row, null and empty ones without a token."""
         check_columns(list(spec.pads), list(columns), "pack")
         found = {name: _tokens(name, columns[name]) for name in spec.pads}
+        if spec.dtype is not None:
+            lengths, tokens = found[spec.column]
+            found[spec.column] = (lengths, tokens.astype(spec.dtype, copy=False))
         lengths = found[spec.column][0]
+        for name, (_, tokens) in found.items():
+            _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else [])])
         for name, (other, _) in found.items():
             if not np.array_equal(other, lengths):
                 raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
@@ -87,8 +93,26 @@ class Documents:
         return Documents(lengths + (lengths > 0), values)
 
     def joined(self, other: Documents) -> Documents:
-        values = {name: np.concatenate([mine, other.values[name]]) for name, mine in self.values.items()}
+        """These and others behind them. Of what has no tokens, not even the type counts."""
+        if not other.tokens or not self.tokens:
+            values = self.values if self.tokens else other.values
+        else:
+            values = {}
+            for name, mine in self.values.items():
+                if mine.dtype != other.values[name].dtype:  # which one comes out would depend on where work was begun
+                    raise ColumnError(
+                        f"pack: column {name!r} comes as {mine.dtype} and as {other.values[name].dtype}: map it to one "
+                        "type, or pack(…, dtype=…)."
+                    )
+                values[name] = np.concatenate([mine, other.values[name]])
         return Documents(np.concatenate([self.lengths, other.lengths]), values)
+
+    def cut_first(self, tokens: int) -> Documents:
+        """Without the first tokens of the first document, of which nothing is left if it has no more than those."""
+        lengths = self.lengths.copy()
+        tokens = min(tokens, int(lengths[0]))
+        lengths[0] -= tokens
+        return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()})
 
     def without(self, tokens: int) -> tuple[Documents, int, int]:
         """Without the first tokens: what is left, how many documents are gone, and how much of the next one is."""
@@ -99,6 +123,14 @@ class Documents:
         if into:
             lengths[0] -= into
         return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()}), gone, into
+
+
+def _check_fits(name: str, values: Values, numbers: list[int | None]) -> None:
+    if values.dtype.kind in "iu" and len(values):
+        limits = np.iinfo(values.dtype)
+        for number in numbers:
+            if number is not None and not limits.min <= number <= limits.max:
+                raise ColumnError(f"pack: {number} does not fit into column {name!r}, which is {values.dtype}.")
 
 
 def _tokens(name: str, column: Any) -> tuple[Int64Array, Values]:
@@ -126,16 +158,15 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
     if not plain:
         raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers.")
     offsets = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-    values = column.values
+    values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
     if values.null_count:
         raise MapError(f"pack: column {name!r} has nulls among its tokens.")
     tokens = values.to_numpy(zero_copy_only=False)
     lengths = np.diff(offsets)
     if not column.null_count:
-        return lengths, tokens[offsets[0] : offsets[-1]]
+        return lengths, tokens
     null = column.is_null().to_numpy(zero_copy_only=False)
-    kept = np.repeat(~null, lengths)
-    return np.where(null, 0, lengths), tokens[offsets[0] : offsets[-1]][kept]
+    return np.where(null, 0, lengths), tokens[np.repeat(~null, lengths)]
 
 
 def concatenated(documents: Documents, spec: PackSpec, packs: int) -> dict[str, Any]:

@@ -29,6 +29,12 @@ class Tokenize:
     def __name__(self) -> str:
         return f"tokenize with {type(self.tokenizer).__name__}"
 
+    @property
+    def pads(self) -> bool:
+        """Whether the tokenizer itself was told to pad."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", self.tokenizer)
+        return getattr(backend, "padding", None) is not None
+
     def __call__(self, texts: Any) -> dict[str, Any]:
         texts = ["" if text is None else text for text in texts]
         backend = self._backend()
