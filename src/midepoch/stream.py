@@ -63,8 +63,8 @@ class Stages(HasSteps):
         "concat" puts them one after the other and cuts; the last sequence of each lane is padded. "best_fit" keeps
         documents whole where it can: each ``window`` of them goes into as few sequences as best-fit-decreasing finds,
         each padded. ``eos`` is put behind every document. ``extra``: other columns with a value for each token, and
-        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens. ``dtype``
-        of the tokens: as they come, unless given.
+        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens.
+        ``dtype`` of the tokens: as they come, unless given.
 
         A row has ``column``, ``position_ids`` (from 0 in every piece), ``segment_ids`` (1, 2, … for the pieces, 0 for
         padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
