@@ -70,7 +70,7 @@ class Batch:
         first = np.searchsorted(parents, parents)  # where the rows of the same parent begin
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
-            ordinals = told_apart(self.ordinals[parents], ordinals)
+            ordinals = told_apart(self.ordinals[parents], ordinals + 1)  # 0 would leave some as others are
         return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
 
 
