@@ -41,6 +41,24 @@ def passes(loader: Any) -> list[list[int]]:
     return found
 
 
+def padded_then_resumed(data: str, steps: int) -> list[list[int]]:
+    """So many steps with padding, and the rest by other loaders that go on from the states of all ranks."""
+    loader = stream(data).loader(4, ends="pad")
+    passing = iter(loader)
+    found = []
+    for _ in range(steps):
+        dist.all_reduce(torch.ones(1))
+        found.append(ids_of(next(passing)))
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, loader.state_dict())
+    if steps == 0:
+        return found
+    other = stream(data).loader(4, ends="pad")
+    other.load_state_dict(states)
+    other.set_epoch(0)
+    return found + passes(other)
+
+
 def main(folder: Path, data: str, phase: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -56,6 +74,7 @@ def main(folder: Path, data: str, phase: str) -> None:
         dropping.close()
         said["pad"] = passes(stream(data).loader(4, ends="pad"))
         said["shared"] = passes(stream(data).with_lanes(1).loader(4, ends="pad"))
+        said["resumed"] = [padded_then_resumed(data, steps) for steps in range(len(said["pad"]) - 3, len(said["pad"]) + 1)]
         loader = stream(data).loader(2, ends="drop")
         said["before"] = []
         for step, batch in enumerate(loader):

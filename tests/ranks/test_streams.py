@@ -34,6 +34,10 @@ def test_two_ranks_then_three(data: str, tmp_path: Path) -> None:
         assert len(a) == len(b)
         assert sorted(row for step in a + b for row in step) == expected, kind
 
+    for a, b in zip(*(one["resumed"] for one in first), strict=True):
+        assert len(a) == len(b) == len(first[0]["pad"]), "also from checkpoints where a rank has only padding left"
+        assert sorted(row for step in a + b for row in step) == expected
+
     torchrun(3, job, str(tmp_path), data, "resume")
     second = [read(tmp_path / f"resume-{rank}.json")["after"] for rank in range(3)]
     assert len({len(steps) for steps in second}) == 1
