@@ -74,7 +74,9 @@ def main(folder: Path, data: str, phase: str) -> None:
         dropping.close()
         said["pad"] = passes(stream(data).loader(4, ends="pad"))
         said["shared"] = passes(stream(data).with_lanes(1).loader(4, ends="pad"))
-        said["resumed"] = [padded_then_resumed(data, steps) for steps in range(len(said["pad"]) - 3, len(said["pad"]) + 1)]
+        said["resumed"] = [
+            padded_then_resumed(data, steps) for steps in range(len(said["pad"]) - 3, len(said["pad"]) + 1)
+        ]
         loader = stream(data).loader(2, ends="drop")
         said["before"] = []
         for step, batch in enumerate(loader):
