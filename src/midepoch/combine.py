@@ -36,7 +36,13 @@ def mix(
     names: tuple[str, ...] = ()
     if isinstance(sources, Mapping):
         names, sources = tuple(map(str, sources)), list(sources.values())
+        if len(set(names)) < len(names):
+            raise ValueError(f"mix: two sources have the same name: {', '.join(names)}")
     if isinstance(weights, Mapping):
+        if not names:
+            raise TypeError(
+                "mix: weights by name need sources by name: mix({'web': a, 'code': b}, {'web': 2, 'code': 1})"
+            )
         if set(weights) != set(names):
             raise ValueError(f"mix: weights for {', '.join(map(str, weights))}; the sources are {', '.join(names)}")
         weights = [weights[name] for name in names]
@@ -50,16 +56,16 @@ def mix(
     return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 
 
-def concat(sources: Sequence[Any]) -> Stream:
+def concat(sources: Sequence[Any], *others: Any) -> Stream:
     """One dataset or stream after the other: a ``Stream``. (Each lane goes through its part of all of them.)"""
-    parts = _parts(sources, "concat")
+    parts = _parts([] if others else sources, "concat")
     _check_columns(parts, "concat")
     return _stream(Concat(parts), sources)
 
 
-def zip(sources: Sequence[Any]) -> Stream:  # noqa: A001  (the name that the field uses; not imported by itself)
+def zip(sources: Sequence[Any], *others: Any) -> Stream:  # noqa: A001  (the name that the field uses; not imported by itself)
     """Datasets or streams side by side, until the shortest ends: rows with the columns of all. A ``Stream``."""
-    parts = _parts(sources, "zip")
+    parts = _parts([] if others else sources, "zip")
     names = [name for part in parts for name in part.known_columns or ()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -69,7 +75,7 @@ def zip(sources: Sequence[Any]) -> Stream:  # noqa: A001  (the name that the fie
 
 def _parts(sources: Any, what: str) -> tuple[Spec, ...]:
     if not isinstance(sources, (list, tuple)) or not sources:
-        raise TypeError(f"{what} takes a list of datasets or streams, got {sources!r:.60}")
+        raise TypeError(f"{what} takes a list: {what}([a, b]) of datasets or streams, not {sources!r:.60}")
     return tuple(spec_of(source) for source in sources)
 
 

@@ -147,6 +147,12 @@ class HasSteps:
         """
         if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
             raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
+        unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
+        if unknown and hasattr(tokenizer, "encode_batch"):
+            raise TypeError(
+                f"tokenize: {', '.join(unknown)}: a tokenizer of tokenizers is told so itself (enable_truncation, "
+                "enable_padding), one of transformers takes it here"
+            )
         made = self._function(Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column)
         removed = () if column == output else (column,)
         rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group

@@ -6,6 +6,7 @@ window. Until those outputs have come again on resume, the mix stays as it was; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +16,17 @@ from midepoch.flow.chunk import At
 from midepoch.flow.combined import old_schedule, pair
 from midepoch.flow.open import start
 from midepoch.flow.spec import Local, Mix, Spec, StageSpec
+from midepoch.order.mixing import Schedule, spans
 from midepoch.transforms.packing import PackSpec
 
 
 @dataclass(frozen=True)
 class Of:
-    """Whose cursor it is: that of a lane, in an epoch."""
+    """Whose cursor it is: that of a lane, in an epoch. ``inside``: of a flow that is a part of another."""
 
     epoch: int
     lane: int
+    inside: bool = False
 
 
 Convert = Callable[[At, int | None, Of], At]
@@ -59,45 +62,66 @@ def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
 
 
 def changed_mix(
-    base: Mix, found: Sequence[Found], count: int, was: Any, at: At, need: int | None, of: Of, where: str
+    base: Mix, found: Sequence[Found], weights: Any, changed: bool, at: At, need: int | None, of: Of, where: str
 ) -> At:
-    """The cursor of a mix that had ``count`` parts, as one of the mix that it is now. ``was``: its weights before, if
-    it was changed, else None.
-    """
-    if not (isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count):
+    """The cursor of a mix that had these weights before, as one of the mix that it is now."""
+    count = len(weights) if isinstance(weights, list) else -1
+    whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
+    if not whole or not _are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
         return at  # not one of a mix: refused by the check that follows
     position, era, each, *old = at
-    entries = [_entry(one, each, need, of) for one in found]
-    if was is None:
+    coming = _coming(base, weights, position, era, old, need, of)
+    entries = [_entry(one, each, coming, of) for one in found]
+    if not changed:
         return [position, era, entries, *old]
     if need == 0 and not (old and position < old[0][0]):
         return [0, era + 1, entries]
-    if need is not None and not old and _are_weights(was, count):
+    if coming is not None and need is not None and not old and (need == 1 or not of.inside):
         now = {one.old: number for number, one in enumerate(found) if one.old is not None}
-        kept = [position + need, [[weight, now.get(number, -1)] for number, weight in enumerate(was)]]
-        sources = old_schedule(kept, base.seed, of.epoch, of.lane, era).sources(position, position + need)
-        gone = [source for source in sources.tolist() if kept[1][source][1] < 0]
+        gone = [number for number in coming if number not in now]
         if not gone:
-            return [position, era, entries, kept]
+            kept = [[weight, now.get(number, -1)] for number, weight in enumerate(weights)]
+            return [position, era, entries, [position + need, kept]]
         if need == 1:
             raise Gone
-    raise CheckpointMismatchError(
+    raise refused(weights, list(base.weights), where)
+
+
+def refused(before: Any, now: Any, where: str) -> CheckpointMismatchError:
+    """What to raise where a mix was changed while something is begun that cannot be ended."""
+    return CheckpointMismatchError(
         f"{where}weights",
-        was,
-        list(base.weights),
+        before,
+        now,
         "the mix was changed while stages behind it stand in the middle of what they make of its outputs, which would "
         "be other ones. Go on with the mix as it was for a while, or shuffle and batch before mixing",
     )
 
 
-def _entry(one: Found, each: Sequence[At], need: int | None, of: Of) -> At:
+def _coming(
+    base: Mix, weights: list[float], position: int, era: int, old: Sequence[At], need: int | None, of: Of
+) -> dict[int, int] | None:
+    """How many of the next outputs come from each part, by its number when it was saved; None if that is not known."""
+    if not need:
+        return None if need is None else {}
+    if old and position < old[0][0]:
+        if position + need > old[0][0]:
+            return None
+        mapping = [number for _, number in old[0][1]]
+        sources = old_schedule(old[0], base.seed, of.epoch, of.lane, era).sources(position, position + need)
+        return dict(Counter(mapping[source] for source in sources.tolist()))
+    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane, era)
+    return dict(Counter(schedule.sources(position, position + need).tolist()))
+
+
+def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: Of) -> At:
     entry = [0, 0, start(one.spec)] if one.old is None else each[one.old]
     if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
-        inner = Of(pair(of.epoch, entry[0]), of.lane)
+        need = None if coming is None else coming.get(one.old, 0)
+        inner = Of(pair(of.epoch, entry[0]), of.lane, inside=True)
         entry = [entry[0], entry[1], one.convert(entry[2], need, inner)]
     return entry
 
 
-def _are_weights(weights: Any, count: int) -> bool:
-    good = isinstance(weights, list) and len(weights) == count
-    return good and all(isinstance(weight, (int, float)) and weight > 0 for weight in weights)
+def _are_weights(weights: list[Any]) -> bool:
+    return all(isinstance(weight, (int, float)) and 0 < weight < 1e300 for weight in weights)

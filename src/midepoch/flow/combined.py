@@ -46,7 +46,7 @@ class Mixed:
         self._old: At = old[0] if old else None  # what it was before it was changed, while it stays so
         self._schedule = self._make_schedule()
         self._parts = [
-            _Part(number, open_part, start[2][number][2], epoch, *part, again=mix.stop != "first")
+            _Part(number, mix.tags[number], open_part, start[2][number][2], epoch, *part, again=mix.stop != "first")
             for number, part in enumerate(parts)
         ]
         self._ended = False
@@ -81,11 +81,17 @@ class Mixed:
             return behind(position)
 
         def before(outputs: int) -> At:
-            return at(outputs) if outputs == len(filled) else behind(int(filled[outputs]))
+            if outputs == len(filled):
+                return at(outputs)
+            position = int(filled[outputs])
+            return behind(position, int(sources[position]))
 
-        def behind(position: int) -> At:
+        def behind(position: int, coming: int = -1) -> At:
             counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
-            parts = [draw.at(count) for draw, count in zip(draws, counts, strict=True)]
+            parts = [
+                draw.before(count) if number == coming else draw.at(count)
+                for number, (draw, count) in enumerate(zip(draws, counts, strict=True))
+            ]
             return [first + position, era, parts, *([old] if old is not None else [])]
 
         return Chunk(items, at, before)
@@ -118,9 +124,20 @@ class _Part:
     """One flow of a mix, pass after pass."""
 
     def __init__(
-        self, number: int, open_part: Open, start: At, epoch: int, run: int, exhausted: int, cursor: At, *, again: bool
+        self,
+        number: int,
+        tag: int,
+        open_part: Open,
+        start: At,
+        epoch: int,
+        run: int,
+        exhausted: int,
+        cursor: At,
+        *,
+        again: bool,
     ) -> None:
         self._number, self._open, self._start, self._epoch, self._again = number, open_part, start, epoch, again
+        self._tag = tag
         self._pass, self.exhausted = run, bool(exhausted)
         self._intake = Intake(open_part(number, pair(epoch, run), cursor), cursor)
         self._found = cursor != start  # something came of this pass
@@ -147,22 +164,29 @@ class _Part:
                 self._pass, self._found = self._pass + 1, False
                 flow = self._open(self._number, pair(self._epoch, self._pass), self._start)
                 self._intake = Intake(flow, self._start)
-        return _Draw(self._number, before, taken, ends, exhausted)
+        return _Draw(self._tag, before, taken, ends, exhausted)
 
 
 class _Draw:
     """What was taken of a part at once. ``ends``: behind how many outputs it had to begin again, or could not go on."""
 
-    def __init__(
-        self, number: int, before: At, taken: list[tuple[int, Taken]], ends: list[int], exhausted: bool
-    ) -> None:
-        self._number, self._before, self._taken, self.ends, self.exhausted = number, before, taken, ends, exhausted
+    def __init__(self, tag: int, before: At, taken: list[tuple[int, Taken]], ends: list[int], exhausted: bool) -> None:
+        self._tag, self._before, self._taken, self.ends, self.exhausted = tag, before, taken, ends, exhausted
 
     def items(self) -> Items | None:
         """What was taken. Rows of other sources and other passes are told apart, for the generators of functions."""
         if not self._taken:
             return None
-        return joined([taken.items().told_apart((self._number << 24) + run) for run, taken in self._taken])
+        return joined([taken.items().told_apart((self._tag << 24) + run) for run, taken in self._taken])
+
+    def before(self, count: int) -> At:
+        """The part's entry in the cursor from which one of them comes first."""
+        done = count
+        for run, taken in self._taken:
+            if done < taken.count:
+                return [run, int(self.exhausted or any(end <= count for end in self.ends)), taken.before(done)]
+            done -= taken.count
+        return self.at(count)
 
     def at(self, count: int) -> At:
         """The part's entry in the cursor, behind the first ``count``: it begins again only when more is needed."""
@@ -198,8 +222,10 @@ def _in_order(draws: Sequence[_Draw], places: Sequence[Int64Array], size: int) -
 class Concatenated:
     """Cursor: [number of the part, its cursor]."""
 
-    def __init__(self, open_part: Callable[[int, At], Flow], starts: Sequence[At], cursor: At) -> None:
-        self._open, self._starts = open_part, starts
+    def __init__(
+        self, open_part: Callable[[int, At], Flow], starts: Sequence[At], tags: Sequence[int], cursor: At
+    ) -> None:
+        self._open, self._starts, self._tags = open_part, starts, tags
         self._number, inner = cursor
         self._flow = open_part(self._number, inner)
 
@@ -207,15 +233,15 @@ class Concatenated:
         while True:
             chunk = self._flow.pull()
             if chunk is not None:
-                return _numbered(chunk, self._number)
+                return _numbered(chunk, self._number, self._tags[self._number])
             if self._number + 1 >= len(self._starts):
                 return None
             self._number += 1
             self._flow = self._open(self._number, self._starts[self._number])
 
 
-def _numbered(chunk: Chunk, number: int) -> Chunk:
-    items = chunk.items.told_apart(number << 24)
+def _numbered(chunk: Chunk, number: int, tag: int) -> Chunk:
+    items = chunk.items.told_apart(tag << 24)
     return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
 
 
@@ -247,4 +273,8 @@ class Zipped:
         nullable = {name: paths for batch in batches for name, paths in batch.nullable.items()}
         first = batches[0]
         made = Batch(columns, first.rows, first.places, owned, nullable, first.ordinals)
-        return Chunk(made, lambda outputs: [each.at(outputs) for each in taken])
+        return Chunk(
+            made,
+            lambda outputs: [each.at(outputs) for each in taken],
+            lambda outputs: [each.before(outputs) for each in taken],
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from midepoch import state as states
 from midepoch.errors import CheckpointMismatchError
-from midepoch.flow.changing import Convert, Found, Gone, Of, changed_mix, needed
+from midepoch.flow.changing import Convert, Found, Gone, Of, changed_mix, needed, refused
 from midepoch.flow.chunk import At
 from midepoch.flow.spec import Concat, Mix, Spec, Zip
 from midepoch.pipeline import Pipeline
@@ -86,6 +86,9 @@ class Matched:
         def convert(at: At, need: int | None, of: Of) -> At:
             if not isinstance(at, list):
                 return at
+            if self.mixed and (need is None or need > 1):
+                raise refused("another mix", "inside of a zip or concat", where)  # it may reach into what comes next
+            of = replace(of, inside=True)
             if isinstance(base, Zip):
                 return [one(inner, need, of) for one, inner in zip(converts, at, strict=False)]
             known = len(at) == 2 and isinstance(at[0], int) and 0 <= at[0] < len(converts)
@@ -109,14 +112,20 @@ class Matched:
         if changed:
             self._note_mix(before, now, same, len(parts), where)
         new = replace(spec, base=replace(base, parts=tuple(one.spec for one in found)))
-        was = before if changed else None
-        return new, lambda at, need, of: changed_mix(base, found, len(parts), was, at, need, of, where)
+        weights = before if isinstance(before, list) and len(before) == len(parts) else None
+        return new, lambda at, need, of: changed_mix(base, found, weights, changed, at, need, of, where)
 
     def _note_mix(self, before: Any, now: Any, same: Sequence[int | None], count: int, where: str) -> None:
         left = [i for i in range(count) if i not in same]
         joined = [i for i, old in enumerate(same) if old is None]
         if len(left) == count or (set(left) & set(joined) and "data" not in self._allow):
-            raise mismatch("data", f"sources {left}", f"sources {joined} in their place", where)
+            raise mismatch(
+                "data",
+                f"sources {left}",
+                f"sources {joined} in their place",
+                where,
+                "a source of the mix stands in the place of another, and would begin at its beginning",
+            )
         moved = [old for old in same if old is not None]
         text = f"{where}mix: weights {before} became {now}"
         text += f"; sources {left} left" if left else ""
@@ -131,7 +140,26 @@ class Matched:
             return
         if name not in self._allow:
             raise mismatch(name, saved, here, where)
+        if name == "pipeline" and _stages_in(saved) != _stages_in(here):
+            raise CheckpointMismatchError(
+                f"{where}pipeline",
+                saved,
+                here,
+                "other stages, for which the place means nothing: this cannot be allowed",
+            )
         self._changes.append(f"{where}{name}: {saved!r} became {here!r}"[:200])
+
+
+def _stages_in(text: Any) -> list[str]:
+    """The stages of a pipeline that have places of their own, by their kinds."""
+    found = []
+    for step in str(text).split(","):
+        kind, _, rest = step.partition("[")
+        if kind in ("batch", "shuffle", "mix", "concat", "zip"):
+            found.append(kind)
+        elif kind == "pack":
+            found.append(f"pack {rest.split()[1:2]}")
+    return found
 
 
 def _same_parts(
@@ -139,18 +167,21 @@ def _same_parts(
 ) -> list[int | None]:
     """For each part of a mix, which of the saved ones it is: by name; else by all that it is; else by its data."""
     names = saved.get("names")
-    if base.names and isinstance(names, list) and len(names) == len(parts):
-        return [names.index(name) if name in names else None for name in base.names]
     found: list[int | None] = [None] * len(base.parts)
-    left = set(range(len(parts)))
-    keys, saved_keys = [], []
+    if base.names and isinstance(names, list) and len(names) == len(parts):
+        found = [names.index(name) if name in names else None for name in base.names]
+    left = set(range(len(parts))) - set(found)
+    keys = []
     for part in base.parts:
         drawn = any(leaf.seed_drawn for leaf in part.leaves)
         keys.append((json.dumps(_without_seeds(describe(part)) if drawn else describe(part), sort_keys=True), drawn))
-    for number, (key, drawn) in enumerate(keys):
+    open_ = [number for number, old in enumerate(found) if old is None]  # a name that is new may be just another name
+    for number in open_:
+        key, drawn = keys[number]
         saved_keys = [json.dumps(_without_seeds(one) if drawn else one, sort_keys=True) for one in parts]
-        matching = [i for i, other in enumerate(saved_keys) if other == key]
-        mine = [i for i, (other, _) in enumerate(keys) if other == key]
+        matching = [i for i, other in enumerate(saved_keys) if other == key and (i in left or i in found)]
+        matching = [i for i in matching if i not in (found[j] for j in range(len(found)) if j not in open_)]
+        mine = [i for i in open_ if keys[i][0] == key]
         if matching and len(mine) != len(matching):
             raise mismatch(
                 "parts",
@@ -205,8 +236,8 @@ def _through(spec: Spec, at: At, need: int | None, of: Of, convert: Convert) -> 
     return at
 
 
-def mismatch(name: str, saved: Any, here: Any, where: str = "") -> CheckpointMismatchError:
-    cause = states.CAUSES.get(name, "another pipeline than when it was saved")
+def mismatch(name: str, saved: Any, here: Any, where: str = "", cause: str = "") -> CheckpointMismatchError:
+    cause = cause or states.CAUSES.get(name, "another pipeline than when it was saved")
     if name in states.CAUSES:
         cause += f"; allow=[{name!r}] goes on all the same"
     problem = CheckpointMismatchError(f"{where}{name}", saved, here, cause)

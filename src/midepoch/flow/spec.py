@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -90,6 +90,11 @@ class Mix:
     def counts(self) -> tuple[int, ...]:
         return spans(self.weights)
 
+    @cached_property
+    def tags(self) -> tuple[int, ...]:
+        """A number for each part that tells its rows apart, wherever it stands: by its name, else by what it is."""
+        return tags_of(self.names or [part.digest for part in self.parts])
+
     @property
     def text(self) -> str:
         return f"mix[{self.stop} seed={self.seed}]"
@@ -100,6 +105,11 @@ class Concat:
     """One flow after the other."""
 
     parts: tuple[Spec, ...]
+
+    @cached_property
+    def tags(self) -> tuple[int, ...]:
+        """As those of a mix."""
+        return tags_of([part.digest for part in self.parts])
 
     @property
     def text(self) -> str:
@@ -118,6 +128,12 @@ class Zip:
 
 
 Combination = Mix | Concat | Zip
+
+
+def tags_of(names: Sequence[str]) -> tuple[int, ...]:
+    """A number for each of these, and another for each that comes again."""
+    texts = [f"{name} {names[:i].count(name)}" for i, name in enumerate(names)]
+    return tuple(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts)
 
 
 def _skips(step: Step) -> bool:

@@ -100,6 +100,12 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         described = _json(first["parts"], dict, "parts")
     adopted, convert = matched.match(spec, described, "")
     merged = _merged([_place(one) for one in found], first["lanes"], spec)
+    if matched.mixed and len({one["epoch"] for one in found}) > 1:
+        raise states.apart(
+            "parts",
+            "some ranks were through with the epoch when these states were saved, others were not: a mix can only be "
+            "changed where all are. Nothing was changed.",
+        )
     lanes = {}
     for lane, at in merged.lanes.items():
         cursor = convert(at.cursor, 0, Of(merged.epoch, lane))
@@ -111,7 +117,7 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         adopted,
         first["lanes"],
         max(one["epoch_outputs"] for one in found),
-        tuple(changes),
+        tuple(changes[-_KEPT:]),
         worker,
         first["round"],
         first["batch"],

@@ -73,10 +73,7 @@ class Documents:
     def of(columns: Mapping[str, Any], spec: PackSpec) -> Documents:
         """The documents of a batch: one a row, null and empty ones without a token."""
         check_columns(list(spec.pads), list(columns), "pack")
-        found = {name: _tokens(name, columns[name]) for name in spec.pads}
-        if spec.dtype is not None:
-            lengths, tokens = found[spec.column]
-            found[spec.column] = (lengths, tokens.astype(spec.dtype, copy=False))
+        found = {name: _tokens(name, columns[name], spec.dtype if name == spec.column else None) for name in spec.pads}
         lengths = found[spec.column][0]
         for name, (_, tokens) in found.items():
             _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else [])])
@@ -100,10 +97,7 @@ class Documents:
             values = {}
             for name, mine in self.values.items():
                 if mine.dtype != other.values[name].dtype:  # which one comes out would depend on where work was begun
-                    raise ColumnError(
-                        f"pack: column {name!r} comes as {mine.dtype} and as {other.values[name].dtype}: map it to one "
-                        "type, or pack(…, dtype=…)."
-                    )
+                    raise _of_two_types(name, str(mine.dtype), str(other.values[name].dtype))
                 values[name] = np.concatenate([mine, other.values[name]])
         return Documents(np.concatenate([self.lengths, other.lengths]), values)
 
@@ -125,6 +119,10 @@ class Documents:
         return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()}), gone, into
 
 
+def _of_two_types(name: str, one: str, other: str) -> ColumnError:
+    return ColumnError(f"pack: column {name!r} comes as {one} and as {other}: map it to one type, or pack(…, dtype=…).")
+
+
 def _check_fits(name: str, values: Values, numbers: list[int | None]) -> None:
     if values.dtype.kind in "iu" and len(values):
         limits = np.iinfo(values.dtype)
@@ -133,19 +131,25 @@ def _check_fits(name: str, values: Values, numbers: list[int | None]) -> None:
                 raise ColumnError(f"pack: {number} does not fit into column {name!r}, which is {values.dtype}.")
 
 
-def _tokens(name: str, column: Any) -> tuple[Int64Array, Values]:
+def _tokens(name: str, column: Any, dtype: str | None) -> tuple[Int64Array, Values]:
     """The lengths of a column of lists of numbers, and all the numbers."""
     if isinstance(column, pa.Array):
-        return _arrow_tokens(name, column)
+        lengths, tokens = _arrow_tokens(name, column)
+        return lengths, tokens if dtype is None else tokens.astype(dtype, copy=False)
     if isinstance(column, np.ndarray) and column.ndim == 2:
-        return np.full(len(column), column.shape[1], dtype=np.int64), column.reshape(-1)
+        flat = column.reshape(-1)
+        return np.full(len(column), column.shape[1], dtype=np.int64), flat if dtype is None else flat.astype(dtype)
     try:
         parts = [np.zeros(0, np.int64) if value is None else np.asarray(value) for value in column]
+        parts = parts if dtype is None else [part.astype(dtype, copy=False) for part in parts]
     except (TypeError, ValueError) as problem:
         raise MapError(f"pack: column {name!r} cannot be packed: {problem}") from None
     if any(part.ndim != 1 or (len(part) and part.dtype.kind not in "biuf") for part in parts):
         raise ColumnError(f"pack: column {name!r} does not hold lists of numbers.")
     full = [part for part in parts if len(part)]
+    kinds = sorted({str(part.dtype) for part in full})
+    if len(kinds) > 1:
+        raise _of_two_types(name, *kinds[:2])
     lengths = np.array([len(part) for part in parts], dtype=np.int64)
     return lengths, np.concatenate(full) if full else np.zeros(0, np.int64)
 

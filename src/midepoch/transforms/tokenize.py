@@ -31,9 +31,8 @@ class Tokenize:
 
     @property
     def pads(self) -> bool:
-        """Whether the tokenizer itself was told to pad."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", self.tokenizer)
-        return getattr(backend, "padding", None) is not None
+        """Whether the tokenizer itself was told to pad. (One of ``transformers`` is told anew by every call.)"""
+        return hasattr(self.tokenizer, "encode_batch") and getattr(self.tokenizer, "padding", None) is not None
 
     def __call__(self, texts: Any) -> dict[str, Any]:
         texts = ["" if text is None else text for text in texts]

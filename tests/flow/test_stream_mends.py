@@ -390,6 +390,178 @@ def test_lengths_and_estimates(numbers: Numbers) -> None:
             assert windowed.estimated_len is not None and abs(windowed.estimated_len - 1333) < 15
 
 
+# What a second review found
+
+
+def counted(rows: list[int]) -> set[int]:
+    return set(Counter(rows).values())
+
+
+@pytest.mark.parametrize("order", [["b", "a"], ["c", "a", "b"]])
+def test_sources_reordered_in_a_window(order: list[str], numbers: Numbers) -> None:
+    parts = {"a": numbers(0, 60), "b": numbers(1000, 1060), "c": numbers(2000, 2060)}
+
+    def make(names: list[str]) -> midepoch.Stream:
+        return midepoch.mix({name: parts[name] for name in names}, seed=1, stop="all").shuffle(seed=1, window=10)
+
+    before = make(["a", "b"])
+    passing = iter(before)
+    seen = ns(islice(passing, 13))
+    after = make(order)
+    after.load_state_dict(copied(before.state_dict()))
+    rest = iter(after)
+    window = ns(islice(rest, 7))
+    assert window == ns(islice(passing, 7)), "the window that was begun is ended as it was"
+    seen += window + ns(islice(rest, 60))
+    assert counted([n for n in seen if n < 2000]) == {1}
+
+
+def test_generators_do_not_depend_on_where_a_source_stands(numbers: Numbers) -> None:
+    def noisy(row: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+        return {"noise": generator.random()}
+
+    parts = {"a": numbers(0, 30), "b": numbers(1000, 1030)}
+    one = midepoch.mix(parts, seed=1, stop="all").map(noisy, with_generator=True)
+    other = midepoch.mix(dict(reversed(parts.items())), seed=1, stop="all").map(noisy, with_generator=True)
+    first = {row["n"]: row["noise"] for row in reversed(list(one))}
+    second = {row["n"]: row["noise"] for row in reversed(list(other))}
+    assert first == second and len(first) == 60
+
+
+def test_a_mix_is_not_changed_where_some_ranks_are_through(numbers: Numbers) -> None:
+    a, b = numbers(0, 40), numbers(100, 140)
+
+    def make(weights: list[float], rank: int) -> Any:
+        mixed = midepoch.mix([a.filter(lambda row: row["n"] % 4 > 0), b], weights, seed=1).with_lanes(2)
+        return mixed.loader(1, collate_fn=ns, rank=rank, world_size=2, ends="uneven")
+
+    loaders = [make([1, 1], rank) for rank in range(2)]
+    assert list(loaders[1])
+    next(iter(loaders[0]))
+    states = [loader.state_dict() for loader in loaders]
+    assert {state["epoch"] for state in states} == {0, 1}
+    with pytest.raises(CheckpointMismatchError, match="others were not"):
+        make([3, 1], 0).load_state_dict(states)
+    again = make([1, 1], 1)
+    again.load_state_dict(states)
+    assert list(again) == []
+
+
+@pytest.mark.parametrize("kind", ["mix", "zip"])
+@pytest.mark.parametrize("cut", range(3, 34, 3))
+def test_a_document_of_an_inner_mix_goes_on(kind: str, cut: int, numbers: Numbers) -> None:
+    a, b, c = numbers(0, 400), numbers(10_000, 10_400), numbers(20_000, 20_400)
+
+    def make(weights: list[float]) -> Any:
+        inner = midepoch.mix({"a": a, "b": b}, weights, seed=4).filter(lambda row: row["n"] % 4 == 0)
+        if kind == "mix":
+            outer = midepoch.mix({"i": inner, "c": c}, [3, 1], seed=3)
+        else:
+            outer = midepoch.zip([inner, c.rename_columns({"n": "m"})])
+        nine = outer.map(lambda row: {"input_ids": [row["n"]] * 9}).select_columns("input_ids")
+        return nine.pack(7).loader(1, collate_fn=list)
+
+    loader = make([1, 1])
+    seen = [value for batch in islice(loader, cut) for row in batch for value in values(row)]
+    after = make([1, 5])
+    after.load_state_dict(copied(loader.state_dict()))
+    seen += [value for batch in islice(after, 40) for row in batch for value in values(row)]
+    last = seen[-1]
+    assert counted([n for n in seen if n != last]) == {9}
+
+
+@pytest.mark.parametrize("cut", range(2, 37, 2))
+def test_removing_a_source_of_an_inner_mix(cut: int, numbers: Numbers) -> None:
+    a, b, c = numbers(0, 400), numbers(10_000, 10_400), numbers(20_000, 20_400)
+
+    def make(chosen: dict[str, Any]) -> Any:
+        inner = midepoch.mix(chosen, seed=5, stop="never")
+        return (
+            midepoch.mix({"x": inner, "c": c}, seed=2, stop="all").map(as_document).pack(7).loader(1, collate_fn=list)
+        )
+
+    loader = make({"a": a, "b": b})
+    seen = [value for batch in islice(loader, cut) for row in batch for value in values(row)]
+    after = make({"a": a})
+    after.load_state_dict(copied(loader.state_dict()))
+    seen += [value for batch in islice(after, 40) for row in batch for value in values(row)]
+    found, last = Counter(seen), seen[-1]
+    for n, count in found.items():
+        if n != last and not 10_000 <= n < 20_000:
+            assert count == 1 + n % 5, n
+
+
+def test_windows_over_what_holds_a_changed_mix(numbers: Numbers) -> None:
+    a, b, c = numbers(0, 100), numbers(1000, 1100), numbers(5000, 5015)
+
+    def behind(weights: list[float]) -> Any:
+        return midepoch.concat([c, midepoch.mix([a, b], weights, seed=1)]).shuffle(seed=1, window=10)
+
+    def inside(weights: list[float]) -> Any:
+        inner = midepoch.mix({"p": numbers(0, 30), "q": numbers(1000, 1030)}, weights, seed=1)
+        return midepoch.mix({"i": inner, "c": c}, seed=2, stop="all").shuffle(seed=1, window=50)
+
+    for make, cut in ((behind, 14), (inside, 20)):
+        stream = make([1, 1])
+        passing = iter(stream)
+        for _ in range(cut):
+            next(passing)
+        state = copied(stream.state_dict())
+        with pytest.raises(CheckpointMismatchError, match="in the middle of what they make"):
+            make([1, 9]).load_state_dict(state)
+        make([1, 1]).load_state_dict(state)
+
+
+def test_types_within_a_chunk(numbers: Numbers) -> None:
+    def typed(row: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": np.full(4, row["n"], np.int32 if row["n"] == 31 else np.int64)}
+
+    with pytest.raises(ColumnError, match="comes as int32 and as int64"):
+        list(numbers(0, 32).map(typed).pack(4))
+
+
+def test_a_source_under_another_name(numbers: Numbers) -> None:
+    a, b = numbers(0, 50), numbers(100, 150)
+    loader = midepoch.mix({"a": a, "b": b}, seed=1).loader(1, collate_fn=ns)
+    seen = [n for batch in islice(loader, 9) for n in batch]
+    renamed = midepoch.mix({"web": a, "b": b}, seed=1).loader(1, collate_fn=ns)
+    renamed.load_state_dict(copied(loader.state_dict()))
+    seen += [n for batch in islice(renamed, 20) for n in batch]
+    assert counted(seen) == {1}
+
+
+def test_a_tokenizer_that_was_used_with_padding(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    ds = tabled(tmp_path / "text", pa.table({"text": ["a b " * (i % 4) for i in range(60)]}))
+    make = lambda: midepoch.mix([ds.take(30), ds.skip(30)], seed=1).tokenize(fast)  # noqa: E731
+    stream = make()
+    passing = iter(stream)
+    next(passing)
+    state = stream.state_dict()
+    rest = [row["input_ids"] for row in passing]
+    fast(["a b", "a"], padding=True)
+    again = make()
+    again.load_state_dict(state)
+    assert [row["input_ids"] for row in again] == rest
+    with pytest.raises(TypeError, match="enable_truncation"):
+        ds.tokenize(tokenizer, truncation=True)
+
+
+def test_more_plain_mistakes(numbers: Numbers) -> None:
+    a, b = numbers(0, 5), numbers(10, 15)
+    with pytest.raises(TypeError, match="need sources by name"):
+        midepoch.mix([a, b], {"a": 1, "b": 2})
+    with pytest.raises(TypeError, match=r"zip\(\[a, b\]\)"):
+        midepoch.zip(a, b)
+    with pytest.raises(ValueError, match="the same name"):
+        midepoch.mix({1: a, "1": b})  # type: ignore[dict-item]
+
+
 def test_a_look_moves_nothing(numbers: Numbers) -> None:
     a = numbers(0, 9)
     next(iter(a))
