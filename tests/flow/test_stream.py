@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 import midepoch
@@ -278,6 +279,24 @@ def test_order_does_not_depend_on_workers(ds: midepoch.Dataset) -> None:
 
 
 # Resuming
+
+
+def test_parquet(tmp_path: Path) -> None:
+    """Blocks that have to be decoded: fetched ahead, by workers that are started anew."""
+    for number in range(3):
+        tokens = pa.array([list(range(i % 7)) for i in range(100)], pa.list_(pa.int32()))
+        pq.write_table(
+            pa.table({"id": range(number * 100, number * 100 + 100), "tokens": tokens}),
+            tmp_path / f"{number}.parquet",
+            row_group_size=30,
+        )
+
+    def make(workers: int = 0) -> Any:
+        ds = midepoch.from_files(str(tmp_path)).shuffle(seed=1)
+        mixed = midepoch.mix([ds.filter(odd), ds.shuffle(seed=2)], [0.5, 0.5], stop="all")
+        return mixed.pack(16, "tokens").with_lanes(2).loader(4, workers)
+
+    assert_resumes_exactly(make, resume_with=[lambda: make(2)], steps=[0, 1, 12, 25], tail=4)
 
 
 class Counting:
