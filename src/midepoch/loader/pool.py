@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -152,6 +153,7 @@ def _packed(job: Job) -> Packed:
 
 def _work(connection: Connection, others: Sequence[Connection], what: Any, number: int) -> None:
     """The life of a worker: quiet on Ctrl-C (the main process tells it to go), gone when the pipe ends."""
+    gc.freeze()  # what came with a fork is never garbage here: looking at it would copy its pages
     for number_ in signal.valid_signals():  # handlers of the training script are not for its workers
         if callable(signal.getsignal(number_)):
             signal.signal(number_, signal.SIG_DFL)
