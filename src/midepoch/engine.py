@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,16 @@ from midepoch.order import EpochOrder, Uses
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
 from midepoch.read.columns import Located, is_plain
-from midepoch.transforms import Batch, RunContext, finish, present, present_rows, run_steps
+from midepoch.transforms import (
+    Batch,
+    FilterExpression,
+    RunContext,
+    SelectColumns,
+    finish,
+    present,
+    present_rows,
+    run_steps,
+)
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import readable
 
@@ -39,6 +49,7 @@ class Engine:
         self._sharers, self._readers = max(pipeline.cut.count, 2 if shared else 1), readers
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
+        self._narrow: Engine | None = None
         self._process = os.getpid()
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
@@ -76,6 +87,25 @@ class Engine:
             return uses, uses
         mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)
         return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine]), uses
+
+    def passing(self, chosen: Int64Array) -> Int64Array | None:
+        """The places of those rows that pass an expression which is the first function, by its own columns alone.
+
+        None where rows may be missing, or lie side by side, so that nothing is spared.
+        """
+        first = self.pipeline.tail[0]
+        together = int(chosen[-1]) - int(chosen[0]) == len(chosen) - 1
+        if not isinstance(first, FilterExpression) or together or self.pipeline.on_error == "skip" or self._decoded:
+            return None
+        if self._narrow is None:
+            schema, head = self.pipeline.source.schema, self.pipeline.head
+            needed = first.columns(pa.schema([schema.field(old).with_name(new) for new, old in head.items()]))
+            before = self.pipeline.steps[: len(self.pipeline.steps) - len(self.pipeline.tail)]
+            self._narrow = Engine(replace(self.pipeline, steps=(*before, SelectColumns(tuple(needed)))))
+        pieces: list[Batch] = []
+        while (at := sum(map(len, pieces))) < len(chosen):
+            pieces += [piece for piece, _ in self._narrow.read_pieces(chosen[at:])]
+        return np.flatnonzero(first.mask(pieces))
 
     def read_pieces(self, chosen: Int64Array) -> list[tuple[Batch, int]]:
         """These rows, each piece with the number asked for: one piece, or views of blocks if they lie side by side.

@@ -20,7 +20,7 @@ _BUNDLE_BYTES = 1 << 20
 _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
 _REFS = 4096
-_FIRST_FILTERED, _FILTERED = 1 << 11, 1 << 15
+_FIRST_FILTERED, _FILTERED = 1 << 13, 1 << 17
 
 
 class Bundle(NamedTuple):
@@ -55,7 +55,7 @@ class Sizes:
 
     def took(self, leaf: int, most: int, rows: int, seconds: float) -> None:
         """Rows of a bundle were made in so many seconds; ``most`` rows are a bundle's size at most."""
-        now = self._now[leaf]
+        now = self._now[leaf] = min(self._now[leaf], max(most, _FIRST))
         if seconds < _QUICK and rows >= now:
             self._now[leaf] = min(2 * now, most)
         elif seconds > _SLOW and rows <= now:
@@ -75,6 +75,10 @@ def make(engine: Engine, bundle: Bundle) -> Batch:
     chosen = engine.chosen(bundle.epoch, positions)
     if not _filters_first(engine.pipeline):
         return engine.transform(bundle.epoch, engine.read(chosen))
+    if (kept := engine.passing(chosen)) is not None and 4 * len(kept) < len(chosen):
+        # Few are left of rows that lie apart: all columns are read of those only.
+        left = replace(engine.read(chosen[kept]), places=kept)
+        return engine.transform(bundle.epoch, left, after=1)
     # Rows that lie side by side are looked at where they lie, and only those that are left are copied.
     pieces: list[Batch] = []
     at = 0
@@ -84,7 +88,10 @@ def make(engine: Engine, bundle: Bundle) -> Batch:
             at += count
     first = engine.pipeline.tail[0]
     if isinstance(first, FilterExpression):
-        left = first.apply_to(pieces)
+        mask = first.mask(pieces)
+        kept = np.flatnonzero(mask)
+        few = 4 * len(kept) < len(chosen) == len(mask)
+        left = replace(engine.read(chosen[kept]), places=kept) if few else first.apply_to(pieces, mask)
     else:
         left = join([engine.transform(bundle.epoch, piece, steps=1) for piece in pieces])
     return engine.transform(bundle.epoch, left, after=1)
@@ -95,9 +102,10 @@ def _filters_first(pipeline: Pipeline) -> bool:
     return isinstance(first, FilterExpression) or (isinstance(first, FilterRows) and not first.batched)
 
 
-def most_rows(engine: Engine) -> int:
-    """Rows of a bundle at most. Those that an expression leaves out cost next to nothing."""
-    return _FILTERED if _by_expression(engine.pipeline) else engine.chunk_rows(_BUNDLE_BYTES)
+def most_rows(engine: Engine, rows: int, outputs: int) -> int:
+    """Rows of a bundle at most, by what came of one. Those that an expression leaves out cost next to nothing."""
+    few = _by_expression(engine.pipeline) and 4 * outputs < rows
+    return _FILTERED if few else engine.chunk_rows(_BUNDLE_BYTES)
 
 
 def _by_expression(pipeline: Pipeline) -> bool:
@@ -121,7 +129,8 @@ class BundlesHere:
         engine, started = self.engines[leaf], time.perf_counter()
         stop = min(row + self._sizes.now(leaf), total)
         made = make(engine, Bundle(leaf, epoch, lane, row, stop))
-        self._sizes.took(leaf, most_rows(engine), stop - row, time.perf_counter() - started)
+        most = most_rows(engine, stop - row, len(made))
+        self._sizes.took(leaf, most, stop - row, time.perf_counter() - started)
         return stop, made
 
 

@@ -101,7 +101,8 @@ class BundlePool(Pool):
         asked.made, asked.problem, asked.is_done = made, problem, True
         bundle = asked.bundle
         if problem is None:
-            self._sizes.took(bundle.leaf, most_rows(self.engines[bundle.leaf]), bundle.stop - bundle.row, seconds)
+            rows, engine = bundle.stop - bundle.row, self.engines[bundle.leaf]
+            self._sizes.took(bundle.leaf, most_rows(engine, rows, len(made)), rows, seconds)
 
     def _forget(self, asked: deque[_Asked]) -> None:
         for one in asked:

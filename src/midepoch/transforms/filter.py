@@ -80,15 +80,28 @@ class FilterExpression:
     on_error: str = "raise"
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
-        return self.apply_to([batch]) if len(batch) else batch
+        return self.apply_to([batch], self.mask([batch])) if len(batch) else batch
 
-    def apply_to(self, batches: Sequence[Batch]) -> Batch:
-        """What is left of several batches, together, for the price of one evaluation."""
-        arrays = {}
-        for name in batches[0].columns:
-            with suppress(MapError):  # what Arrow cannot hold, an expression cannot ask for
-                arrays[name] = pa.chunked_array([arrow_column(name, batch.columns[name]) for batch in batches])
-        mask = _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
+    def mask(self, batches: Sequence[Batch]) -> npt.NDArray[np.bool_]:
+        """For which rows of several batches it is true, for the price of one evaluation."""
+        arrays = _chunked(batches)
+        return _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
+
+    def columns(self, schema: pa.Schema) -> list[str]:
+        """The columns that it asks for: pyarrow does not tell, but complains about each that is missing."""
+        whole = schema.empty_table()
+        return [name for name in schema.names if not self._passes(whole.drop_columns([name]))] or schema.names[:1]
+
+    def _passes(self, table: pa.Table) -> bool:
+        try:
+            _evaluated(self.expression, table)
+        except ColumnError:
+            return False
+        return True
+
+    def apply_to(self, batches: Sequence[Batch], mask: npt.NDArray[np.bool_]) -> Batch:
+        """What a mask leaves of several batches, together."""
+        arrays = _chunked(batches)
         if len(batches) == 1 or not all(isinstance(column, pa.Array) for column in batches[0].columns.values()):
             ends = np.cumsum([0, *map(len, batches)])
             parts = [np.flatnonzero(mask[a:b]) for a, b in pairwise(ends)]
@@ -103,6 +116,14 @@ class FilterExpression:
     def check(self, schema: pa.Schema) -> None:
         """Raise ColumnError if the expression does not fit the columns."""
         _evaluated(self.expression, schema.empty_table())
+
+
+def _chunked(batches: Sequence[Batch]) -> dict[str, pa.ChunkedArray]:
+    arrays = {}
+    for name in batches[0].columns:
+        with suppress(MapError):  # what Arrow cannot hold, an expression cannot ask for
+            arrays[name] = pa.chunked_array([arrow_column(name, batch.columns[name]) for batch in batches])
+    return arrays
 
 
 def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
