@@ -54,6 +54,31 @@ def test_stateful_dataloader(name: str, workers: int, streams: dict[str, Callabl
     assert_resumes_exactly(make, steps=[0, 1, 6, 7, 8, 9] if workers else None, tail=9)
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_epoch_than_the_first(
+    workers: int, named: bool, streams: dict[str, Callable[[], midepoch.Stream]]
+) -> None:
+    def make() -> tuple[midepoch.Stream, StatefulDataLoader]:
+        stream = streams["filter"]()
+        return stream, StatefulDataLoader(stream, batch_size=5, num_workers=workers, collate_fn=collate)
+
+    stream, loader = make()
+    stream.set_epoch(3)
+    passing = iter(loader)
+    for _ in range(4):
+        next(passing)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in passing]
+    stream, loader = make()
+    loader.load_state_dict(state)
+    if named:  # as a training loop does that names every epoch
+        stream.set_epoch(3)
+    assert [batch.tolist() for batch in loader] == rest
+    stream.set_epoch(4)
+    assert len({n for batch in loader for n in batch.tolist()}) > 40, "and then another"
+
+
 def test_every_output_once_with_workers(streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
     expected = sorted(row["n"] for row in streams["filter"]())
     for workers in (1, 3):

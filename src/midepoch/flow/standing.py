@@ -132,11 +132,17 @@ class FlowStanding:
         self._latest, self._delivered = None, None
 
     def _go_to(self, found: states.Restored) -> None:
+        """Stand at a place. One at the end of an epoch leaves alone another epoch that was asked for by name."""
         self.what, self.start = self.what.restored(found), found.place
-        if self.share()[1] is None and not (found.place.ended and self.shared.asked):
+        ended, asked = found.place.ended, self.shared.asked
+        if self.share()[1] is not None:
+            # The epoch is shared with the main process, which may have named another one for the pass after this.
+            if not ended and not asked:
+                self.shared.epoch = found.place.epoch
+        elif not ended or not asked:
             self.shared.epoch = found.place.epoch
         elif self.shared.epoch != found.place.epoch:
-            self.start = Place(self.shared.epoch)  # another one was named, and nothing is left of this
+            self.start = Place(self.shared.epoch)
 
     def resume(self, state: Any, allow: Collection[str] = ()) -> states.Restored:
         found = states.load(state, self.what.spec, allow)
@@ -182,8 +188,13 @@ class FlowStanding:
 
     def start_at(self, state: Any) -> tuple[Place, Lanes]:
         """Where an iterator of this stream goes on that is given a state itself, as StatefulDataLoader does."""
-        self._go_to(self.resume(state))
-        return self.begin()
+        found = self.resume(state)
+        self._go_to(found)
+        process, worker = self.share()
+        if worker is None:
+            return self.begin()
+        self.start = Place(self.shared.epoch)  # in a worker a loaded state is for one iteration
+        return found.place, self.open_at(found.place, process)
 
     def follow(self, iterator: Any) -> Any:
         self._latest, self._delivered = iterator, None
