@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midepoch.errors import ColumnError
+from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.flow.spec import Combination, Concat, Mix, Spec, Zip
 from midepoch.flow.standing import What
 from midepoch.order.keys import check_seed
@@ -52,6 +52,9 @@ def mix(
         raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
     if not all(math.isfinite(weight) and weight > 0 for weight in chosen):
         raise ValueError(f"mix: weights must be above 0, got {chosen}; leave a source out that is not to come")
+    empty = [number for number, part in enumerate(parts) if not any(leaf.rows for leaf in part.leaves)]
+    if empty:
+        raise DataNotFoundError(f"mix: source {empty[0]} has no rows: its split, slice or selection is empty.")
     _check_columns(parts, "mix")
     return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 

@@ -269,9 +269,9 @@ class Stream(Stages, Resumable):
     ) -> StreamLoader:
         """Batches of every epoch; the arguments are those of ``Dataset.loader``.
 
-        Workers run everything up to the first ``batch``, ``pack`` or ``shuffle`` of the stream; what follows (and
-        ``collate_fn``) is run by the main process. Every rank runs lanes of its own: ``with_lanes`` chooses how many
-        there are, else there is one for each rank.
+        Workers run everything up to the first ``batch``, ``pack``, ``shuffle``, ``mix``, ``concat`` or ``zip``; what
+        follows (and ``collate_fn``) is run by the main process. Every rank runs lanes of its own: ``with_lanes``
+        chooses how many there are, else there is one for each rank.
         """
         from midepoch.loader.make_stream import make_stream_loader
 
@@ -323,7 +323,7 @@ class Stream(Stages, Resumable):
     @property
     def state_is_global(self) -> bool:
         """Whether the state of one shard restores every shard: not if each runs lanes of its own."""
-        return self.what.cut.count == 1 or self.what.for_processes(self.what.cut.count).lanes == 1
+        return self.what.state_is_global
 
     @property
     def takes_states_of_all_ranks(self) -> bool:

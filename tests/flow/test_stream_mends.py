@@ -562,6 +562,40 @@ def test_more_plain_mistakes(numbers: Numbers) -> None:
         midepoch.mix({1: a, "1": b})  # type: ignore[dict-item]
 
 
+# What reading it all once more found
+
+
+def test_estimates_of_a_concat_with_lanes(numbers: Numbers) -> None:
+    stream = midepoch.concat([numbers(0, 600).filter(always), numbers(1000, 1600).filter(always)]).with_lanes(4)
+    for number, _ in enumerate(stream):
+        if number == 900:
+            assert stream.estimated_len is not None and abs(stream.estimated_len - 1200) < 60
+
+
+def test_whether_one_state_is_enough(numbers: Numbers) -> None:
+    stream = numbers(0, 30).filter(always)
+    assert not stream.shard(3, 0).state_is_global
+    assert stream.with_lanes(1).shard(3, 0).state_is_global
+    assert stream.with_lanes(2).shard(3, 0).state_is_global, "three shards run both lanes, each for all of them"
+    assert stream.with_lanes(2).loader(2, rank=0, world_size=3).state_is_global
+
+
+def test_nothing_to_load(numbers: Numbers, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(midepoch.DataNotFoundError, match="no rows to load"):
+        numbers(0, 9).take(0).filter(always).loader(4)
+    with pytest.raises(midepoch.DataNotFoundError, match="source 1 has no rows"):
+        midepoch.mix([numbers(0, 9), numbers(0, 9).take(0)])
+    assert list(numbers(0, 9).filter(lambda row: False).loader(4)) == []
+    assert "has nothing in it" in caplog.text
+
+
+def test_check_state_says_what_loading_would(numbers: Numbers) -> None:
+    loader = numbers(0, 30).filter(always).loader(2, rank=0, world_size=2)
+    next(iter(loader))
+    with pytest.raises(CheckpointMismatchError, match="one of several ranks"):
+        numbers(0, 30).filter(always).check_state(loader.state_dict())
+
+
 def test_a_look_moves_nothing(numbers: Numbers) -> None:
     a = numbers(0, 9)
     next(iter(a))

@@ -38,30 +38,31 @@ def estimated_length(spec: Spec, place: Place, lanes: int) -> float | None:
     outputs = sum(at.outputs for at in place.lanes.values())
     if place.ended:
         return outputs * lanes / len(cursors)
-    return _estimate(spec, cursors, outputs, len(cursors) / lanes)
+    return _estimate(spec, cursors, outputs, lanes)
 
 
-def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, part: float) -> float | None:
-    """``part``: which part of all lanes these are. ``outputs``: how many came of them."""
+def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, lanes: int) -> float | None:
+    """From the cursors of some of the lanes, of which so many outputs came."""
+    part = len(cursors) / lanes
     if spec.stages:
         before = spec.before
         if len(before.remembering) == len(spec.remembering):
-            return _estimate(before, cursors, outputs, part)
+            return _estimate(before, cursors, outputs, lanes)
         inner = [at[0] for at in cursors]
         if not isinstance(spec.stages[-1], PackSpec) or spec.stages[-1].strategy != "concat":
             outputs -= sum(at[1] for at in cursors)  # of groups that have begun: their rows are not counted either
-        seen = _seen(before, inner)
-        whole = _estimate(before, inner, seen, part) if not isinstance(before.base, Pipeline) else before.base.rows
+        seen = _seen(before, inner, lanes)
+        whole = _estimate(before, inner, seen, lanes) if not isinstance(before.base, Pipeline) else before.base.rows
         return whole * outputs / seen if seen and whole is not None else None
     base = spec.base
     if isinstance(base, Pipeline):
-        seen = _seen(spec, cursors)
+        seen = _seen(spec, cursors, lanes)
         return base.rows * outputs / seen if seen else None
     if isinstance(base, Concat):
-        total, seen = sum(leaf.rows for leaf in spec.leaves), _seen(spec, cursors)
+        total, seen = sum(leaf.rows for leaf in spec.leaves), _seen(spec, cursors, lanes)
         return total * outputs / seen if seen else None
     if not isinstance(base, Mix):
-        found = [_estimate(one, [at[n] for at in cursors], outputs, part) for n, one in enumerate(base.parts)]
+        found = [_estimate(one, [at[n] for at in cursors], outputs, lanes) for n, one in enumerate(base.parts)]
         return min((each for each in found if each is not None), default=None)
     if base.stop == "never":
         return None
@@ -73,7 +74,7 @@ def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, part: float) ->
             runs = sum(entry[0] for entry in entries) / len(entries)
             length: float | None = outputs * share / part / max(runs, 1.0)
         else:
-            length = _estimate(one, [entry[2] for entry in entries], outputs * share, part)
+            length = _estimate(one, [entry[2] for entry in entries], outputs * share, lanes)
         if length is not None:
             lengths.append(length / share)
     if len(lengths) < len(base.parts):
@@ -81,7 +82,7 @@ def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, part: float) ->
     return min(lengths) if base.stop == "first" else max(lengths)
 
 
-def _seen(spec: Spec, cursors: Sequence[At]) -> float:
+def _seen(spec: Spec, cursors: Sequence[At], lanes: int) -> float:
     """How many rows (of a mix: outputs) have been gone through so far."""
     for _ in spec.remembering:
         cursors = [at[0] for at in cursors]
@@ -91,10 +92,9 @@ def _seen(spec: Spec, cursors: Sequence[At]) -> float:
     if isinstance(base, Mix):
         return float(sum(at[0] for at in cursors))
     if isinstance(base, Concat):
-        lanes = base.parts[0].leaves[0].order.lanes
         return sum(
             sum(leaf.rows for part in base.parts[: at[0]] for leaf in part.leaves) / lanes
-            + _seen(base.parts[at[0]], [at[1]])
+            + _seen(base.parts[at[0]], [at[1]], lanes)
             for at in cursors
         )
-    return _seen(base.parts[0], [at[0] for at in cursors])
+    return _seen(base.parts[0], [at[0] for at in cursors], lanes)

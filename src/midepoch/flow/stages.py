@@ -13,6 +13,7 @@ from midepoch.flow.spec import Local, Rebatch, StageSpec, Window
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
 from midepoch.transforms import Batch, RunContext, Step, run_steps
+from midepoch.transforms.batch import told_apart
 from midepoch.transforms.flat import as_one_row
 from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
 
@@ -220,7 +221,7 @@ class Packed:
 
         starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
         into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
-        ordinals = (self._ordinals[starts] << 32) + into
+        ordinals = told_apart(self._ordinals[starts], into)
         columns = concatenated(documents, self._spec, packs)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
         self._keep_rest(documents, min(total, packs * length), at(packs))

@@ -38,6 +38,11 @@ class What:
             return self
         return replace(self, lanes=count)
 
+    @property
+    def state_is_global(self) -> bool:
+        """Whether the state of one process restores all: not if each runs lanes of its own."""
+        return Share.of(self.for_processes(self.cut.count).lanes, self.cut).lanes.count == 1
+
     def restored(self, found: states.Restored) -> What:
         return replace(
             self,
@@ -160,7 +165,10 @@ class FlowStanding:
         return found
 
     def check(self, state: Any) -> None:
-        states.load(state, self.what.spec)
+        """Raise what loading a state would raise; one of a worker of any number of them passes."""
+        found = states.load(state, self.what.spec)
+        if found.worker is None:
+            check_known(found.place, Share.of(found.lanes, self.what.cut), found.lanes)
 
     def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
         """This process's share of the outputs; in a DataLoader worker, its share of the shard."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from midepoch.agreement import connected
 from midepoch.checks import whole
-from midepoch.errors import WorldError
+from midepoch.errors import DataNotFoundError, WorldError
 from midepoch.flow.lanes import Place, Share
 from midepoch.flow.standing import What
 from midepoch.loader.equal import EqualSteps
@@ -35,6 +35,8 @@ def make_stream_loader(
     **options: Any,
 ) -> StreamLoader:
     """A loader of a stream from a place on; the arguments are those of ``Stream.loader``, unchecked."""
+    if not any(leaf.rows for leaf in what.spec.leaves):
+        raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
     cut, together = cut_of(what.cut, rank, world_size, data_parallel)
     if drop_last and ends not in (None, "drop"):

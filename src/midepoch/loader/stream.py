@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Collection, Iterator
@@ -21,6 +22,8 @@ from midepoch.loader.options import Options
 from midepoch.loader.steps import StreamPass
 from midepoch.order import Cut
 from midepoch.resumable import Resumable
+
+_log = logging.getLogger("midepoch")
 
 
 class StreamLoader(Resumable):
@@ -159,7 +162,7 @@ class StreamLoader(Resumable):
     @property
     def state_is_global(self) -> bool:
         """Whether the state of one rank restores every rank: not if each runs lanes of its own."""
-        return Share.of(self._what.lanes, self._what.cut).lanes.count == 1
+        return self._what.state_is_global
 
     @property
     def takes_states_of_all_ranks(self) -> bool:
@@ -226,6 +229,8 @@ class StreamLoader(Resumable):
         """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
         if place.position:
             self._what = replace(self._what, epoch_outputs=place.position)
+        else:
+            _log.warning("epoch %d of %r has nothing in it: do its filters leave anything?", place.epoch, self)
         if self._place.epoch not in (place.epoch, place.epoch - rolled):
             self._delivered = None  # another epoch was named while this one was gone through
             return
