@@ -52,6 +52,13 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_datasets_and_streams_do_not_import_what_few_use() -> None:
+    """pyarrow.compute takes 50 ms: only who filters by an expression needs it, and has imported it then."""
+    code = "import sys, midepoch.load, midepoch.stream; print([m for m in ('pyarrow.compute', 'torch', 'pandas') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_every_error_is_in_the_tree() -> None:
     from midepoch import errors
 

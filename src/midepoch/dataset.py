@@ -230,7 +230,7 @@ class Dataset(Stages, Resumable):
         if is_one_to_one(step):
             return self._derive(pipeline)
         if isinstance(step, FilterExpression) and not self.pipeline.tail:
-            step.check(self.schema)
+            step.columns(self.schema)
         return self._stream(replace(self.what, spec=Spec(pipeline)))
 
     def _with_stage(self, stage: StageSpec) -> Stream:

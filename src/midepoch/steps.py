@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-import pyarrow.compute as pc
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from midepoch.checks import whole
 from midepoch.transforms import (
@@ -22,6 +21,9 @@ from midepoch.transforms import (
 )
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.tokenize import Tokenize
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
 
 Self = TypeVar("Self", bound="HasSteps")
 
@@ -97,7 +99,8 @@ class HasSteps:
 
         Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows at once. Null is not true.
         """
-        if isinstance(condition, pc.Expression):
+        compute = sys.modules.get("pyarrow.compute")  # whoever has an expression has imported it: 50 ms
+        if compute is not None and isinstance(condition, compute.Expression):
             return self._with_step(FilterExpression(condition))
         step = FilterRows(
             **self._function(condition, "filter", batched, batch_size, with_indices, with_generator, input_columns),

@@ -60,7 +60,6 @@ class _Iterator(HasState):
             self._deal, self._given, self._size = deal, 0, len(deal.items)
             if self._size:
                 return real(deal.items)
-            self._given = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Just behind the last output handed over."""

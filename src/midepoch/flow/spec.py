@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -15,9 +15,6 @@ from midepoch.transforms.packing import PackSpec
 
 STOPS = ("first", "all", "never")
 
-_GROUP = 64
-"""Outputs of a stage that are put through steps at once, where no batched function asks for its own number."""
-
 
 @dataclass(frozen=True, eq=False)
 class Local:
@@ -27,7 +24,8 @@ class Local:
 
     @property
     def size(self) -> int:
-        return group_of(self.steps) or _GROUP
+        """How many outputs make a group."""
+        return group_of(self.steps) or 1
 
     @property
     def grouped(self) -> bool:
@@ -192,13 +190,6 @@ class Spec:
             return (self.base,)
         return tuple(chain.from_iterable(part.leaves for part in self.base.parts))
 
-    def with_leaves(self, leaves: Iterator[Pipeline]) -> Spec:
-        """The same with other pipelines in place of these, from left to right."""
-        if isinstance(self.base, Pipeline):
-            return replace(self, base=next(leaves))
-        parts = tuple(part.with_leaves(leaves) for part in self.base.parts)
-        return replace(self, base=replace(self.base, parts=parts))
-
     def with_step(self, step: Step) -> Spec:
         """With one step more. What a row of a mix becomes does not depend on the mix: where that is so for certain, its
         sources do it, each in its workers.
@@ -211,10 +202,6 @@ class Spec:
         if isinstance(base, (Mix, Concat)) and not stages and _of_a_row(step):
             return Spec(replace(base, parts=tuple(part.with_step(step) for part in base.parts)))
         return Spec(base, (*stages, Local((step,))))
-
-    def with_lanes(self, lanes: int) -> Spec:
-        orders = (replace(leaf, order=replace(leaf.order, lanes=lanes)) for leaf in self.leaves)
-        return self.with_leaves(orders)
 
     @property
     def seed(self) -> int:

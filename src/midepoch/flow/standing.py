@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,8 @@ from midepoch.flow.lanes import Lanes, Place, Share
 from midepoch.flow.rows import Bundles, BundlesHere
 from midepoch.flow.spec import Spec
 from midepoch.order import Cut
+from midepoch.pipeline import Pipeline
 from midepoch.shared import SharedCell
-
-_log = logging.getLogger("midepoch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +64,10 @@ class What:
         check_known(place, share, self.lanes)
         return Lanes(self.spec, self.lanes, share, bundles, place)
 
-    def leaves(self) -> Spec:
-        """The spec with its lanes told to every source."""
-        return self.spec.with_lanes(self.lanes)
+    @property
+    def leaves(self) -> tuple[Pipeline, ...]:
+        """The pipelines of single sources, each cut into the lanes."""
+        return tuple(replace(leaf, order=replace(leaf.order, lanes=self.lanes)) for leaf in self.spec.leaves)
 
 
 def check_known(place: Place, share: Share, lanes: int) -> None:
@@ -179,20 +178,19 @@ class FlowStanding:
             return cut, None
         return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
 
-    def begin(self, bundles: Bundles | None = None) -> tuple[Place, Lanes]:
+    def begin(self) -> tuple[Place, Lanes]:
         """Where ``iter()`` starts, and the lanes from there on. At the end of an epoch that is its beginning."""
         place, (process, worker) = replace(self.start, epoch=self.shared.epoch), self.share()
         if worker is not None:
             self.start = Place(place.epoch)  # in a worker a loaded state is for one iteration
         elif place.ended and not self.shared.asked:
             place = Place(place.epoch)
-        return place, self.open_at(place, process, bundles)
+        return place, self.open_at(place, process)
 
-    def open_at(self, place: Place, process: Cut, bundles: Bundles | None = None) -> Lanes:
+    def open_at(self, place: Place, process: Cut) -> Lanes:
         if not place.begun:
             self.what = self.what.for_processes(process.count)
-        here = bundles or BundlesHere(self.what.leaves().leaves, shared=process.count > 1)
-        return self.what.open(process, here, place)
+        return self.what.open(process, BundlesHere(self.what.leaves, shared=process.count > 1), place)
 
     def start_at(self, state: Any) -> tuple[Place, Lanes]:
         """Where an iterator of this stream goes on that is given a state itself, as StatefulDataLoader does."""

@@ -39,8 +39,6 @@ class Restored:
     epoch_outputs: int
     changes: tuple[str, ...]
     worker: tuple[int, int, int] | None
-    round: int = 0
-    batch: int = 0
 
 
 def identity(spec: Spec, lanes: int) -> dict[str, Any]:
@@ -119,8 +117,6 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         max(one["epoch_outputs"] for one in found),
         tuple(changes[-_KEPT:]),
         worker,
-        first["round"],
-        first["batch"],
     )
 
 

@@ -41,7 +41,7 @@ class BundlePool(Pool):
     def __init__(self, leaves: Sequence[Pipeline], options: Options) -> None:
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
-        self._slots, self._run = options.prefetch, 0
+        self._slots = options.prefetch
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not wanted
         method = options.multiprocessing_context or default_start_method(leaves)

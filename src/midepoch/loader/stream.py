@@ -217,11 +217,11 @@ class StreamLoader(Resumable):
 
     def _make_bundles(self) -> Bundles:
         if self._bundles is None:
-            spec, options = self._what.leaves(), self._options
-            if options.num_workers and not spec.plain:
-                self._bundles = BundlePool(spec.leaves, options)
+            what, options = self._what, self._options
+            if options.num_workers and not what.spec.plain:
+                self._bundles = BundlePool(what.leaves, options)
             else:
-                self._bundles = BundlesHere(spec.leaves, shared=self._what.cut.count > 1)
+                self._bundles = BundlesHere(what.leaves, shared=what.cut.count > 1)
         self._bundles.begin()
         return self._bundles
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
+from midepoch.sources.filters import Filter
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
 from midepoch.transforms.function import Function, RunContext
@@ -87,18 +88,6 @@ class FilterExpression:
         arrays = _chunked(batches)
         return _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
 
-    def columns(self, schema: pa.Schema) -> list[str]:
-        """The columns that it asks for: pyarrow does not tell, but complains about each that is missing."""
-        whole = schema.empty_table()
-        return [name for name in schema.names if not self._passes(whole.drop_columns([name]))] or schema.names[:1]
-
-    def _passes(self, table: pa.Table) -> bool:
-        try:
-            _evaluated(self.expression, table)
-        except ColumnError:
-            return False
-        return True
-
     def apply_to(self, batches: Sequence[Batch], mask: npt.NDArray[np.bool_]) -> Batch:
         """What a mask leaves of several batches, together."""
         arrays = _chunked(batches)
@@ -113,9 +102,9 @@ class FilterExpression:
         rows, places = (np.concatenate(both)[kept] for both in zip(*((b.rows, b.places) for b in batches), strict=True))
         return Batch(columns, rows, places, True, batches[0].nullable)
 
-    def check(self, schema: pa.Schema) -> None:
-        """Raise ColumnError if the expression does not fit the columns."""
-        _evaluated(self.expression, schema.empty_table())
+    def columns(self, schema: pa.Schema) -> list[str]:
+        """The columns that it asks for. Raises ColumnError if it does not fit them."""
+        return Filter(self.expression, str(self.expression)).columns(schema) or schema.names[:1]
 
 
 def _chunked(batches: Sequence[Batch]) -> dict[str, pa.ChunkedArray]:
@@ -127,41 +116,33 @@ def _chunked(batches: Sequence[Batch]) -> dict[str, pa.ChunkedArray]:
 
 
 def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
+    """For which rows it is true. A column of nothing but nulls may be of any type: one that fits is found by trying."""
+    nulls = [field.name for field in table.schema if pa.types.is_null(field.type)]
+    problem: Exception | None = None
+    for kind in (pa.null(), pa.string(), pa.int64(), pa.float64()) if nulls else (pa.null(),):
+        for name in nulls:
+            typed = pa.chunked_array([pa.nulls(len(table), kind)])
+            table = table.set_column(table.column_names.index(name), name, typed)
+        try:
+            return _mask(expression, table)
+        except (pa.ArrowException, KeyError) as other:
+            problem = problem or other
+    names = ", ".join(table.column_names)
+    raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
+
+
+def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
     from pyarrow.acero import Declaration, ProjectNodeOptions, TableSourceNodeOptions
 
     plan = [
         Declaration("table_source", TableSourceNodeOptions(table)),
         Declaration("project", ProjectNodeOptions([expression], ["kept"])),
     ]
-    try:
-        try:
-            found = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
-        except pa.ArrowException:
-            if (other := _typed(table)) is None:
-                raise
-            return _evaluated(expression, other)
-        if not pa.types.is_boolean(found.type):
-            raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
-    except (pa.ArrowException, KeyError) as problem:
-        names = ", ".join(table.column_names)
-        raise ColumnError(f"filter({expression}): {problem}. The columns are: {names}.") from None
+    found = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
+    if not pa.types.is_boolean(found.type):
+        raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
     mask = _one(found.fill_null(False) if found.null_count else found)
     return mask.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-
-
-def _typed(table: pa.Table) -> pa.Table | None:
-    """A table whose columns of nothing but nulls have a type; the next one to try. None if there is none left."""
-    kinds = [pa.null(), pa.string(), pa.int64(), pa.float64()]
-    metadata = table.schema.metadata or {}
-    tried = int(metadata.get(b"tried", b"0")) + 1
-    names = metadata.get(b"null", b"\n".join(f.name.encode() for f in table.schema if pa.types.is_null(f.type)))
-    if not names or tried >= len(kinds):
-        return None
-    nulls = [name.decode() for name in names.split(b"\n")]
-    for name in nulls:
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, pa.chunked_array([pa.nulls(len(table), kinds[tried])]))
-    return table.replace_schema_metadata({b"tried": str(tried).encode(), b"null": names})
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:

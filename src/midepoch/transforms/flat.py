@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.batch import Batch, pick
@@ -102,6 +101,8 @@ def _is_list(value: Any) -> bool:
 def _flat(name: str, column: Any) -> tuple[Any, Any]:
     """The lengths of lists, and their elements; null is an empty list."""
     if isinstance(column, pa.Array) and _is_list_type(column.type):
+        import pyarrow.compute as pc
+
         return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False), pc.list_flatten(column)
     if isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
