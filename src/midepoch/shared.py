@@ -11,9 +11,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import tempfile
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
+
+from midepoch.order import Cut
 
 _SIZE = 16384
 _EPOCH, _ASKED, _NOTES = 0, 8, 16
@@ -80,6 +83,15 @@ class SharedCell:
         fd = getattr(self, "_fd", None)
         if fd is not None:
             os.close(fd)
+
+
+def worker_share(cut: Cut) -> tuple[Cut, tuple[int, int, int] | None]:
+    """This process's share of a shard; in a DataLoader worker its part of that, and (worker, workers, shards)."""
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None:
+        return cut, None
+    return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
 
 
 def _rebuild(handle: Any) -> SharedCell:

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 from midepoch import state as states
 from midepoch.engine import Engine
-from midepoch.errors import CheckpointMismatchError
 from midepoch.iterate import BatchIterator, RowIterator, Start
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
-from midepoch.shared import Note, SharedCell
+from midepoch.shared import Note, SharedCell, worker_share
 from midepoch.state import Cursor, Resumed
 
 _Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
@@ -76,15 +75,7 @@ class Standing:
     def _resume(self, state: Any, allow: Collection[str] = ()) -> tuple[Resumed, Pipeline]:
         resumed = states.load(self._given(state), self.pipeline, allow)
         _, worker = self.share()
-        if resumed.worker != worker:
-            saved, here = resumed.worker, worker
-            raise CheckpointMismatchError(
-                "worker",
-                saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
-                here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
-                "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of "
-                "shards only; ds.loader(…) resumes with any",
-            )
+        states.check_worker(resumed.worker, worker)
         return resumed, states.adopt(resumed, self.pipeline)
 
     def check(self, state: Any) -> None:
@@ -118,12 +109,7 @@ class Standing:
 
     def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
         """This process's share of the positions; in a DataLoader worker, its share of the shard."""
-        data = sys.modules.get("torch.utils.data")
-        info = data.get_worker_info() if data is not None else None
-        cut = self.pipeline.cut
-        if info is None:
-            return cut, None
-        return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
+        return worker_share(self.pipeline.cut)
 
     def _ended(self, share: Cut, cursor: Cursor) -> bool:
         """Whether nothing of the epoch is left at a cursor: not for this shard, nor for any other in its place."""

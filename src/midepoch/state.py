@@ -145,6 +145,18 @@ def one_of(state: Any, cut: Cut) -> Any:
     return state[max(range(len(found)), key=lambda rank: (found[rank]["epoch"], found[rank]["position"]))]
 
 
+def check_worker(saved: tuple[int, int, int] | None, here: tuple[int, int, int] | None) -> None:
+    """Raise CheckpointMismatchError for the state of another DataLoader worker, or of one where none is."""
+    if saved != here:
+        raise CheckpointMismatchError(
+            "worker",
+            saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
+            here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
+            "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of shards "
+            "only; ds.loader(…) resumes with any",
+        )
+
+
 def apart(field: str, text: str) -> CheckpointMismatchError:
     """Ranks that differ among themselves, not from what is here."""
     problem = CheckpointMismatchError(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +14,8 @@ from midepoch.flow.rows import Bundles, BundlesHere
 from midepoch.flow.spec import Spec
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
-from midepoch.shared import SharedCell
+from midepoch.shared import SharedCell, worker_share
+from midepoch.state import check_worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +151,7 @@ class FlowStanding:
     def resume(self, state: Any, allow: Collection[str] = ()) -> states.Restored:
         found = states.load(state, self.what.spec, allow)
         process, worker = self.share()
-        if found.worker != worker:
-            saved, here = found.worker, worker
-            raise CheckpointMismatchError(
-                "worker",
-                saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
-                here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
-                "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of "
-                "shards only; stream.loader(…) resumes with any",
-            )
+        check_worker(found.worker, worker)
         check_known(found.place, Share.of(found.lanes, process), found.lanes)
         return found
 
@@ -171,12 +163,7 @@ class FlowStanding:
 
     def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
         """This process's share of the outputs; in a DataLoader worker, its share of the shard."""
-        data = sys.modules.get("torch.utils.data")
-        info = data.get_worker_info() if data is not None else None
-        cut = self.what.cut
-        if info is None:
-            return cut, None
-        return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
+        return worker_share(self.what.cut)
 
     def begin(self) -> tuple[Place, Lanes]:
         """Where ``iter()`` starts, and the lanes from there on. At the end of an epoch that is its beginning."""

@@ -120,12 +120,6 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
     )
 
 
-def of_worker(worker: tuple[int, int, int]) -> CheckpointMismatchError:
-    """What to raise for the state of a DataLoader worker where none is."""
-    text = f"worker {worker[0]} of {worker[1]}"
-    return CheckpointMismatchError("worker", text, None, "a state of one DataLoader worker")
-
-
 def _json(text: str, kind: type, name: str) -> Any:
     try:
         found = json.loads(text)

@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.engine import Engine
-from midepoch.errors import MapError
+from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
 from midepoch.order import Cut, epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located, number_dtype
-from midepoch.transforms import Batch, finish, present, present_rows
+from midepoch.transforms import Batch, present
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -221,18 +221,9 @@ class BatchMaker:
         batch = _marked(batch, read.genuine)
         if self._collate is None:
             return Made(read.step, present(batch, self.format), skipped)
-        if self._collate_columns:
-            rows: Any = finish(present(batch, self.format), self.format)
-        else:
-            rows = present_rows(batch, self.format)
-        try:
-            return Made(read.step, self._collate(rows), skipped)
-        except Exception as problem:  # a StopIteration would end the epoch silently
-            first, stop = plan.bounds(read.step)
-            raise MapError(
-                f"collate_fn failed on a batch of {len(batch)} rows (positions {first:,} to {stop - 1:,} of epoch "
-                f"{plan.epoch}): {type(problem).__name__}: {problem}"
-            ) from problem
+        first, stop = plan.bounds(read.step)
+        where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
+        return Made(read.step, collated(batch, self.format, self._collate, self._collate_columns, where), skipped)
 
 
 def _skipped(read: Read, batch: Batch) -> int:
@@ -245,10 +236,4 @@ def _skipped(read: Read, batch: Batch) -> int:
 
 def _marked(batch: Batch, genuine: int | None) -> Batch:
     """With a column that is true for padding: for all that answers a place behind the genuine ones."""
-    if genuine is None:
-        return batch
-    if PADDING in batch.columns:
-        raise MapError(f'a map made a column {PADDING!r}, which ends="pad" marks padding rows with: rename it.')
-    bits = np.packbits(batch.places >= genuine, bitorder="little")  # pa.array would import pandas: 0.6 s
-    mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
-    return batch.with_columns({**batch.columns, PADDING: mark})
+    return batch if genuine is None else marked(batch, batch.places >= genuine)

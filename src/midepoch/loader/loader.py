@@ -13,7 +13,7 @@ from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.direct import DirectBatches
 from midepoch.loader.equal import Companions, check_reach
-from midepoch.loader.options import Options
+from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.pinned import pinner
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
@@ -304,13 +304,7 @@ class _Batches(HasState):
     def _next(self) -> Made | None:
         if self._over:
             return None
-        if self._failure is not None:
-            raise MidepochError("this iteration has failed; load the last state, or iterate again") from self._failure
-        if self._closed:
-            raise MidepochError(
-                "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
-                "Make a second loader to go through the data twice at once."
-            )
+        check_goes_on(self._failure, self._closed)
         if self._step >= len(self._plan):
             self._over = True
             if self._ledger is not None:

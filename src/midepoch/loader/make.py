@@ -11,7 +11,7 @@ from midepoch.audit.ledger import ledger_of
 from midepoch.checks import whole
 from midepoch.errors import DataNotFoundError
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import PADDING, Options, ahead_for, check_drop
+from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, ends_of
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.seeds import check_agreed
@@ -42,11 +42,9 @@ def make_loader(
         raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
     cut, together = cut_of(pipeline.cut, rank, world_size, data_parallel)
-    if drop_last and ends not in (None, "drop"):
-        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
-    if ends is None:
-        # Ranks that train together would wait for one that is left without a batch.
-        ends = "drop" if drop_last else None if together and cut.count > 1 else "uneven"
+    ends = ends_of(drop_last, ends)
+    if ends is None and not (together and cut.count > 1):  # those would wait for one that is left without a batch
+        ends = "uneven"
     check_agreed(pipeline.seed_alone, cut.count)
     ahead = ahead_for(batch_size * pipeline.source.bytes_per_row) if prefetch is None else prefetch
     chosen = Options(

@@ -12,7 +12,7 @@ from midepoch.flow.lanes import Place, Share
 from midepoch.flow.standing import What
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.make import cut_of
-from midepoch.loader.options import Options, ahead_for
+from midepoch.loader.options import Options, ahead_for, ends_of
 from midepoch.loader.stream import StreamLoader
 from midepoch.order import Cut
 from midepoch.seeds import check_agreed
@@ -39,14 +39,12 @@ def make_stream_loader(
         raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
     cut, together = cut_of(what.cut, rank, world_size, data_parallel)
-    if drop_last and ends not in (None, "drop"):
-        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
+    ends = ends_of(drop_last, ends)
     for leaf in what.spec.leaves:
         check_agreed(leaf.seed_alone, cut.count)
     what = replace(what, cut=cut)
     if not place.begun:
         what = what.for_processes(cut.count)
-    ends = "drop" if drop_last else ends
     equal = _equal(what, cut, together, ends, data_parallel)
     row_bytes = max(leaf.source.bytes_per_row for leaf in what.spec.leaves)
     ahead = ahead_for(1024 * row_bytes) if prefetch is None else prefetch

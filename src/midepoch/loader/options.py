@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from midepoch.errors import MidepochError
+
 _AHEAD_BYTES = 16 << 20
 
 ENDS = ("drop", "pad", "uneven")
@@ -16,6 +18,24 @@ PADDING = "is_padding"
 def ahead_for(batch_bytes: float) -> int:
     """How many batches of about this size a worker makes ahead: 8 small ones are 1.5 times faster than 2."""
     return int(max(2, min(8, _AHEAD_BYTES / max(1.0, batch_bytes))))
+
+
+def ends_of(drop_last: bool, ends: str | None) -> str | None:
+    """What becomes of the last global batch, by the two arguments that say so."""
+    if drop_last and ends not in (None, "drop"):
+        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
+    return "drop" if drop_last else ends
+
+
+def check_goes_on(failure: BaseException | None, closed: bool) -> None:
+    """Raise MidepochError if an iteration has failed or was ended."""
+    if failure is not None:
+        raise MidepochError("this iteration has failed; load the last state, or iterate again") from failure
+    if closed:
+        raise MidepochError(
+            "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
+            "Make a second loader to go through the data twice at once."
+        )
 
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:

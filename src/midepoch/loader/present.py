@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from midepoch.errors import MapError
 from midepoch.flow.chunk import Items, Refs, real
+from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.pinned import pinner
-from midepoch.transforms import Batch, finish, present, present_rows
+from midepoch.transforms import Batch, finish, present
 
 
 class Presenter:
@@ -44,28 +43,11 @@ class Presenter:
                 columns[PADDING] = np.arange(len(items)) >= genuine
             value = finish(columns, self._format)
         else:
-            value = self._presented(self._marked(real(items), genuine))
+            batch = real(items)
+            value = self._presented(batch if self._pads is None else marked(batch, np.arange(len(batch)) >= genuine))
         return value if self._pin is None else self._pin(value)
 
     def _presented(self, batch: Batch) -> Any:
         if self._collate is None:
             return finish(present(batch, self._format), self._format)
-        if self._columns:
-            rows = finish(present(batch, self._format), self._format)
-        else:
-            rows = present_rows(batch, self._format)
-        try:
-            return self._collate(rows)
-        except Exception as problem:  # a StopIteration would end the epoch silently
-            raise MapError(
-                f"collate_fn failed on a batch of {len(batch)} rows: {type(problem).__name__}: {problem}"
-            ) from problem
-
-    def _marked(self, batch: Batch, genuine: int) -> Batch:
-        if self._pads is None:
-            return batch
-        if PADDING in batch.columns:
-            raise MapError(f'there is a column {PADDING!r}, which ends="pad" marks padding rows with: rename it.')
-        bits = np.packbits(np.arange(len(batch)) >= genuine, bitorder="little")  # pa.array would import pandas: 0.6 s
-        mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
-        return batch.with_columns({**batch.columns, PADDING: mark})
+        return collated(batch, self._format, self._collate, self._columns)

@@ -11,7 +11,7 @@ from midepoch.flow.chunk import Items
 from midepoch.flow.lanes import Deal, Lanes, Place
 from midepoch.flow.stages import Packing
 from midepoch.loader.equal import EqualSteps
-from midepoch.loader.options import Options
+from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.present import Presenter
 from midepoch.resumable import HasState
 
@@ -128,13 +128,7 @@ class StreamPass(HasState):
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        if self._failure is not None:
-            raise MidepochError("this iteration has failed; load the last state, or iterate again") from self._failure
-        if self._closed:
-            raise MidepochError(
-                "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
-                "Make a second loader to go through the data twice at once."
-            )
+        check_goes_on(self._failure, self._closed)
         try:
             deal, value = self._made()
         except BaseException as problem:

@@ -22,6 +22,7 @@ from midepoch.loader.options import Options
 from midepoch.loader.steps import StreamPass
 from midepoch.order import Cut
 from midepoch.resumable import Resumable
+from midepoch.state import check_worker
 
 _log = logging.getLogger("midepoch")
 
@@ -154,8 +155,7 @@ class StreamLoader(Resumable):
 
     def _resumed(self, state: Any, allow: Collection[str]) -> states.Restored:
         found = states.load(state, self._what.spec, allow)
-        if found.worker is not None:
-            raise states.of_worker(found.worker)
+        check_worker(found.worker, None)
         check_known(found.place, Share.of(found.lanes, self._what.cut), found.lanes)
         return found
 

@@ -1,0 +1,34 @@
+"""What both kinds of loaders do to a batch before it is handed over: mark padding, and call ``collate_fn``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import MapError
+from midepoch.loader.options import PADDING
+from midepoch.transforms import Batch, finish, present, present_rows
+
+
+def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
+    """With a column that is true for padding."""
+    if PADDING in batch.columns:
+        raise MapError(f'a map made a column {PADDING!r}, which ends="pad" marks padding rows with: rename it.')
+    bits = np.packbits(padding, bitorder="little")  # pa.array would import pandas: 0.6 s
+    mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
+    return batch.with_columns({**batch.columns, PADDING: mark})
+
+
+def collated(batch: Batch, kind: str, function: Callable[[Any], Any], columns: bool, where: str = "") -> Any:
+    """What ``collate_fn`` makes of a batch: of its rows, or of its columns."""
+    rows: Any = finish(present(batch, kind), kind) if columns else present_rows(batch, kind)
+    try:
+        return function(rows)
+    except Exception as problem:  # a StopIteration would end the epoch silently
+        raise MapError(
+            f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}"
+        ) from problem
