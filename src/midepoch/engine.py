@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from midepoch.order import EpochOrder, Uses
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
 from midepoch.read.columns import Located, is_plain
+from midepoch.spent import Spent
 from midepoch.transforms import (
     Batch,
     FilterExpression,
@@ -44,8 +46,11 @@ class Engine:
     ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
     """
 
-    def __init__(self, pipeline: Pipeline, *, shared: bool = False, readers: int = 0) -> None:
+    def __init__(
+        self, pipeline: Pipeline, *, shared: bool = False, readers: int = 0, spent: Spent | None = None
+    ) -> None:
         self.pipeline = pipeline
+        self.spent = Spent() if spent is None else spent
         self._sharers, self._readers = max(pipeline.cut.count, 2 if shared else 1), readers
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
@@ -101,7 +106,8 @@ class Engine:
             schema, head = self.pipeline.source.schema, self.pipeline.head
             needed = first.columns(pa.schema([schema.field(old).with_name(new) for new, old in head.items()]))
             before = self.pipeline.steps[: len(self.pipeline.steps) - len(self.pipeline.tail)]
-            self._narrow = Engine(replace(self.pipeline, steps=(*before, SelectColumns(tuple(needed)))))
+            narrow = replace(self.pipeline, steps=(*before, SelectColumns(tuple(needed))))
+            self._narrow = Engine(narrow, spent=self.spent)
         pieces: list[Batch] = []
         while (at := sum(map(len, pieces))) < len(chosen):
             pieces += [piece for piece, _ in self._narrow.read_pieces(chosen[at:])]
@@ -146,7 +152,12 @@ class Engine:
             wanted = list(self.pipeline.head.values())
             skip = self.pipeline.on_error == "skip"
             self._reader = Reader(
-                self.pipeline.source, wanted, skip_corrupt=skip, sharers=self._sharers, threads=self._readers
+                self.pipeline.source,
+                wanted,
+                skip_corrupt=skip,
+                sharers=self._sharers,
+                threads=self._readers,
+                spent=self.spent,
             )
         return self._reader
 
@@ -207,9 +218,12 @@ class Engine:
         """All steps in turn; or only some, of those from the first function on."""
         if not self.pipeline.tail:
             return batch
+        began = perf_counter()
         run = RunContext(self.pipeline.seed, epoch, self._place)
         chosen = self.pipeline.tail[after:] if steps is None else self.pipeline.tail[after : after + steps]
-        return run_steps(chosen, batch, run)
+        found = run_steps(chosen, batch, run)
+        self.spent.functions += perf_counter() - began
+        return found
 
     def _place(self, row: int) -> str:
         source_row = self.pipeline.order.selection.source_rows(np.array([row]))[0]

@@ -1,4 +1,4 @@
-"""A line of progress on long work: shown on a terminal only, and only if the work takes long enough to wonder."""
+"""A line of progress on long work: on a terminal or in a notebook only, and only if it takes long enough to wonder."""
 
 from __future__ import annotations
 
@@ -6,32 +6,72 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from midepoch.sources.index import Progress
 
 _PATIENCE = 0.5
+_EVERY = 0.1
+_WIDTH = 24
+
+
+def watched() -> bool:
+    """Whether somebody looks at what is written: a terminal, or a notebook, which keeps no terminal."""
+    if sys.stderr is None:
+        return False
+    return bool(sys.stderr.isatty()) or "ipykernel.zmqshell" in sys.modules
+
+
+class Bar:
+    """One line that is drawn over and over. Writes nothing unless somebody looks."""
+
+    def __init__(self, what: str, unit: str, *, patience: float = _PATIENCE) -> None:
+        self._what, self._unit, self._watched = what, unit, watched()
+        self._started = time.monotonic()
+        self._due = self._started + patience
+        self._first: int | None = None  # what was done before: of a resumed epoch, for one
+        self._drawn = 0
+
+    def update(self, done: int, total: int | None = None, more: str = "") -> None:
+        """So much is done, of so much if that is known."""
+        if self._first is None:
+            self._first = done
+        now = time.monotonic()
+        if self._watched and (now >= self._due or (self._drawn and done == total)):
+            self._due = now + _EVERY
+            self._draw(done, total, more, now - self._started)
+
+    def _draw(self, done: int, total: int | None, more: str, elapsed: float) -> None:
+        text = f"{self._what} {done:,} {self._unit}"
+        if total:
+            full = int(_WIDTH * min(done, total) / total)
+            text = f"{self._what} {'█' * full}{'░' * (_WIDTH - full)} {done:,}/{total:,} {self._unit}"
+            new = done - (self._first or 0)
+            text += f", {_time(elapsed / new * max(0, total - done))} left" if new > 0 else ""
+        text += f", {more}" if more else ""
+        sys.stderr.write(f"\r{text:<{self._drawn}}")  # blanks over what was longer: a notebook knows no erasing
+        sys.stderr.flush()
+        self._drawn = len(text)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._drawn:
+            sys.stderr.write("\n")
+            self._drawn = 0
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 @contextmanager
 def shown(what: str, unit: str) -> Iterator[Progress]:
     """Yields ``report(done, total)``."""
-    started = time.monotonic()
-    drawn = False
-
-    def report(done: int, total: int) -> None:
-        nonlocal drawn
-        elapsed = time.monotonic() - started
-        if not sys.stderr.isatty() or (elapsed < _PATIENCE and not drawn):
-            return
-        left = elapsed / done * (total - done)
-        full = int(24 * done / total)
-        bar = "█" * full + "░" * (24 - full)
-        sys.stderr.write(f"\r{what} {bar} {done:,}/{total:,} {unit}, {left:.0f} s left \x1b[K")
-        sys.stderr.flush()
-        drawn = True
-
-    try:
-        yield report
-    finally:
-        if drawn:
-            sys.stderr.write("\n")
+    with Bar(what, unit) as bar:
+        yield bar.update

@@ -2,9 +2,9 @@ r"""Writing the ledger: a file for each loader of each process, appended to as b
 
 A pass over (the rest of) an epoch is a line of JSON that says which positions its steps have and where the run stood
 before it, and behind it one byte for each step: ``.``, or ``-3.`` if three rows of it were passed over; now and then
-``@1500;``, the milliseconds since the pass began. So the record of a step is a single byte that is there or is not,
-whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks. While it is written a file is
-a page longer than what it holds, filled up with zeros.
+``@1500,20;``, the milliseconds since the pass began, and those of them that the model waited for data. So the record of
+a step is a single byte that is there or is not, whatever kills the process, and a million rows in batches of 64 take
+16 KB over all ranks. While it is written a file is a page longer than what it holds, filled up with zeros.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ledger:
             raise ValueError(f"a ledger is appended to at every step, which {text} cannot be: give a folder.")
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
-        self._mark = self._began = 0.0
+        self._mark = self._began = self._waited = 0.0
         self._pages: mmap.mmap | None = None
         self._end = self._room = 0
 
@@ -99,6 +99,7 @@ class Ledger:
         global_batch: int,
         ends: str | None,
         workers: int,
+        waited: float = 0.0,
     ) -> None:
         """A pass is begun: its steps are the positions [start + g·B, start + (g+1)·B) up to the end.
 
@@ -137,10 +138,11 @@ class Ledger:
         if before is not None and before is not self:
             before._beside = True  # if it goes on with its own pass after this
         self._began = self._mark = time.monotonic()
+        self._waited = waited
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
 
-    def step(self, skipped: int = 0) -> None:
-        """A batch is handed over, without so many of its rows."""
+    def step(self, skipped: int = 0, waited: float = 0.0) -> None:
+        """A batch is handed over, without so many of its rows. The model has waited so many seconds since it began."""
         now = time.monotonic()
         due = now - self._mark >= _MARK_SECONDS
         if not (due or skipped or self._beside):
@@ -152,10 +154,18 @@ class Ledger:
             self._beside = False
         if due:
             self._mark = now
-            record += b"@%d;" % ((now - self._began) * 1000)
+            record += self._times(now, waited)
         self._write(record)
         if due:
             self.sync()
+
+    def _times(self, now: float, waited: float) -> bytes:
+        return b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
+
+    def end(self, waited: float = 0.0) -> None:
+        """A pass has been gone through."""
+        self._write(self._times(time.monotonic(), waited))
+        self.sync()
 
     def sync(self) -> None:
         """Have it on disk. (A process that dies loses nothing of it in any case; a machine may.)"""

@@ -15,7 +15,7 @@ from midepoch.errors import DataNotFoundError, StateError
 Place = tuple[int, int]
 """An epoch and a position."""
 
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+);|(\.+)|(!)")
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)")
 
 
 class Shape(NamedTuple):
@@ -50,8 +50,8 @@ class Passed:
     """(step, rows passed over), where there were any."""
     beside: bool = False
     """Whether another loader of the same rows recorded at the same time."""
-    marks: tuple[tuple[int, int], ...] = ()
-    """(steps so far, milliseconds since the beginning), now and then."""
+    marks: tuple[tuple[int, int, int], ...] = ()
+    """(steps so far, milliseconds since the beginning, milliseconds waited for data), now and then."""
 
 
 @dataclass
@@ -204,13 +204,13 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
 def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
     steps, beside = 0, False
     skipped: list[tuple[int, int]] = []
-    marks: list[tuple[int, int]] = []
-    for without, after, dots, bang in _TOKEN.findall(record):
+    marks: list[tuple[int, int, int]] = []
+    for without, after, waited, dots, bang in _TOKEN.findall(record):
         if without:
             skipped.append((steps, int(without)))
             steps += 1
         elif after:
-            marks.append((steps, int(after)))
+            marks.append((steps, int(after), int(waited or 0)))
         steps += len(dots)
         beside = beside or bool(bang)
     number = (numbered(path) or (0, ""))[0]

@@ -13,6 +13,7 @@ from midepoch.engine import Engine
 from midepoch.flow.chunk import At, Chunk, Int64Array, Refs
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
+from midepoch.spent import Spent
 from midepoch.transforms import Batch, FilterExpression, FilterRows, join
 
 _FIRST = 32
@@ -70,6 +71,13 @@ def bundle_rows(pipeline: Pipeline) -> int | None:
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
     """The outputs of a bundle, made here and now. ``places`` are the rows they came of, counted from its first."""
+    began, functions = time.perf_counter(), engine.spent.functions
+    made = _make(engine, bundle)
+    engine.spent.read += time.perf_counter() - began - (engine.spent.functions - functions)
+    return made
+
+
+def _make(engine: Engine, bundle: Bundle) -> Batch:
     positions = bundle.lane.locals(bundle.row, bundle.stop)
     engine.reached(bundle.epoch, int(positions[0]))
     chosen = engine.chosen(bundle.epoch, positions)
@@ -115,8 +123,8 @@ def _by_expression(pipeline: Pipeline) -> bool:
 class BundlesHere:
     """Bundles made by the caller itself."""
 
-    def __init__(self, leaves: Sequence[Pipeline], *, shared: bool = False) -> None:
-        self.engines = [Engine(leaf, shared=shared) for leaf in leaves]
+    def __init__(self, leaves: Sequence[Pipeline], *, shared: bool = False, spent: Spent | None = None) -> None:
+        self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
         self._sizes = Sizes(leaves)
 
     def begin(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import sub
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from midepoch.loader.options import PADDING, Options
 from midepoch.order import Cut, epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located, number_dtype
+from midepoch.spent import Spent
 from midepoch.transforms import Batch, present
 
 Int64Array = npt.NDArray[np.int64]
@@ -77,6 +79,9 @@ class Made(NamedTuple):
     value: Any
     skipped: int
     empty: bool = False
+    rows: int = 0
+    spent: Spent | None = None
+    """What a worker has spent since it last told."""
 
 
 class Read(NamedTuple):
@@ -116,14 +121,17 @@ def only_numbers(pipeline: Pipeline) -> bool:
 class BatchMaker:
     """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
 
-    def __init__(self, pipeline: Pipeline, options: Options) -> None:
+    def __init__(self, pipeline: Pipeline, options: Options, spent: Spent | None = None) -> None:
+        self.spent = Spent() if spent is None else spent
         plain = options.collate_fn is None or options.collate_columns
         self.format = pipeline.format or ("torch" if plain else "python")
         as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
         self.decodes_only = as_read and pipeline.source.fetched and only_numbers(pipeline)
         """Whether blocks have to be decoded and nothing else is to do: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
-        self._engine = Engine(pipeline, shared=shared, readers=options.num_workers if self.decodes_only else 0)
+        self._engine = Engine(
+            pipeline, shared=shared, readers=options.num_workers if self.decodes_only else 0, spent=self.spent
+        )
         self._collate, self._collate_columns = options.collate_fn, options.collate_columns
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
         self._whole = as_read and self._engine.plain
@@ -172,10 +180,12 @@ class BatchMaker:
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
         """Several batches in one read; ``ends`` are their bounds among the rows asked for."""
+        began = perf_counter()
         chunk = self._engine.read(chosen)
         whole = len(chunk) == len(chosen)
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
         shown = present(_marked(chunk, genuine), self.format) if self._whole else None
+        self.spent.read += perf_counter() - began
         found = []
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
@@ -204,26 +214,31 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            return Made(read.step, columns, 0, empty=not read.asked)
+            return Made(read.step, columns, 0, not read.asked, read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            return Made(read.step, read.columns, missing)
+            return Made(read.step, read.columns, missing, rows=length)
         batch = self._engine.transform(plan.epoch, read.batch)
         skipped = _skipped(read, batch)
         if not len(batch) and read.genuine is not None and not skipped:
             batch = self._other_padding(plan, read)
         if not len(batch):
             return Made(read.step, None, skipped, empty=True)
-        batch = _marked(batch, read.genuine)
+        began = perf_counter()
+        value = self._presented(plan, read, _marked(batch, read.genuine))
+        self.spent.present += perf_counter() - began
+        return Made(read.step, value, skipped, rows=len(batch))
+
+    def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:
         if self._collate is None:
-            return Made(read.step, present(batch, self.format), skipped)
+            return present(batch, self.format)
         first, stop = plan.bounds(read.step)
         where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
-        return Made(read.step, collated(batch, self.format, self._collate, self._collate_columns, where), skipped)
+        return collated(batch, self.format, self._collate, self._collate_columns, where)
 
 
 def _skipped(read: Read, batch: Batch) -> int:

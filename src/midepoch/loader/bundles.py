@@ -18,6 +18,7 @@ from midepoch.loader.options import Options
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method, seed_globals
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
+from midepoch.spent import Parcel, Spent
 from midepoch.transforms import Batch
 from midepoch.transforms.features import Encoded
 
@@ -38,7 +39,8 @@ class _Asked:
 class BundlePool(Pool):
     """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
 
-    def __init__(self, leaves: Sequence[Pipeline], options: Options) -> None:
+    def __init__(self, leaves: Sequence[Pipeline], options: Options, spent: Spent) -> None:
+        self._spent = spent
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self._slots = options.prefetch
@@ -94,13 +96,16 @@ class BundlePool(Pool):
 
     def _hear_from(self, number: int) -> None:
         """Take the next bundle of a worker: they come in the order in which they were asked for."""
-        seconds, made, problem = self._receive(number)
+        took, made, problem = self._receive(number)
         asked = self._sent[number].popleft()
         if asked is None:
             return
         asked.made, asked.problem, asked.is_done = made, problem, True
         bundle = asked.bundle
         if problem is None:
+            seconds, spent = took
+            if spent is not None:
+                self._spent.add(spent)
             rows, engine = bundle.stop - bundle.row, self.engines[bundle.leaf]
             self._sizes.took(bundle.leaf, most_rows(engine, rows, len(made)), rows, seconds)
 
@@ -126,6 +131,8 @@ class _BundleWorker(Worker):
         super().__init__(connection, number, slots)
         self._leaves = leaves
         self._engines: dict[int, Engine] = {}
+        self._spent = Spent()
+        self._parcel = Parcel(self._spent)
 
     def live(self) -> None:
         sent = 0
@@ -134,7 +141,7 @@ class _BundleWorker(Worker):
             try:
                 started = time.perf_counter()
                 made = _compacted(self._make(bundle))
-                self._send((time.perf_counter() - started, made, None), sent)
+                self._send(((time.perf_counter() - started, self._parcel.take()), made, None), sent)
                 sent += 1
             except MainIsGone:
                 raise
@@ -145,7 +152,7 @@ class _BundleWorker(Worker):
         leaf = self._leaves[bundle.leaf]
         seed_globals(leaf.seed, bundle.epoch, bundle.row * bundle.lane.count + bundle.lane.index)
         if bundle.leaf not in self._engines:
-            self._engines[bundle.leaf] = Engine(leaf, shared=True)
+            self._engines[bundle.leaf] = Engine(leaf, shared=True, spent=self._spent)
         return make(self._engines[bundle.leaf], bundle)
 
 

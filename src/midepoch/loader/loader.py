@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from time import perf_counter
 from typing import Any
 
 from midepoch import state as states
@@ -11,6 +12,7 @@ from midepoch.audit.ledger import Ledger
 from midepoch.checks import whole
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.batches import BatchMaker, Made, Plan
+from midepoch.loader.common import AnyLoader
 from midepoch.loader.direct import DirectBatches
 from midepoch.loader.equal import Companions, check_reach
 from midepoch.loader.options import Options, check_goes_on
@@ -19,14 +21,14 @@ from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerPool
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
-from midepoch.resumable import HasState, Resumable
+from midepoch.resumable import HasState
 from midepoch.state import Cursor
 from midepoch.transforms import finish
 
 _Source = DirectBatches | ThreadedBatches | WorkerPool
 
 
-class Loader(Resumable):
+class Loader(AnyLoader):
     """Batches of a dataset, epoch after epoch. Made by ``Dataset.loader``.
 
     Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
@@ -43,7 +45,8 @@ class Loader(Resumable):
         together: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
-        self._pipeline, self._options, self._cursor = pipeline, options, cursor
+        super().__init__(options)
+        self._pipeline, self._cursor = pipeline, cursor
         self._companions = Companions() if together and pipeline.cut.count > 1 else None
         self._ledger = ledger
         self._stood = cursor  # behind the last batch handed over, or where a state was loaded, whatever epoch is named
@@ -76,24 +79,13 @@ class Loader(Resumable):
         return self._pipeline
 
     @property
-    def ends(self) -> str | None:
-        """What becomes of the last global batch if it is not whole."""
-        return self._options.ends
-
-    @property
     def cut(self) -> Cut:
         """Which share of every global batch this rank gets: ``index`` of ``count``."""
         return self._pipeline.cut
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch. Setting it is ``set_epoch``."""
+    def _epoch(self) -> int:
         at = self._where()
         return at.epoch + 1 if self._over(at) else at.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
 
     @property
     def position(self) -> int:
@@ -179,7 +171,7 @@ class Loader(Resumable):
 
     def _source(self, plan: Plan) -> _Source:
         options = self._options
-        self._maker = self._maker or BatchMaker(self._pipeline, options)
+        self._maker = self._maker or BatchMaker(self._pipeline, options, self._meter.spent)
         if self._maker.direct:
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
         if not options.num_workers or self._maker.decodes_only:
@@ -204,11 +196,9 @@ class Loader(Resumable):
         if pool is not None:
             pool.close()
 
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _shown(self) -> tuple[dict[str, Any], float | None]:
+        rows, at = self._pipeline.rows, self.position
+        return {"rows": f"{rows:,}", "at": f"epoch {self.epoch}, position {at:,} of {rows:,}"}, at / max(1, rows)
 
     def __del__(self) -> None:
         if getattr(self, "_pool", None) is not None:
@@ -220,6 +210,7 @@ class _Batches(HasState):
 
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
         self._loader, self._ledger, self._companions = loader, loader._ledger, loader._companions
+        self._meter = loader.meter
         self._begin(plan, rolled)
         pipeline, options = loader._pipeline, loader._options
         self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
@@ -227,6 +218,7 @@ class _Batches(HasState):
 
     def _begin(self, plan: Plan, rolled: bool) -> None:
         self._plan, self._rolled = plan, rolled
+        self._meter.begin()
         self._source: _Source | None = None
         self._step = 0
         self._closed = self._over = False
@@ -250,6 +242,7 @@ class _Batches(HasState):
         return 0 if self._over else max(0, self._plan.share(self._loader._pipeline.cut) - self._step)
 
     def __next__(self) -> Any:
+        asked = perf_counter()
         while True:
             made = self._next()
             if made is None:
@@ -264,9 +257,12 @@ class _Batches(HasState):
             loader = self._loader
             loader._delivered = loader._stood = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
             loader.skipped += made.skipped
+            if made.spent is not None:
+                self._meter.spent.add(made.spent)
             if self._ledger is not None:
-                self._ledger.step(made.skipped)
+                self._ledger.step(made.skipped, self._meter.waited)
             if not made.empty:
+                self._meter.handed(asked, made.rows, value)
                 return value
             self._refuse_to_drift(made)
 
@@ -284,6 +280,7 @@ class _Batches(HasState):
                 global_batch=plan.global_batch,
                 ends=loader._options.ends,
                 workers=loader._options.num_workers,
+                waited=self._meter.waited,
             )
         except OSError as problem:
             self._failure = problem  # the batch is not handed over, and none after it
@@ -308,7 +305,7 @@ class _Batches(HasState):
         if self._step >= len(self._plan):
             self._over = True
             if self._ledger is not None:
-                self._ledger.sync()
+                self._ledger.end(self._meter.waited)
             self._loader._epoch_over(self._plan, self._rolled)
             return None
         try:

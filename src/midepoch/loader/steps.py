@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any, Protocol
 
 from midepoch.errors import MidepochError, WorkerError
@@ -11,6 +12,7 @@ from midepoch.flow.chunk import Items
 from midepoch.flow.lanes import Deal, Lanes, Place
 from midepoch.flow.stages import Packing
 from midepoch.loader.equal import EqualSteps
+from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.present import Presenter
 from midepoch.resumable import HasState
@@ -26,6 +28,9 @@ class Loading(Protocol):
 
     @property
     def options(self) -> Options: ...
+
+    @property
+    def meter(self) -> Meter: ...
 
     @property
     def may_roll(self) -> bool: ...
@@ -102,6 +107,7 @@ class StreamPass(HasState):
 
     def _begin(self, start: Place, rolled: bool) -> None:
         self._start, self._rolled = start, rolled
+        self._loader.meter.begin()
         self._lanes: Lanes | None = None
         self._steps: Steps | None = None
         self._last: Items | None = None
@@ -126,6 +132,7 @@ class StreamPass(HasState):
         return self
 
     def __next__(self) -> Any:
+        asked = perf_counter()
         if self._over:
             raise StopIteration
         check_goes_on(self._failure, self._closed)
@@ -143,6 +150,7 @@ class StreamPass(HasState):
             self._loader.padded()
         else:
             self._loader.delivered(deal)
+        self._loader.meter.handed(asked, 0 if deal is Steps.PADDING else len(deal.items), value)
         return value
 
     def _made(self) -> tuple[Any, Any]:
@@ -156,13 +164,22 @@ class StreamPass(HasState):
                     continue
                 return None, None
             self._begun = True
-            if deal is Steps.PADDING:
-                return deal, self._presenter.padding(self._something())
-            if len(deal.items):
-                self._last = deal.items
-                return deal, self._presenter.batch(deal.items)
-            if self._loader.options.ends == "pad":  # all of the last outputs are of other ranks
-                return deal, self._presenter.padding(deal.some)
+            began = perf_counter()
+            value = self._presented(deal)
+            self._loader.meter.spent.present += perf_counter() - began
+            if value is not None:
+                return deal, value
+
+    def _presented(self, deal: Any) -> Any:
+        """The batch of a deal; None if all of it is for other ranks."""
+        if deal is Steps.PADDING:
+            return self._presenter.padding(self._something())
+        if len(deal.items):
+            self._last = deal.items
+            return self._presenter.batch(deal.items)
+        if self._loader.options.ends == "pad":
+            return self._presenter.padding(deal.some)
+        return None
 
     def _something(self) -> Items:
         """Some outputs to pad with: the last ones, or, after a resume, what the epoch began with."""

@@ -17,17 +17,17 @@ from midepoch.flow.rows import Bundles, BundlesHere
 from midepoch.flow.stages import Packing
 from midepoch.flow.standing import What, check_known
 from midepoch.loader.bundles import BundlePool
+from midepoch.loader.common import AnyLoader
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.options import Options
 from midepoch.loader.steps import StreamPass
 from midepoch.order import Cut
-from midepoch.resumable import Resumable
 from midepoch.state import check_worker
 
 _log = logging.getLogger("midepoch")
 
 
-class StreamLoader(Resumable):
+class StreamLoader(AnyLoader):
     """Batches of a stream, epoch after epoch. Made by ``Stream.loader``.
 
     Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
@@ -37,7 +37,8 @@ class StreamLoader(Resumable):
     def __init__(
         self, what: What, options: Options, place: Place, *, asked: bool = False, equal: EqualSteps | None = None
     ) -> None:
-        self._what, self._options, self._place, self._asked, self.equal = what, options, place, asked, equal
+        super().__init__(options)
+        self._what, self._place, self._asked, self.equal = what, place, asked, equal
         self._delivered: Place | Deal | None = None
         self._iterator: weakref.ref[StreamPass] | None = None
         self._bundles: BundlesHere | BundlePool | None = None
@@ -88,16 +89,6 @@ class StreamLoader(Resumable):
         return self._what
 
     @property
-    def options(self) -> Options:
-        """How batches are made."""
-        return self._options
-
-    @property
-    def ends(self) -> str | None:
-        """What becomes of the last global batch if it is not whole."""
-        return self._options.ends
-
-    @property
     def cut(self) -> Cut:
         """Which share of every global batch this rank gets: ``index`` of ``count``."""
         return self._what.cut
@@ -107,15 +98,9 @@ class StreamLoader(Resumable):
         """What was changed at resumes since the run began: weights and sources of mixes, and what was allowed."""
         return self._what.changes
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch, so far as that is known. Setting it is ``set_epoch``."""
+    def _epoch(self) -> int:
         at = self._where()
         return at.epoch + 1 if at.ended else at.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
 
     @property
     def position(self) -> int:
@@ -219,9 +204,9 @@ class StreamLoader(Resumable):
         if self._bundles is None:
             what, options = self._what, self._options
             if options.num_workers and not what.spec.plain:
-                self._bundles = BundlePool(what.leaves, options)
+                self._bundles = BundlePool(what.leaves, options, self._meter.spent)
             else:
-                self._bundles = BundlesHere(what.leaves, shared=what.cut.count > 1)
+                self._bundles = BundlesHere(what.leaves, shared=what.cut.count > 1, spent=self._meter.spent)
         self._bundles.begin()
         return self._bundles
 
@@ -262,11 +247,20 @@ class StreamLoader(Resumable):
         if bundles is not None:
             bundles.close()
 
-    def __enter__(self) -> StreamLoader:
-        return self
+    def _batches_left(self, batches: Iterator[Any], number: int) -> int | None:  # noqa: ARG002
+        total = self.estimated_len
+        return None if total is None else max(0, total - number)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _shown(self) -> tuple[dict[str, Any], float | None]:
+        at, what = self._where(), self._what
+        total = what.epoch_outputs or estimated_length(what.spec, at, what.lanes)
+        about = {
+            "stream": what.spec.text,
+            "lanes": what.lanes,
+            "at": f"epoch {self.epoch}, {self.position:,} outputs handed over"
+            + (f" of about {total:,.0f}" if total else ""),
+        }
+        return about, self.position / total if total else None
 
     def __del__(self) -> None:
         if getattr(self, "_bundles", None) is not None:

@@ -12,6 +12,7 @@ from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.options import Options
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method, seed_globals
 from midepoch.pipeline import Pipeline
+from midepoch.spent import Parcel
 
 _MORE = b"+"
 
@@ -65,6 +66,7 @@ class _Worker(Worker):
         self._pipeline, self._options = pipeline, options
         self._run, self._credit = 0, 0
         self._plan: Plan | None = None
+        self._parcel: Parcel
 
     def live(self) -> None:
         maker: BatchMaker | None = None
@@ -73,7 +75,9 @@ class _Worker(Worker):
                 self._listen()
             run, plan, self._plan = self._run, self._plan, None
             try:
-                maker = maker or BatchMaker(self._pipeline, self._options)
+                if maker is None:
+                    maker = BatchMaker(self._pipeline, self._options)
+                    self._parcel = Parcel(maker.spent)
                 self._make(run, plan, maker)
             except MainIsGone:
                 raise
@@ -92,6 +96,8 @@ class _Worker(Worker):
                     self._listen()
                     if self._run != run:
                         return
+                if (spent := self._parcel.take()) is not None:
+                    made = made._replace(spent=spent)
                 self._send((run, made, None), sent)
                 self._credit, sent = self._credit - 1, sent + 1
 

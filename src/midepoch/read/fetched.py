@@ -18,6 +18,7 @@ from midepoch.order.epoch import Uses
 from midepoch.read.cache import BlockCache
 from midepoch.read.kept import KeptBlocks
 from midepoch.sources import Source
+from midepoch.spent import Spent
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
@@ -39,8 +40,11 @@ class FetchedBlocks:
     ``sharers``: how many processes may read the same, so that blocks are kept where all of them find them.
     """
 
-    def __init__(self, source: Source, columns: Sequence[str], sharers: int, threads: int) -> None:
+    def __init__(
+        self, source: Source, columns: Sequence[str], sharers: int, threads: int, spent: Spent | None = None
+    ) -> None:
         assert source.access is not None
+        self._spent = Spent() if spent is None else spent
         self._source, self._columns = source, list(columns)
         spec = source.access.cache
         self._limit = int(spec.limit * _KEPT_SHARE)
@@ -68,6 +72,10 @@ class FetchedBlocks:
             pa.default_memory_pool().release_unused()  # what decoding took besides
         return table
 
+    def _make_now(self, block: int) -> pa.Table:
+        self._spent.blocks_there -= 1
+        return self._make(block)
+
     def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         """Rows from this position of an epoch on will be read next.
 
@@ -89,7 +97,9 @@ class FetchedBlocks:
         """The block. Its addresses hold until ``trim`` names it."""
         batch = self._open.get(block)
         if batch is None:
-            batch = self._cache.get(block, lambda: self._make(block))
+            self._spent.blocks += 1
+            self._spent.blocks_there += 1
+            batch = self._cache.get(block, lambda: self._make_now(block))
             self._plan.learn(batch.nbytes, batch.num_rows)
             self._open[block] = batch
             self._open_bytes += batch.nbytes

@@ -1,0 +1,122 @@
+"""Measures a loader while it runs: two looks at the clock a batch, and all else a few times a second at most.
+
+The clock of a pass starts when its first batch is there, so that starting workers does not count as waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+from typing import Any
+
+from midepoch.loader.remedy import remedy
+from midepoch.spent import Spent
+from midepoch.stats import Hook, Stats
+
+_log = logging.getLogger("midepoch")
+_LOOK_SECONDS = 0.25
+_PATIENCE = 20.0
+"""Seconds of a run before it can be said that the model waits."""
+_TOO_LONG = 0.2
+"""Of the time: a model that waits longer is told of."""
+_NO_MODEL = 0.05
+"""Of the time: whoever does less between two batches is only looking at them."""
+
+
+class Meter:
+    """Of a loader with so many workers."""
+
+    def __init__(self, workers: int) -> None:
+        self.spent = Spent()
+        self._workers, self._warned = workers, False
+        self._hooks: list[tuple[Hook, float, float]] = []
+        self._total = 0  # batches, whatever was reset
+        self._clear()
+
+    def _clear(self) -> None:
+        self.batches = self.rows = self._passes = 0
+        self.waited = self._seconds = self._first = 0.0
+        self._weighed = self._weighed_rows = 0
+        self._last: float | None = None
+        self._look = 0.0
+
+    def begin(self) -> None:
+        """A pass begins, with the next batch."""
+        self._last = None
+
+    def handed(self, asked: float, rows: int, batch: Any) -> None:
+        """A batch that was asked for at a time is handed over now."""
+        now = perf_counter()
+        last, self._last = self._last, now
+        if last is None:
+            self._first = now - asked
+            self._passes += 1
+        else:
+            self.waited += now - asked
+            self._seconds += now - last
+        self.batches += 1
+        self.rows += rows
+        if now >= self._look:
+            self._look_closer(now, rows, batch)
+
+    def _look_closer(self, now: float, rows: int, batch: Any) -> None:
+        self._look = now + _LOOK_SECONDS
+        self._weighed += weight(batch)
+        self._weighed_rows += rows
+        if not self._warned and self._seconds > _PATIENCE and self.waited > _TOO_LONG * self._seconds:
+            self._warn()
+        for number, (hook, every, due) in enumerate(self._hooks):
+            if now >= due:
+                self._hooks[number] = (hook, every, now + every)
+                hook(self.stats(), self._total + self.batches)
+
+    def _warn(self) -> None:
+        if self._seconds - self.waited < _NO_MODEL * self._seconds:
+            return
+        self._warned = True
+        stats = self.stats()
+        _log.warning(
+            "the model waits for data %d %% of the time (%s rows/s). %s",
+            100 * stats.waited_share, f"{stats.rows_per_second:,.0f}", remedy(stats, self._workers),
+        )  # fmt: skip
+
+    def on_stats(self, hook: Hook, every: float) -> None:
+        self._hooks.append((hook, every, perf_counter() + every))
+
+    def stats(self, *, reset: bool = False) -> Stats:
+        spent = self.spent
+        stages = {"read": spent.read, "functions": spent.functions, "present": spent.present}
+        if not any(stages.values()):  # rows are copied while they are asked for, and nothing else is done
+            stages["read"] = self.waited
+        found = Stats(
+            batches=self.batches,
+            rows=self.rows,
+            bytes=round(self.rows * self._weighed / self._weighed_rows) if self._weighed_rows else 0,
+            seconds=self._seconds,
+            waited=self.waited,
+            first_batch=self._first,
+            passes=self._passes,
+            stages=stages,
+            blocks=spent.blocks,
+            blocks_there=spent.blocks_there,
+        )
+        if reset:
+            self._total += self.batches
+            last = self._last
+            spent.taken()
+            self._clear()
+            self._last = last
+        return found
+
+
+def weight(batch: Any) -> int:
+    """About how many bytes a batch has: of arrays, tensors and tables, and of text in lists."""
+    size = getattr(batch, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    if isinstance(batch, dict):
+        return sum(map(weight, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        some = batch[:: max(1, len(batch) // 32)]
+        return int(sum(map(weight, some)) * len(batch) / len(some)) if some else 0
+    return len(batch) if isinstance(batch, (str, bytes)) else 8 if isinstance(batch, (int, float)) else 0
