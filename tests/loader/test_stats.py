@@ -42,7 +42,7 @@ def test_counts_every_row(files: str, workers: int, kind: str) -> None:
         stats = loader.stats()
         assert (stats.batches, stats.rows, stats.passes) == (2 * len(batches), 2 * rows, 2)
         assert stats.bytes == 2 * rows * (8 * columns - 4)
-        assert 0 < stats.seconds and 0 < stats.waited <= stats.seconds and stats.first_batch > 0
+        assert stats.seconds > 0 and 0 < stats.waited <= stats.seconds and stats.first_batch > 0
         assert stats.stages["read"] > 0 and (stats.stages["functions"] > 0) == (kind != "rows")
         assert 0 < stats.blocks_there <= stats.blocks
         assert loader.stats(reset=True) == stats and loader.stats().batches == 0

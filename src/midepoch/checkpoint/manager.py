@@ -284,6 +284,11 @@ class PipelineCheckpoint:
         self._background.wait()
         return dict(self._manifest(step).metadata)
 
+    def manifest(self, step: int) -> Manifest:
+        """Everything about a step but its contents: when it was saved, by how many ranks, which parts, how large."""
+        self._background.wait()
+        return self._manifest(step)
+
     def verify(self, step: int) -> None:
         """Read all of a step; raises CheckpointDamagedError if anything is not as it was written."""
         self._background.wait()

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import typer
 
+from midepoch import __version__
 from midepoch.cli.audit import audit
+from midepoch.cli.bench import bench
 from midepoch.cli.common import explained
+from midepoch.cli.demo import demo
+from midepoch.cli.doctor import doctor
+from midepoch.cli.index import index
+from midepoch.cli.info import info
+from midepoch.cli.inspect import diff, inspect, verify
+from midepoch.cli.peek import peek
 from midepoch.cli.plan import plan
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Training data from where it lies, resumed exactly, at once, on any shape of cluster.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("audit")(explained(audit))
-app.command("plan")(explained(plan))
+
+_PANELS: dict[str, tuple[Any, ...]] = {
+    "Data": (info, peek, index, bench),
+    "States and checkpoints": (inspect, diff, verify, plan),
+    "Runs": (audit,),
+    "This machine": (doctor, demo),
+}
+for panel, commands in _PANELS.items():
+    for command in commands:
+        app.command(command.__name__, rich_help_panel=panel)(explained(command))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"midepoch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()  # type: ignore[untyped-decorator]
+def _midepoch(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """Training data from where it lies, resumed exactly, at once, on any shape of cluster.
+
+    Commands end with 0 if all is well, with 1 if they found something wrong, and with 2 on an error.
+    """

@@ -16,6 +16,7 @@ from midepoch.errors import MidepochError
 F = TypeVar("F", bound=Callable[..., Any])
 
 console = Console(soft_wrap=True, highlight=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -35,3 +36,16 @@ def explained(command: F) -> F:
 
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def bytes_text(size: float) -> str:
+    """In words.
+
+    >>> bytes_text(1_234_567)
+    '1.2 MB'
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
 import re
-import runpy
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
-from midepoch.dataset import Dataset
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
-from midepoch.load import from_files, load_from_disk
-from midepoch.loader import Loader
-from midepoch.plan import ResumePlan, plan_resume, state_in
+from midepoch.cli.data import Made, Storage, made_by, open_data
+from midepoch.cli.states import open_state
+from midepoch.loader.stream import StreamLoader
+from midepoch.plan import ResumePlan, plan_resume
 from midepoch.state import check
+from midepoch.stream import Stream
 
 _RANKS, _ROWS = 8, 12
 
@@ -37,10 +30,8 @@ def plan(
         str | None, typer.Option(help="Which part of the checkpoint: data, or the name of an extra.")
     ] = None,
     data: Annotated[list[str] | None, typer.Option(help="The files, to check the state against. Repeatable.")] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="A function that makes the dataset or loader: package.module:function or file.py:function."),
-    ] = None,
+    storage: Storage = None,
+    dataset: Made = None,
     ends: Annotated[
         str | None, typer.Option(help="drop, pad or uneven, as for the loader. [default: uneven, or the loader's]")
     ] = None,
@@ -58,8 +49,10 @@ def plan(
 
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --batch-size 48 --dataset train.py:make_loader[/]
     """
-    state, which = _state(checkpoint, step, part, world_size)
-    made = _made(dataset) if dataset is not None else _opened(data, state) if data else None
+    state, which = open_state(checkpoint, step, part, ranks=world_size)
+    made = made_by(dataset) if dataset is not None else _opened(data, state, storage) if data else None
+    if isinstance(made, (Stream, StreamLoader)):
+        raise TypeError(f"{dataset} makes a stream: what comes next is not known before it runs. Use midepoch diff.")
     found = plan_resume(
         state,
         made,
@@ -78,58 +71,7 @@ def plan(
         raise typer.Exit(1)
 
 
-def _state(checkpoint: str, step: int | None, part: str | None, ranks: int) -> tuple[Any, int | None]:
-    """The state, and of which step: the one that ``restore_latest`` would take, if none is named."""
-    if os.path.isfile(checkpoint):
-        try:
-            return state_in(json.loads(Path(checkpoint).read_text()), part), None
-        except ValueError as problem:
-            raise StateError(f"{checkpoint} is not JSON: {problem}") from None
-    saved = PipelineCheckpoint(checkpoint, rank=0, world_size=ranks)
-    latest = saved.latest_step()
-    if latest is None:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {checkpoint}.")
-    if step is not None:
-        return _read(saved, step, part), step
-    older = [number for number in reversed(saved.steps()) if number != latest]
-    for number in (latest, *older):
-        try:
-            return _read(saved, number, part), number
-        except CheckpointDamagedError as problem:
-            common.console.print(f"[yellow]step {number} would be passed over: {problem}[/]")
-    raise CheckpointDamagedError(f"all steps in {checkpoint} are damaged.")
-
-
-def _read(saved: PipelineCheckpoint, step: int, part: str | None) -> Any:
-    try:
-        return state_in(saved.read(step, part or "data"))
-    except CheckpointNotFoundError:
-        if part is None:
-            raise
-        return state_in(saved.read(step, "data"), part)  # one of several pipelines that were saved together
-
-
-def _made(name: str) -> Any:
-    module, _, function = name.rpartition(":")
-    if not module or not function:
-        raise ValueError(f"--dataset takes package.module:function or file.py:function, got {name!r}")
-    if module.endswith(".py"):
-        sys.path.insert(0, str(Path(module).resolve().parent))
-        found = runpy.run_path(module, run_name="midepoch_plan").get(function)
-    else:
-        sys.path.insert(0, os.getcwd())
-        found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
-        raise ValueError(f"there is no function {function!r} in {module}")
-    made = found()
-    made = made[0] if isinstance(made, tuple) and made else made
-    made = getattr(made, "_loader", made)  # of StructuredDataset and its loader
-    if not isinstance(made, (Dataset, Loader)):
-        raise TypeError(f"{name} must return a dataset or loader of midepoch, got {type(made).__name__}")
-    return made
-
-
-def _opened(paths: list[str], state: Any) -> Any:
+def _opened(paths: list[str], state: Any, storage: list[str] | None) -> Any:
     """The files, in the order that the state tells of, so that only the data itself can differ."""
     one = state[0] if isinstance(state, list) else state
     check(one)
@@ -137,8 +79,7 @@ def _opened(paths: list[str], state: Any) -> Any:
         raise ValueError("the data was filtered or partitioned: --data cannot tell how. Use --dataset.")
     if re.fullmatch(r"\d+:\d+", one["selection"]) is None:
         raise ValueError("rows were selected in a way that --data cannot tell. Use --dataset.")
-    saved = len(paths) == 1 and any(Path(paths[0], name).is_file() for name in ("state.json", "dataset_dict.json"))
-    ds = load_from_disk(paths[0]) if saved else from_files(paths[0] if len(paths) == 1 else paths)
+    ds = open_data(paths, storage=storage)
     start, stop = map(int, one["selection"].split(":"))
     if stop <= len(ds):
         ds = ds.slice(start, stop)

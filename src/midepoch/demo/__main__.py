@@ -27,10 +27,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m midepoch.demo", description=__doc__)
     parser.add_argument("--keep", type=Path, help="use and keep this folder instead of a temporary one")
     args = parser.parse_args()
-    if args.keep is not None:
-        sys.exit(0 if show(args.keep) else 1)
+    sys.exit(0 if run(args.keep) else 1)
+
+
+def run(keep: Path | None) -> bool:
+    """In a folder to keep, or in a temporary one; whether the proof held."""
+    if keep is not None:
+        return show(keep)
     with tempfile.TemporaryDirectory(prefix="midepoch-demo-") as folder:
-        sys.exit(0 if show(Path(folder)) else 1)
+        return show(Path(folder))
 
 
 def show(folder: Path) -> bool:

@@ -1,0 +1,112 @@
+"""``midepoch bench``: this data on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from midepoch.cli import common
+from midepoch.cli.data import Config, Data, Made, Split, Storage, made_by, open_data
+from midepoch.dataset import Dataset
+from midepoch.loader.remedy import cores
+from midepoch.progress import shown
+from midepoch.stream import Stream
+from midepoch.trial import Advice, Limit, Trial, advise, find_limit, try_settings
+
+
+def bench(
+    data: Annotated[list[str] | None, Data.__metadata__[0]] = None,
+    split: Split = None,
+    config: Config = None,
+    batch_sizes: Annotated[str, typer.Option("--batch-size", help="Rows a batch; several, with commas.")] = "64,256",
+    workers: Annotated[
+        str | None, typer.Option(help="Workers; several, with commas. [default: 0, 1, 2, 4 … cores]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For each setting.")] = 2.0,
+    columns: Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")] = None,
+    shuffle: Annotated[bool, typer.Option(help="Shuffled, as for training.")] = True,
+    scope: Annotated[str | None, typer.Option(help="Of the shuffle: rows, window or files.")] = None,
+    dataset: Made = None,
+    storage: Storage = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Measure rows/s and GB/s by workers and batch size, beside what the machine can do, and recommend a setting.
+
+    [bold]midepoch bench 'data/*.parquet' --columns tokens[/]
+
+    [bold]midepoch bench --dataset train.py:make_dataset --workers 0,2,4,8 --batch-size 32[/]
+    """
+    if (dataset is None) == (not data):
+        raise ValueError("give the data, or a function that makes it with --dataset")
+    ds: Any = made_by(dataset) if dataset is not None else open_data(data or [], split, config, storage)
+    if not isinstance(ds, (Dataset, Stream)):
+        raise TypeError(
+            f"{dataset} must make a dataset or stream, not a loader: workers and batch sizes are tried here"
+        )
+    if dataset is None:
+        ds = ds.select_columns([name.strip() for name in columns.split(",")]) if columns else ds
+        ds = ds.shuffle(0, scope) if shuffle else ds
+    counts = _numbers(workers, "--workers", 0) if workers else _some_workers()
+    with shown("trying", "settings") as report:
+        trials = try_settings(
+            ds, batch_sizes=_numbers(batch_sizes, "--batch-size", 1), workers=counts, seconds=seconds, report=report
+        )
+    limit = find_limit(ds, seconds) if isinstance(ds, Dataset) else None
+    advice = advise(trials)
+    if as_json:
+        told = [{**asdict(one), **_rates(one)} for one in trials]
+        best = {"num_workers": advice.best.num_workers, "batch_size": advice.best.batch_size, "why": advice.why}
+        common.print_json({"trials": told, "limit": None if limit is None else asdict(limit), "recommended": best})
+    else:
+        _show(trials, limit, advice)
+
+
+def _rates(one: Trial) -> dict[str, float]:
+    return {"rows_per_second": one.stats.rows_per_second, "bytes_per_second": one.stats.bytes_per_second}
+
+
+def _some_workers() -> list[int]:
+    found = [0, 1]
+    while 2 * found[-1] <= cores():
+        found.append(2 * found[-1])
+    return found
+
+
+def _numbers(text: str, name: str, least: int) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise ValueError(f"{name} takes whole numbers of at least {least}, separated by commas, got {text!r}")
+    return found
+
+
+def _show(trials: list[Trial], limit: Limit | None, advice: Advice) -> None:
+    table = Table()
+    names = ["workers", "batch size", "rows/s", "GB/s", "first batch"]
+    for name in [*names, "of the limit"] if limit is not None else names:
+        table.add_column(name, justify="right")
+    for one in trials:
+        cells = [
+            str(one.num_workers),
+            f"{one.batch_size:,}",
+            f"{one.stats.rows_per_second:,.0f}",
+            f"{one.stats.bytes_per_second / 1e9:,.3f}",
+            f"{1000 * one.stats.first_batch:,.0f} ms",
+        ]
+        if limit is not None:
+            cells.append(f"{one.stats.rows_per_second / max(limit.rows_per_second, 1e-9):.2f} ×")
+        table.add_row(*cells, style="bold green" if one is advice.best else None)
+    common.console.print(table)
+    if limit is not None:
+        common.console.print(
+            f"limit: {limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s ({limit.how})"
+        )
+    best = advice.best
+    common.console.print(
+        f"[bold]recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})[/]: {advice.why}"
+    )

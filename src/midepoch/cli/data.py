@@ -1,0 +1,107 @@
+"""Which data a command is about: paths, a folder of save_to_disk, a dataset in Hugging Face's cache, or a function."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from midepoch.dataset import Dataset
+from midepoch.errors import DataNotFoundError
+from midepoch.load import from_files, load_dataset, load_from_disk
+from midepoch.loader.loader import Loader
+from midepoch.loader.stream import StreamLoader
+from midepoch.sources.splits import parse_split
+from midepoch.stream import Stream
+
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files, globs or a folder, on disk or in an object store; a folder of save_to_disk; or the name of a "
+        "Hugging Face dataset that was loaded before.",
+        show_default=False,
+    ),
+]
+Split = Annotated[str | None, typer.Option(help="A split, or a part of one: 'train[:10%]'.")]
+Config = Annotated[str | None, typer.Option(help="The configuration of a Hugging Face dataset.")]
+Storage = Annotated[
+    list[str] | None,
+    typer.Option("--storage", help="KEY=VALUE for the object store, as endpoint_override=http://… Repeatable."),
+]
+Made = Annotated[
+    str | None,
+    typer.Option(help="A function that makes the dataset or loader: package.module:function or file.py:function."),
+]
+
+
+def open_data(
+    data: Sequence[str],
+    split: str | None = None,
+    config: str | None = None,
+    storage: Sequence[str] | None = None,
+    **options: Any,
+) -> Dataset:
+    """The dataset that the arguments of a command name. ``options`` go to whatever opens it."""
+    path = Path(data[0]).expanduser()
+    if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return load_from_disk(path, split, **options)
+    if len(data) == 1 and not _is_path(data[0]):
+        if split is None:
+            raise ValueError(f"there is no file {data[0]}. For a Hugging Face dataset of that name give --split.")
+        return load_dataset(data[0], config, split=split, **options)
+    if split is not None and ("[" not in split or not split.endswith("]")):
+        raise ValueError(f"files have no splits: --split can only choose a part, as 'train[:10%]', got {split!r}")
+    ds = from_files(data[0] if len(data) == 1 else list(data), storage_options=_pairs(storage) or None, **options)
+    return ds if split is None else _part(ds, split)
+
+
+def _is_path(text: str) -> bool:
+    """Whether it names files: it is there, is an address or a glob, or looks like nothing else."""
+    looks = "://" in text or any(sign in text for sign in "*?[") or text.startswith((".", "/", "~"))
+    return looks or os.path.exists(text) or text.count("/") > 1 or bool(Path(text).suffix)
+
+
+def _part(ds: Dataset, split: str) -> Dataset:
+    parts = parse_split(split)
+    if len(parts) != 1:
+        raise ValueError(f"--split takes one part of files, got {split!r}")
+    return ds.slice(*parts[0].rows(len(ds)))
+
+
+def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in given or ():
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ValueError(f"--storage takes KEY=VALUE, got {pair!r}")
+        found[key] = {"true": True, "false": False}.get(value.lower(), value)
+    return found
+
+
+def made_by(name: str) -> Dataset | Loader | Stream | StreamLoader:
+    """What a function returns that is named as file.py:function or package.module:function."""
+    module, _, function = name.rpartition(":")
+    if not module or not function:
+        raise ValueError(f"--dataset takes package.module:function or file.py:function, got {name!r}")
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise DataNotFoundError(f"there is no file {module}.")
+        sys.path.insert(0, str(Path(module).resolve().parent))
+        found = runpy.run_path(module, run_name="midepoch_cli").get(function)
+    else:
+        sys.path.insert(0, os.getcwd())
+        found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"there is no function {function!r} in {module}")
+    made = found()
+    made = made[0] if isinstance(made, tuple) and made else made
+    made = getattr(made, "_loader", made)  # of StructuredDataset and its loader
+    if not isinstance(made, (Dataset, Loader, Stream, StreamLoader)):
+        raise TypeError(f"{name} must return a dataset, stream or loader of midepoch, got {type(made).__name__}")
+    return made

@@ -1,0 +1,34 @@
+"""``midepoch doctor``: whether this machine is fit for training, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+from rich.table import Table
+
+from midepoch.cli import common
+from midepoch.examination import examine
+
+_COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
+
+
+def doctor(as_json: common.AsJson = False) -> None:
+    """Look at versions, limits on files and memory, caches, and settings that go wrong often.
+
+    Ends with 1 if something will not work.
+
+    [bold]midepoch doctor[/]
+
+    [bold]midepoch doctor --json > machine.json[/]
+    """
+    findings = examine()
+    if as_json:
+        common.print_json([asdict(one) for one in findings])
+    else:
+        table = Table("", "what", "found", "what to do")
+        for one in findings:
+            table.add_row(f"[{_COLOURS[one.verdict]}]{one.verdict}[/]", one.what, one.found, one.remedy)
+        common.console.print(table)
+    if any(one.verdict == "bad" for one in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,48 @@
+"""``midepoch index``: read footers and headers now, so that the first training job does not wait for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from midepoch.cli import common
+from midepoch.cli.data import Config, Data, Split, Storage, open_data
+from midepoch.sources.index import default_index_dir
+
+
+def index(
+    data: Data,
+    split: Split = None,
+    config: Config = None,
+    force: Annotated[bool, typer.Option(help="Make it again, though there is one.")] = False,
+    index_dir: Annotated[str | None, typer.Option(help="Where indexes are kept. [default: $MIDEPOCH_CACHE]")] = None,
+    storage: Storage = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Make the index of some data, with progress, or check the one there is.
+
+    [bold]midepoch index s3://bucket/lake/[/]
+
+    [bold]midepoch index 'data/*.arrow' --force[/]
+    """
+    began = time.monotonic()
+    options = {} if index_dir is None else {"index_dir": index_dir}
+    ds = open_data(data, split, config, storage, force_reindex=force, **options)
+    source = ds.pipeline.source
+    found: dict[str, Any] = {
+        "files": len(source.files),
+        "blocks": len(source.layout.block_starts) - 1,
+        "rows": source.rows,
+        "fingerprint": source.fingerprint,
+        "index_dir": str(index_dir or default_index_dir()),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    if as_json:
+        common.print_json(found)
+        return
+    common.console.print(
+        f"{found['files']:,} files, {found['blocks']:,} blocks, {found['rows']:,} rows; "
+        f"indexed in {found['index_dir']} ({found['seconds']:.1f} s)"
+    )

@@ -1,0 +1,158 @@
+"""``midepoch inspect``, ``diff`` and ``verify``: states and checkpoints, in words."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.checkpoint.health import health
+from midepoch.cli import common
+from midepoch.cli.data import Made, Storage, made_by, open_data
+from midepoch.cli.states import open_state
+from midepoch.describe import Difference, describe, differences
+from midepoch.errors import CheckpointNotFoundError, StateError
+from midepoch.progress import Bar
+
+State = Annotated[
+    str, typer.Argument(help="A state as a JSON file, or a folder or address of checkpoints.", show_default=False)
+]
+Step = Annotated[int | None, typer.Option(help="Which step of the checkpoints; the latest by default.")]
+Part = Annotated[str | None, typer.Option(help="Which part of a checkpoint: data, or the name of an extra.")]
+
+
+def inspect(
+    state: State,
+    step: Step = None,
+    part: Part = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a rank and step, to count steps left.")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks, to count steps left.")] = 1,
+    as_json: common.AsJson = False,
+) -> None:
+    """Say in words where a state or checkpoint stands: epoch, percent, next file and row, steps left.
+
+    [bold]midepoch inspect state.json[/]
+
+    [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
+    """
+    found, number = open_state(state, step, part, ranks=world_size)
+    told = describe(found, batch_size=batch_size, world_size=world_size)
+    if as_json:
+        common.print_json({"step": number, **asdict(told), "share": told.share})
+        return
+    table = Table(show_header=False, title=state if number is None else f"{state}, step {number}", title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in told.lines().items():
+        table.add_row(name, text)
+    common.console.print(table)
+
+
+def diff(
+    first: State,
+    second: Annotated[str | None, typer.Argument(help="Another state or folder of checkpoints.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Instead: files. Repeatable.")] = None,
+    dataset: Made = None,
+    step: Annotated[int | None, typer.Option(help="Which step of the first checkpoints.")] = None,
+    other_step: Annotated[int | None, typer.Option(help="Which step of the second ones.")] = None,
+    part: Part = None,
+    storage: Storage = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Say what differs between two states, or a state and a dataset, and whether it would resume.
+
+    Ends with 1 if it would be refused.
+
+    [bold]midepoch diff monday.json tuesday.json[/]
+
+    [bold]midepoch diff runs/7/checkpoints runs/8/checkpoints --step 100 --other-step 200[/]
+
+    [bold]midepoch diff state.json --dataset train.py:make_loader[/]
+    """
+    if sum(given is not None for given in (second, data or None, dataset)) != 1:
+        raise ValueError("give one thing to compare with: a second state, --data or --dataset")
+    mine = open_state(first, step, part).state
+    other: Any = (
+        made_by(dataset)
+        if dataset is not None
+        else open_data(data, storage=storage)
+        if data
+        else open_state(str(second), other_step, part).state
+    )
+    found = differences(mine, other)
+    problem = next((f"{one.field} differs: {one.cause}" for one in found if one.cause), None)
+    if second is None:
+        try:
+            other.check_state(mine)
+            problem = None
+        except StateError as refused:
+            problem = str(refused)
+    if as_json:
+        common.print_json({"resumes": problem is None, "problem": problem, "differs": [one._asdict() for one in found]})
+    else:
+        _show(found, problem, second is None)
+    if problem is not None:
+        raise typer.Exit(1)
+
+
+def _show(found: list[Difference], problem: str | None, against_data: bool) -> None:
+    if found:
+        table = Table("field", "first", "second", "what it means")
+        for one in found:
+            table.add_row(one.field, _short(one.first), _short(one.second), one.cause or "[dim]does not matter[/]")
+        common.console.print(table)
+    if problem is not None:
+        common.console.print("[red]would not resume[/]:", end=" ")
+        common.console.print(problem, markup=False)
+    elif against_data:
+        common.console.print("[green]would resume[/]")
+    else:
+        same = "the same place" if not found else "the same data, order and pipeline"
+        common.console.print(f"[green]{same}[/]: one can be loaded where the other can")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 48 else f"{text[:47]}…"
+
+
+def verify(
+    checkpoints: Annotated[str, typer.Argument(help="A folder or address of checkpoints.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Read every byte of a folder of checkpoints, and say which steps are whole.
+
+    Ends with 1 if one is damaged.
+
+    [bold]midepoch verify runs/7/checkpoints[/]
+
+    [bold]midepoch verify s3://bucket/run/checkpoints --step 4000[/]
+    """
+    saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
+    steps = saved.steps() if step is None else [step]
+    if not steps:
+        raise CheckpointNotFoundError(f"there is no checkpoint in {checkpoints}.")
+    found = []
+    with Bar("verifying", "steps") as bar:
+        for number, one in enumerate(steps, 1):
+            found.append(health(saved, one, read=True))
+            bar.update(number, len(steps))
+    if as_json:
+        common.print_json([asdict(each) for each in found])
+    else:
+        table = Table(title=checkpoints, title_justify="left")
+        for name in ("step", "saved", "ranks", "parts", "size", ""):
+            table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
+        for each in found:
+            good = "[green]whole[/]" if each.problem is None else f"[red]{each.problem}[/]"
+            saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?"
+            size = "?" if each.bytes is None else common.bytes_text(each.bytes)
+            table.add_row(str(each.step), saved_at, str(each.world_size or "?"), ", ".join(each.parts), size, good)
+        common.console.print(table)
+    if any(each.problem is not None for each in found):
+        raise typer.Exit(1)

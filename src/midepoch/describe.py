@@ -1,0 +1,211 @@
+"""States in words: where a run stood, in what, and how two of them differ.
+
+print(describe(state))                     # epoch 3, 41.2 %: position 412,000 of 1,000,000; next: row 17 of a.parquet …
+differences(state, other_state)            # [] if one can be loaded where the other can
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from midepoch import html
+from midepoch import state as states
+from midepoch.dataset import Dataset
+from midepoch.errors import StateError
+from midepoch.flow import state as flow_states
+from midepoch.known import of_index
+from midepoch.loader.batches import Plan
+from midepoch.loader.loader import Loader
+from midepoch.loader.stream import StreamLoader
+from midepoch.order import Cut
+from midepoch.stream import Stream
+
+_SHOWN_CHANGES = 8
+_OF_SHUFFLE = ("seed", "window", "aligned")
+"""Fields that follow from the scope: where that differs, they say nothing more."""
+
+
+@dataclass(frozen=True)
+class StateSummary:
+    """What a state says. ``rows`` and ``share`` of a stream are None before an epoch of it has been gone through."""
+
+    epoch: int
+    position: int
+    rows: int | None
+    stream: bool
+    order: str
+    pipeline: str
+    data: str
+    lanes: int
+    next_row: str | None = None
+    """Of the data, if it was found on this machine: which row of which file is next."""
+    steps_left: int | None = None
+    whose: str | None = None
+    """If it is not that of a whole run: which worker's or shard's it is."""
+    changes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float | None:
+        """Of the epoch that is over."""
+        return None if not self.rows else min(1.0, self.position / self.rows)
+
+    def lines(self) -> dict[str, str]:
+        """By name, what there is to say."""
+        unit = "outputs" if self.stream else "rows"
+        of = "" if self.rows is None else f" of {'about ' * self.stream}{self.rows:,}"
+        share = "" if self.share is None else f" ({100 * self.share:.1f} %)"
+        found: dict[str, str | None] = {
+            "epoch": str(self.epoch),
+            "position": f"{self.position:,}{of} {unit}{share}",
+            "next": self.next_row,
+            "steps left": None if self.steps_left is None else f"{self.steps_left:,}",
+            "order": self.order,
+            "pipeline": None if self.pipeline == "none" else self.pipeline,
+            "sources": "; ".join(self.sources) or None,
+            "lanes": str(self.lanes) if self.lanes > 1 else None,
+            "data": self.data,
+            "belongs to": self.whose,
+            "changed at resumes": "; ".join(self.changes[-_SHOWN_CHANGES:]) or None,
+        }
+        return {name: text for name, text in found.items() if text is not None}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name + ':':<20}{text}" for name, text in self.lines().items())
+
+    def _repr_html_(self) -> str:
+        return html.table("State", self.lines(), self.share)
+
+
+def describe(
+    state: Any,
+    *,
+    batch_size: int | None = None,
+    world_size: int = 1,
+    ends: str | None = None,
+    index_dir: str | os.PathLike[str] | None = None,
+) -> StateSummary:
+    """A state, or the list of those of all ranks, in words. Raises StateError if it is none.
+
+    With a ``batch_size`` (of a rank) also how many steps are left of the epoch.
+    """
+    several = list(state) if isinstance(state, (list, tuple)) else [state]
+    if not several:
+        raise StateError("a list of the states of all ranks is empty.")
+    found = [states.parse(one) for one in several]
+    first = found[0]
+    is_stream = bool(first["flow"])
+    if is_stream:
+        position, rows = sum(one["position"] for one in found), first["epoch_outputs"] or None
+        if len({one["known"] for one in found}) < len(found):
+            position = first["position"]  # of ranks that run all lanes together: each knows of all
+    else:
+        first = states.parse(states.one_of(several, Cut()))
+        position, rows = first["position"], first["rows"]
+    whole = not first["workers"] and first["shard"] is None
+    return StateSummary(
+        epoch=first["epoch"],
+        position=position,
+        rows=rows,
+        stream=is_stream,
+        order=_order(first),
+        pipeline=first["pipeline"],
+        data=first["data"],
+        lanes=first["lanes"],
+        next_row=_next(several[0], index_dir) if whole and not is_stream else None,
+        steps_left=_steps_left(first, batch_size, world_size, ends) if batch_size and not is_stream else None,
+        whose=None if whole else _whose(first),
+        changes=tuple(states.changes_in(first["changes"])),
+        sources=_sources(first["parts"]),
+    )
+
+
+def _order(state: Mapping[str, Any]) -> str:
+    selected = "" if state["selection"] in ("", f"0:{state['rows']}") else f"rows {state['selection']}, "
+    if state["scope"] == "none":
+        return f"{selected}in order" if not state["parts"] else "by its sources"
+    window = f" of {state['window']} blocks" if state["window"] is not None else ""
+    return f"{selected}shuffled by {state['scope']}{window}, seed {state['seed']}"
+
+
+def _next(state: Any, index_dir: Any) -> str | None:
+    known = of_index(state, index_dir)
+    return known.place(known.cursor.position)
+
+
+def _steps_left(state: Mapping[str, Any], batch_size: int, world_size: int, ends: str | None) -> int:
+    return len(Plan.of(state["epoch"], state["position"], state["rows"], batch_size * world_size, ends))
+
+
+def _whose(state: Mapping[str, Any]) -> str:
+    if state["workers"]:
+        return f"worker {state['worker']} of {state['workers']} of a DataLoader, shards: {state['shards']}"
+    return f"shard {state['shard']} of {state['shards']}"
+
+
+def _sources(parts: str) -> tuple[str, ...]:
+    """Of a mix and the like: each source, with its weight."""
+    if not parts:
+        return ()
+    try:
+        tree = json.loads(parts)
+    except ValueError:
+        raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.") from None
+    weights = tree.get("weights") or [None] * len(tree.get("parts", ()))
+    found = []
+    for part, weight in zip(tree.get("parts", ()), weights, strict=False):
+        name = part.get("name") or part.get("pipeline", "?")
+        rows = f", {part['rows']:,} rows" if isinstance(part.get("rows"), int) else ""
+        found.append(f"{name}{rows}{'' if weight is None else f', weight {weight:g}'}")
+    return tuple(found)
+
+
+class Difference(NamedTuple):
+    """A field in which two states differ. ``cause`` is empty where it does not stand in the way of a resume."""
+
+    field: str
+    first: Any
+    second: Any
+    cause: str
+
+
+def differences(first: Any, second: Any) -> list[Difference]:
+    """How a state differs from another, or from a dataset, stream or loader. With causes: why it is not its state."""
+    mine = states.parse(states.one_of(first, Cut()) if not _flows(first) else _one(first))
+    if isinstance(second, (Dataset, Loader)):
+        other: Mapping[str, Any] = {**states.identity(second.pipeline), "parts": "", "flow": ""}
+    elif isinstance(second, (Stream, StreamLoader)):
+        other = {"parts": "", **flow_states.identity(second.what.spec, mine["lanes"]), "flow": mine["flow"] or "[]"}
+    else:
+        other = states.parse(states.one_of(second, Cut()) if not _flows(second) else _one(second))
+    found = []
+    for name in ("epoch", "position", "lanes"):
+        if name in other and mine[name] != other[name]:
+            found.append(Difference(name, mine[name], other[name], ""))
+    shuffled = mine["scope"] == other.get("scope", mine["scope"])
+    for name, cause in states.CAUSES.items():
+        if mine[name] != other.get(name, mine[name]) and (shuffled or name not in _OF_SHUFFLE):
+            found.append(Difference(name, mine[name], other[name], cause))
+    if bool(mine["flow"]) != bool(other["flow"]):
+        cause = "steps that change the number of rows were added or left out"
+        found.append(Difference("kind", _kind(mine), _kind(other), cause))
+    if mine["parts"] != other["parts"]:
+        found.append(Difference("parts", mine["parts"], other["parts"], "the sources, or their steps, are others"))
+    return found
+
+
+def _kind(state: Mapping[str, Any]) -> str:
+    return "stream" if state["flow"] else "dataset"
+
+
+def _flows(state: Any) -> bool:
+    one = _one(state)
+    return isinstance(one, Mapping) and bool(one.get("flow"))
+
+
+def _one(state: Any) -> Any:
+    return state[0] if isinstance(state, (list, tuple)) and state else state

@@ -1,0 +1,169 @@
+"""What a machine is like, as far as it matters to loading data: versions, limits, caches, settings that go wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from midepoch.errors import WorldError
+from midepoch.loader.remedy import cores
+from midepoch.sources.index import default_index_dir
+from midepoch.world import find_world
+
+_LEAST = {"numpy": "1.24", "pyarrow": "20", "torch": "2.1", "datasets": "2.19", "jax": "0.4.34", "ray": "2.40"}
+_NEEDED = ("numpy", "pyarrow")
+_OTHERS = ("torchdata", "transformers", "accelerate", "lightning", "orbax-checkpoint", "fsspec", "cloudpickle", "typer")
+_OPEN_FILES = 4096
+_ROOM = 5 << 30
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "fuse", "gpfs", "beegfs", "9p", "ceph")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``verdict``: "good", "mind" (it may hurt), "bad" (it will not work)."""
+
+    verdict: str
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """All findings, the same order every time."""
+    return [*_versions(), *_processor(), *_files(), *_memory(), *_folders(), *_settings()]
+
+
+def _versions() -> Iterator[Finding]:
+    fits = sys.version_info >= (3, 10)
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("good" if fits else "bad", "Python", text, "" if fits else "3.10 or newer is needed")
+    for name in ("midepoch", *_LEAST, *_OTHERS):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in _NEEDED:
+                yield Finding("bad", name, "not installed", f"pip install {name}")
+            continue
+        least = _LEAST.get(name)
+        if least is not None and _numbers(version) < _numbers(least):
+            yield Finding("bad" if name in _NEEDED else "mind", name, version, f"{least} or newer is needed")
+        else:
+            yield Finding("good", name, version)
+
+
+def _numbers(version: str) -> list[int]:
+    parts = version.split("+")[0].split(".")
+    return [int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3]]
+
+
+def _processor() -> Iterator[Finding]:
+    mine, all_cores = cores(), os.cpu_count() or 1
+    quota = _quota()
+    if quota is not None and quota < mine:
+        text = f"{mine}, but the container may use only {quota:g}"
+        yield Finding("mind", "cores", text, f"no more than {max(1, int(quota))} workers over all ranks")
+    else:
+        yield Finding("good", "cores", str(mine) if mine == all_cores else f"{mine} of {all_cores}")
+
+
+def _quota() -> float | None:
+    """Cores that a container may use, if there is a limit."""
+    try:
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if most == "max" else int(most) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
+        remedy = f"ulimit -n {min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536}, for thousands of files"
+        yield Finding("mind", "open files", f"{soft:,} at most", remedy)
+    else:
+        yield Finding("good", "open files", f"{soft:,} at most" if soft != resource.RLIM_INFINITY else "no limit")
+
+
+def _memory() -> Iterator[Finding]:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limit = _memory_limit()
+        if limit is not None and limit < total:
+            yield Finding(
+                "good", "memory", f"{total / 1e9:.0f} GB, of which this container may use {limit / 1e9:.0f} GB"
+            )
+        else:
+            yield Finding("good", "memory", f"{total / 1e9:.0f} GB")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        small = size < 1 << 30
+        remedy = "midepoch's workers do not need it; torch's DataLoader does: docker run --shm-size=8g" if small else ""
+        yield Finding("mind" if small else "good", "shared memory", f"{size / 1e9:.1f} GB in /dev/shm", remedy)
+
+
+def _memory_limit() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return None if text == "max" else int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def _folders() -> Iterator[Finding]:
+    folder = default_index_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        text = f"{folder}: {problem.strerror}"
+        yield Finding("mind", "index folder", text, "set MIDEPOCH_CACHE: without it every start indexes again")
+        return
+    free = shutil.disk_usage(folder).free
+    kind = _file_system(folder)
+    text = f"{folder} ({kind or 'disk'}, {free / 1e9:.0f} GB free)"
+    if free < _ROOM:
+        yield Finding(
+            "mind", "index folder", text, "decoded blocks are kept there too: set MIDEPOCH_CACHE to a larger disk"
+        )
+    elif kind is not None and kind.startswith(_NETWORK):
+        yield Finding(
+            "mind", "index folder", text, "set MIDEPOCH_CACHE to a local disk: decoded blocks are mapped there"
+        )
+    else:
+        yield Finding("good", "index folder", text)
+
+
+def _file_system(folder: Path) -> str | None:
+    """What kind a folder lies on, by the longest mount point above it."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    path = str(folder.resolve())
+    above = [(point, kind) for point, kind in mounts if path == point or path.startswith(point.rstrip("/") + "/")]
+    return max(above, key=lambda one: len(one[0]))[1] if above else None
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        world = find_world()
+        yield Finding("good", "ranks", f"rank {world.rank} of {world.size}" if world.size > 1 else "one process")
+    except WorldError as problem:
+        yield Finding("bad", "ranks", str(problem), "unset the variables of the launcher that was not used")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and threads.isdigit() and int(threads) > cores():
+        yield Finding("mind", "OMP_NUM_THREADS", threads, f"more than the {cores()} cores there are")
+    if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("true", "1"):
+        yield Finding("mind", "TOKENIZERS_PARALLELISM", "true", "unset it: workers tokenize side by side already")
+    if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
+        yield Finding("good", "Hugging Face", "offline: only what is in the cache can be loaded")

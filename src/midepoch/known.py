@@ -1,0 +1,164 @@
+"""What is known of the data of a state: given as a dataset, or found on this machine by its fingerprint."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch import state as states
+from midepoch.dataset import Dataset
+from midepoch.errors import CheckpointNotFoundError, StateError
+from midepoch.loader.loader import Loader
+from midepoch.order import Cut, EpochOrder, Layout, Order, Selection
+from midepoch.sources.index import Index, default_index_dir, read_index
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Where a state stands, its order, and where its blocks and files begin, if they were found.
+
+    ``checked``: against what the state was, "dataset", "index" or "nothing".
+    """
+
+    cursor: states.Cursor
+    rows: int
+    order: Order | None
+    layout: Layout | None
+    block_bytes: Int64Array | None
+    row_bytes: float | None
+    fetched: bool
+    checked: str
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def at(self, epoch: int, notes: list[str]) -> EpochOrder | None:
+        """The order of an epoch, if enough is known; if not, ``notes`` say what is missing."""
+        if self.order is None:
+            notes.append("which rows were selected is not in the state: give the dataset to see rows and blocks.")
+            return None
+        by_rows = self.order.shuffle is None or self.order.shuffle.scope == "rows"
+        if self.layout is None:
+            if not by_rows:
+                notes.append("where blocks begin is not in the state: give the dataset to see rows and blocks.")
+                return None
+            return self.order.at(epoch, Layout(np.array([0, self.rows]), np.array([0, self.rows])))
+        return self.order.at(epoch, self.layout)
+
+    def place(self, position: int) -> str | None:
+        """Which row of which file stands at a position of the epoch that the state is in."""
+        order = self.at(self.cursor.epoch, [])
+        if order is None or self.layout is None or self.order is None or position >= self.rows:
+            return None
+        row = int(self.order.selection.source_rows(order.chosen(np.array([position])))[0])
+        number = int(np.searchsorted(self.layout.file_starts, row, side="right")) - 1
+        return f"row {row - int(self.layout.file_starts[number])} of {self.files[number]}"
+
+
+def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
+    pipeline = dataset.pipeline
+    resumed = states.load_global(state, pipeline)
+    pipeline = states.adopt(resumed, pipeline)
+    source = pipeline.source
+    sizes = np.concatenate([_block_bytes(index) for index in source.indexes])
+    return Known(
+        resumed.cursor,
+        pipeline.rows,
+        pipeline.order,
+        source.layout,
+        sizes,
+        source.bytes_per_row,
+        source.fetched,
+        "dataset",
+        tuple(source.name(file) for file in source.files),
+    )
+
+
+def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
+    state = states.one_of(state, Cut())
+    states.check(state)
+    if state.get("workers") or state.get("shard") is not None:
+        raise StateError("the state is that of one worker or shard, which fits just the same number of them.")
+    cursor, order = states.Cursor(state["epoch"], state["position"]), _order(state)
+    if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
+        raise StateError(
+            f"the state is damaged: position {cursor.position} of {state['rows']} rows, selection {state['selection']}."
+        )
+    folder = default_index_dir() if index_dir is None else Path(index_dir).expanduser()
+    index = _index_of(state["data"], folder)
+    if index is None:
+        note = "its data was not found among the indexes on this machine: it was not checked against any."
+        return Known(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
+    files = np.cumsum([0, *(file.rows for file in index.files)], dtype=np.int64)
+    total = int(files[-1])
+    row_bytes = index.row_bytes or sum(file.size for file in index.files) / max(1, total)
+    fetched = index.ends is not None
+    return Known(
+        cursor,
+        state["rows"],
+        order,
+        Layout(index.starts, files),
+        _block_bytes(index),
+        row_bytes,
+        fetched,
+        "index",
+        tuple(file.path for file in index.files),
+    )
+
+
+def _order(state: Mapping[str, Any]) -> Order | None:
+    """The order that a state tells of, as far as it does: which rows were picked one by one it does not."""
+    if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", state["selection"]) is None:
+        return None
+    ranges = [tuple(map(int, part.split(":"))) for part in state["selection"].split(",")]
+    selection = Selection.of_ranges([(a, b) for a, b in ranges])
+    return states.order_of(state, selection)
+
+
+def _index_of(fingerprint: str, folder: Path) -> Index | None:
+    for path in sorted(folder.glob("*.midepoch-index")):
+        index = read_index(path)
+        if index is not None and index.fingerprint == fingerprint:
+            return index
+    return None
+
+
+def _block_bytes(index: Index) -> Int64Array:
+    """About how many bytes each block has in its file: its rows' share."""
+    if not index.files:
+        return np.zeros(0, dtype=np.int64)
+    rows = np.diff(index.starts)
+    owner = np.repeat(np.arange(len(index.files)), [file.blocks for file in index.files])
+    share = np.array([file.size / max(1, file.rows) for file in index.files])
+    return np.asarray(rows * share[owner], dtype=np.int64)
+
+
+def state_in(tree: Any, part: str | None = None) -> Any:
+    """The state of a pipeline in what a checkpoint holds: the only one there is, or the one under a name."""
+    found = dict(_states(tree, ""))
+    if part is not None:
+        found = {name: state for name, state in found.items() if name == part}
+    if len(found) != 1:
+        there = ", ".join(found) or "none"
+        raise CheckpointNotFoundError(
+            f"there must be one state of a pipeline to plan with{f' called {part!r}' if part else ''}, found: {there}."
+        )
+    return next(iter(found.values()))
+
+
+def _states(tree: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        if states.KEY in tree:
+            return [(name or "state", tree)]
+        return [found for key, value in tree.items() for found in _states(value, f"{name}.{key}".strip("."))]
+    if isinstance(tree, (list, tuple)) and tree and all(isinstance(one, Mapping) and states.KEY in one for one in tree):
+        return [(name or "state", list(tree))]
+    return []

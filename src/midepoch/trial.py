@@ -1,0 +1,152 @@
+"""Trying settings on this machine: how fast is this data, with which workers and batches, beside the limit.
+
+The limit is what the same rows cost without a loader: copied in order from where they are mapped, or fetched and
+decoded block after block by as many threads as there are cores, and not looked at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from midepoch.dataset import Dataset
+from midepoch.engine import Engine
+from midepoch.loader.remedy import cores
+from midepoch.stats import Stats
+from midepoch.stream import Stream
+
+_NEAR = 0.95
+"""A setting with fewer workers is as good as the best if it reaches so much of it."""
+_LIMIT_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting, and what came of it."""
+
+    num_workers: int
+    batch_size: int
+    stats: Stats
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.stats.rows_per_second
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of this machine for these rows: without a loader, warm."""
+
+    rows_per_second: float
+    bytes_per_second: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The setting to take, and why."""
+
+    best: Trial
+    why: str
+
+
+def try_settings(
+    ds: Dataset | Stream,
+    *,
+    batch_sizes: Sequence[int],
+    workers: Sequence[int],
+    seconds: float,
+    report: Callable[[int, int], Any] | None = None,
+) -> list[Trial]:
+    """Each setting for so many seconds, in turn, after a first look that nobody counts."""
+    settings = [(count, size) for count in workers for size in batch_sizes]
+    found = []
+    _consume(ds.loader(batch_sizes[0], ends="uneven"), min(seconds, 0.5))  # what is read for the first time is slower
+    for number, (count, size) in enumerate(settings, 1):
+        with ds.loader(size, num_workers=count, ends="uneven", persistent_workers=count > 0) as loader:
+            _consume(loader, seconds)
+            found.append(Trial(count, size, loader.stats()))
+        if report is not None:
+            report(number, len(settings))
+    return found
+
+
+def _consume(loader: Any, seconds: float) -> None:
+    """Take batches for a while after the first one, epoch after epoch if they are short."""
+    until = None
+    while True:
+        batches = 0
+        for _ in loader:
+            batches += 1
+            now = time.perf_counter()
+            if until is None:
+                until = now + seconds
+            elif now >= until:
+                return
+        if not batches or (until is not None and time.perf_counter() >= until):
+            return
+
+
+def find_limit(ds: Dataset, seconds: float) -> Limit:
+    """What the same columns cost without a loader."""
+    source, engine = ds.pipeline.source, Engine(ds.pipeline)
+    rows, size, began = 0, 0, time.perf_counter()
+    if source.fetched:
+        columns = list(ds.pipeline.head.values())
+        blocks = np.linspace(0, len(source.layout.block_starts) - 2, _LIMIT_BLOCKS).astype(int)
+
+        def fetch(block: int) -> tuple[int, int]:
+            table = source.fetch(block, columns)
+            return table.num_rows, table.nbytes
+
+        with ThreadPoolExecutor(cores()) as pool:
+            while time.perf_counter() - began < seconds:
+                for some_rows, some_bytes in pool.map(fetch, np.unique(blocks).tolist()):
+                    rows, size = rows + some_rows, size + some_bytes
+        how = f"blocks fetched and decoded by {cores()} threads"
+    else:
+        at, step, total = 0, engine.chunk_rows(1 << 20), len(ds)
+        while time.perf_counter() - began < seconds:
+            for piece, count in engine.read_pieces(np.arange(at, min(at + step, total))):
+                rows, size = rows + count, size + _copied(piece.columns.values())
+            at = at + step if at + step < total else 0
+        how = "rows in order, copied once from where they are mapped"
+    elapsed = time.perf_counter() - began
+    return Limit(rows / elapsed, size / elapsed, how)
+
+
+def _copied(columns: Iterable[Any]) -> int:
+    """Copy the memory of some Arrow columns; how many bytes that were."""
+    size = 0
+    for column in columns:
+        for buffer in getattr(column, "array", column).buffers():
+            if buffer is not None:
+                share = min(buffer.size, int(column.nbytes)) if hasattr(column, "nbytes") else buffer.size
+                size += np.frombuffer(buffer, np.uint8, share).copy().nbytes
+    return size
+
+
+def advise(trials: Sequence[Trial]) -> Advice:
+    """The fastest setting; of those that come near, the one with the fewest workers, then the smallest batches."""
+    fastest = max(trials, key=lambda one: one.rows_per_second)
+    near = [one for one in trials if one.rows_per_second >= _NEAR * fastest.rows_per_second]
+    best = min(near, key=lambda one: (one.num_workers, one.batch_size))
+    alone = max((one for one in trials if not one.num_workers), key=lambda one: one.rows_per_second, default=None)
+    stages = best.stats.stages
+    most = max(stages, key=lambda name: stages[name])
+    work = {"read": "reading", "functions": "your functions", "present": "putting batches together"}[most]
+    if best.num_workers and alone is not None and alone.rows_per_second:
+        ratio = best.rows_per_second / alone.rows_per_second
+        why = f"{best.num_workers} workers are {ratio:.1f} × as fast as none: most of the work is {work}."
+    elif not best.num_workers and any(one.num_workers for one in trials):
+        why = f"workers do not help here: most of the work is {work}, and handing batches over costs as much."
+    else:
+        why = f"most of the work is {work}."
+    if best is not fastest:
+        why += f" {fastest.num_workers} workers with batches of {fastest.batch_size} are no more than 5 % faster."
+    return Advice(best, why)
