@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midepoch.errors import ColumnError, DataNotFoundError
+from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
+from midepoch.flow.lanes import Place
 from midepoch.flow.spec import Combination, Concat, Mix, Spec, Zip
 from midepoch.flow.standing import What
 from midepoch.order.keys import check_seed
-from midepoch.stream import Stream, lanes_of, spec_of
+from midepoch.stream import Stream
 
 
 def mix(
@@ -79,7 +80,7 @@ def zip(sources: Sequence[Any], *others: Any) -> Stream:  # noqa: A001  (the nam
 def _parts(sources: Any, what: str) -> tuple[Spec, ...]:
     if not isinstance(sources, (list, tuple)) or not sources:
         raise TypeError(f"{what} takes a list: {what}([a, b]) of datasets or streams, not {sources!r:.60}")
-    return tuple(spec_of(source) for source in sources)
+    return tuple(_spec_of(source) for source in sources)
 
 
 def _check_columns(parts: Sequence[Spec], what: str) -> None:
@@ -106,5 +107,26 @@ def _check_columns(parts: Sequence[Spec], what: str) -> None:
 
 def _stream(base: Combination, sources: Sequence[Any]) -> Stream:
     formats = {source.what.format for source in sources}
-    lanes, given = lanes_of(sources)
+    lanes, given = _lanes_of(sources)
     return Stream(What(Spec(base), formats.pop() if len(formats) == 1 else None, lanes=lanes, lanes_chosen=given))
+
+
+def _spec_of(given: Any) -> Spec:
+    """What is to be combined: the spec of a dataset or stream that stands at its beginning."""
+    what = getattr(given, "what", None)
+    if not isinstance(what, What):
+        raise TypeError(f"datasets or streams are combined, got {type(given).__name__}")
+    if what.cut.count > 1:
+        raise ValueError("shards cannot be combined: combine the datasets, then shard what comes of it")
+    start = given._standing.start
+    if start.begun if isinstance(start, Place) else start:
+        raise MidepochError("a dataset that a state was loaded into cannot be combined: load the state into the mix")
+    return what.spec
+
+
+def _lanes_of(parts: Sequence[Any]) -> tuple[int, bool]:
+    """The lanes that the parts were given, if any was."""
+    given = {part.what.lanes for part in parts if part.what.lanes_chosen}
+    if len(given) > 1:
+        raise ValueError(f"the parts were given different numbers of lanes: {sorted(given)}. Give them to the mix.")
+    return (given.pop(), True) if given else (1, False)

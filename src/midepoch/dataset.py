@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from midepoch import html
 from midepoch.checks import whole
 from midepoch.engine import Engine
 from midepoch.flow.lanes import Place
@@ -20,10 +21,11 @@ from midepoch.pipeline import Pipeline, is_one_to_one
 from midepoch.read.blocks import plain_schema
 from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed, draw_seed
+from midepoch.stages import Stages
 from midepoch.standing import Standing, register_with_torch
 from midepoch.state import Cursor
 from midepoch.steps import functions_in
-from midepoch.stream import Stages, Stream
+from midepoch.stream import Stream
 from midepoch.transforms import FilterExpression, Function, Step
 from midepoch.transforms.features import import_datasets
 from midepoch.transforms.formats import check_format
@@ -120,6 +122,18 @@ class Dataset(Stages, Resumable):
         if at != Cursor():
             parts.append(f"at epoch {at.epoch}, position {at.position:,} of {p.rows:,}")
         return f"{type(self).__name__}({'; '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        p, shuffle, at = self.pipeline, self.pipeline.order.shuffle, self._standing.cursor()
+        about = {
+            "rows": f"{len(self):,} in {self.num_files:,} files",
+            "order": "as they lie" if shuffle is None else f"shuffled by {shuffle.scope}, seed {shuffle.seed}",
+            "maps": ", ".join(step.name for step in p.steps if isinstance(step, Function)) or None,
+            "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
+            "columns": ", ".join(f"{field.name} ({field.type})" for field in self.schema)[:2000],
+        }
+        share = at.position / max(1, p.rows) if at.position else None
+        return html.table(type(self).__name__, {name: text for name, text in about.items() if text}, share)
 
     # Which rows
 

@@ -124,11 +124,15 @@ def _order(state: Mapping[str, Any]) -> Order | None:
 
 
 def _index_of(fingerprint: str, folder: Path) -> Index | None:
+    """The index of some data; of several copies, one whose files are still there."""
+    gone: Index | None = None
     for path in sorted(folder.glob("*.midepoch-index")):
         index = read_index(path)
         if index is not None and index.fingerprint == fingerprint:
-            return index
-    return None
+            if all(os.path.exists(file.path) for file in index.files[:1]):
+                return index
+            gone = gone or index
+    return gone
 
 
 def _block_bytes(index: Index) -> Int64Array:

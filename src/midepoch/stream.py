@@ -2,88 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
+from midepoch import html
 from midepoch.checks import whole
-from midepoch.errors import MidepochError
 from midepoch.flow.chunk import real
 from midepoch.flow.iterate import StreamBatches, StreamRows
 from midepoch.flow.lanes import Place
 from midepoch.flow.length import estimated_length, known_length
-from midepoch.flow.spec import Local, Rebatch, Spec, StageSpec, Window
+from midepoch.flow.spec import Local, Spec, StageSpec, Window
 from midepoch.flow.standing import FlowStanding, What
 from midepoch.order import Cut
 from midepoch.order.keys import check_seed
 from midepoch.pipeline import Pipeline
 from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed
+from midepoch.stages import Stages
 from midepoch.standing import register_with_torch
-from midepoch.steps import HasSteps, functions_in
+from midepoch.steps import functions_in
 from midepoch.transforms import Step
-from midepoch.transforms.columns import check_columns
 from midepoch.transforms.formats import check_format
-from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:
     from midepoch.loader.stream import StreamLoader
 
 Self = TypeVar("Self", bound="Stream")
-
-
-class Stages(HasSteps):
-    """The steps that make a stream of whatever they follow."""
-
-    def _with_stage(self, stage: StageSpec) -> Stream:
-        raise NotImplementedError
-
-    def batch(self, size: int, drop_last: bool = False) -> Stream:
-        """Each ``size`` rows as one row that holds a list of every column."""
-        return self._with_stage(Rebatch(whole(size, "batch", 1), drop_last))
-
-    def pack(
-        self,
-        length: int,
-        column: str = "input_ids",
-        strategy: str = "concat",
-        eos: int | None = None,
-        *,
-        pad: int = 0,
-        extra: Mapping[str, int] | None = None,
-        drop_remainder: bool = False,
-        cu_seqlens: bool = False,
-        window: int = 1024,
-        dtype: str | None = None,
-    ) -> Stream:
-        """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
-
-        "concat" puts them one after the other and cuts; the last sequence of each lane is padded. "best_fit" keeps
-        documents whole where it can: each ``window`` of them goes into as few sequences as best-fit-decreasing finds,
-        each padded. ``eos`` is put behind every document. ``extra``: other columns with a value for each token, and
-        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens.
-        ``dtype`` of the tokens: as they come, unless given.
-
-        A row has ``column``, ``position_ids`` (from 0 in every piece), ``segment_ids`` (1, 2, … for the pieces, 0 for
-        padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
-        """
-        spec = PackSpec(
-            whole(length, "pack(length=…)", 1),
-            column,
-            strategy,
-            None if eos is None else whole(eos, "pack(eos=…)"),
-            _integer(pad, "pad"),
-            {name: _integer(value, f"extra {name}") for name, value in (extra or {}).items()},
-            drop_remainder,
-            cu_seqlens,
-            whole(window, "pack(window=…)", 1),
-            None if dtype is None else np.dtype(dtype).name,
-        )
-        if self._columns is not None:
-            check_columns(list(spec.pads), self._columns, "pack")
-        return self._with_stage(spec)
 
 
 class Stream(Stages, Resumable):
@@ -155,6 +100,11 @@ class Stream(Stages, Resumable):
     def changes(self) -> tuple[str, ...]:
         """What was changed at resumes since the run began: weights and sources of mixes, and what was allowed."""
         return self.what.changes
+
+    def _repr_html_(self) -> str:
+        what, about = self.what, self.estimated_len
+        shown = {"steps": what.spec.text, "lanes": what.lanes, "at": f"epoch {self.epoch}"}
+        return html.table("Stream", shown if about is None else {**shown, "outputs": f"about {about:,} an epoch"})
 
     def __repr__(self) -> str:
         what = self.what
@@ -336,30 +286,3 @@ class Stream(Stages, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._standing = state["standing"]
         register_with_torch(Stream)
-
-
-def _integer(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"pack({what}=…) must be a whole number, got {value!r}")
-    return value
-
-
-def spec_of(given: Any) -> Spec:
-    """What is to be combined: the spec of a dataset or stream that stands at its beginning."""
-    what = getattr(given, "what", None)
-    if not isinstance(what, What):
-        raise TypeError(f"datasets or streams are combined, got {type(given).__name__}")
-    if what.cut.count > 1:
-        raise ValueError("shards cannot be combined: combine the datasets, then shard what comes of it")
-    start = given._standing.start
-    if start.begun if isinstance(start, Place) else start:
-        raise MidepochError("a dataset that a state was loaded into cannot be combined: load the state into the mix")
-    return what.spec
-
-
-def lanes_of(parts: Sequence[Any]) -> tuple[int, bool]:
-    """The lanes that the parts were given, if any was."""
-    given = {part.what.lanes for part in parts if part.what.lanes_chosen}
-    if len(given) > 1:
-        raise ValueError(f"the parts were given different numbers of lanes: {sorted(given)}. Give them to the mix.")
-    return (given.pop(), True) if given else (1, False)

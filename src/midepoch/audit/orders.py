@@ -97,33 +97,35 @@ class KnownOrder:
         return found
 
     @cached_property
-    def _order(self) -> Order:
+    def order(self) -> Order:
+        """Which row stands at a position of an epoch."""
         if "picks" in self._stored:
             return states.order_of(self.about, Selection(picks=self._stored["picks"]))
         ranges = [(int(a), int(b)) for a, b in self._stored["ranges"]]
         return states.order_of(self.about, Selection.of_ranges(ranges))
 
     @cached_property
-    def _layout(self) -> Layout:
+    def layout(self) -> Layout:
+        """Where files begin, and blocks, where the order needs them."""
         files = np.cumsum(self._stored["file_starts"])
         return Layout(np.cumsum(self._stored.get("block_starts", self._stored["file_starts"])), files)
 
     def at(self, epoch: int) -> EpochOrder:
-        return self._order.at(epoch, self._layout)
+        return self.order.at(epoch, self.layout)
 
     @property
     def source_rows(self) -> int:
         """All rows of the files, chosen or not."""
-        return self._layout.rows
+        return self.layout.rows
 
     def in_source(self, chosen: Int64Array) -> Int64Array:
         """Row numbers of the dataset as rows of its files."""
-        return self._order.selection.source_rows(chosen)
+        return self.order.selection.source_rows(chosen)
 
     def place(self, row: int) -> str:
         """Where a row of the dataset lies, in words."""
         source_row = int(self.in_source(np.array([row]))[0])
-        starts, files = self._layout.file_starts, self.about["files"]
+        starts, files = self.layout.file_starts, self.about["files"]
         number = int(np.searchsorted(starts, source_row, side="right")) - 1
         name = files[number] if number < len(files) else f"file {number}"
         return f"row {source_row - int(starts[number])} of {name}"

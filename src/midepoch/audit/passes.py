@@ -75,6 +75,8 @@ class Generation:
     hosts: frozenset[str] = frozenset()
     times: tuple[float, float] = (0.0, 0.0)
     """When something was recorded first and last, as far as that is told."""
+    marks: dict[int, tuple[float, tuple[tuple[int, int, int], ...]]] = field(default_factory=dict)
+    """By rank, when it began, and (steps so far, milliseconds since, milliseconds waited for data), now and then."""
 
     @property
     def how(self) -> str:
@@ -173,6 +175,7 @@ def _together(shape: Shape, passes: list[Passed]) -> Generation:
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
         frozenset(one.process.rsplit("-", 2)[0] for one in passes),
         (min(times), max(one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0) for one in passes)),
+        {rank: (one.beginning[2], one.marks) for rank, one in of_rank.items()},
     )
 
 

@@ -86,10 +86,11 @@ class Run:
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
         self.folder, self.stream = folder, stream
-        self._all = [one for one in generations if one.shape.stream == stream]
+        self.every = [one for one in generations if one.shape.stream == stream]
+        """All passes, also those that a later one took over."""
         self.streams = {one.shape.stream: one.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
-        self.generations = History(self._all).all
+        self.generations = History(self.every).all
         """The passes that the weights have seen, each up to where a later one took over."""
 
     @cached_property
@@ -113,12 +114,12 @@ class Run:
     @property
     def attempts(self) -> int:
         """How many times the run was started."""
-        return len({one.shape.attempt for one in self._all})
+        return len({one.shape.attempt for one in self.every})
 
     @property
     def worlds(self) -> list[int]:
         """The numbers of ranks, one after the other."""
-        sizes = [one.shape.ranks for one in self._all]
+        sizes = [one.shape.ranks for one in self.every]
         return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
 
     @cached_property
@@ -130,7 +131,7 @@ class Run:
             for one in self.generations
             if one.missing and (one is not self.generations[-1] or _are_through(one))
         ]
-        if any(one.beside for one in self._all):
+        if any(one.beside for one in self.every):
             found.append(
                 "two loaders of the same rows recorded at the same time, so their records cannot be told apart: give "
                 'them names, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
@@ -145,7 +146,7 @@ class Run:
     def _side_by_side(self) -> bool:
         """Whether a start went on after a later one had begun, by clocks that may differ between machines."""
         last: dict[str, Generation] = {}  # the pass of each start that was recorded in last
-        for one in self._all:
+        for one in self.every:
             for attempt, before in last.items():
                 same = before.hosts == one.hosts and len(one.hosts) == 1
                 if attempt != one.shape.attempt and before.times[1] > one.times[0] + (
@@ -167,7 +168,7 @@ class Run:
     def epochs(self) -> list[EpochProof]:
         """The proof, epoch by epoch, also of those that were left out."""
         every: dict[int, list[Generation]] = {}
-        for one in self._all:
+        for one in self.every:
             every.setdefault(one.shape.epoch, []).append(one)
         return [self._proof(epoch, every.get(epoch, [])) for epoch in range(min(every), max(every) + 1)]
 
@@ -178,7 +179,7 @@ class Run:
 
     def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
         kept = self._by_epoch.get(epoch, [])
-        rows = self._all[-1].rows
+        rows = self.every[-1].rows
         pieces = [piece for one in kept for piece in pieces_of(one)]
         end, frontier = self._end(epoch, kept, rows)
         sure, rest, behind = count(pieces, 0, frontier), count(pieces, frontier, end), count(pieces, end, rows)
@@ -208,7 +209,7 @@ class Run:
         # A resume with larger batches than the rest of the epoch drops that, though it may not be a kept pass that did.
         if any(
             one.stood == (epoch, last.frontier) and one.shape.epoch > epoch and _drops(one, rows - last.frontier)
-            for one in self._all
+            for one in self.every
         ):
             end = min(end, last.frontier)
         # Ranks are a step apart now and then, also over the end of an epoch: in the last start that is no gap yet.

@@ -17,6 +17,7 @@ from midepoch.cli.info import info
 from midepoch.cli.inspect import diff, inspect, verify
 from midepoch.cli.peek import peek
 from midepoch.cli.plan import plan
+from midepoch.cli.report import report, watch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +29,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Any, ...]] = {
     "Data": (info, peek, index, bench),
     "States and checkpoints": (inspect, diff, verify, plan),
-    "Runs": (audit,),
+    "Runs": (report, watch, audit),
     "This machine": (doctor, demo),
 }
 for panel, commands in _PANELS.items():

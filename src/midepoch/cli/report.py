@@ -1,0 +1,116 @@
+"""``midepoch report`` and ``midepoch watch``: pictures of data and runs."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from midepoch.audit.passes import ledger_folder
+from midepoch.cli import common
+from midepoch.cli.data import Config, Split, Storage, open_data
+from midepoch.errors import DataNotFoundError
+from midepoch.report import collect, render
+from midepoch.report.watch import Watch
+from midepoch.sources.storage import atomic_write
+
+Stream = Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")]
+Checkpoints = Annotated[
+    str | None, typer.Option(help="Their folder. [default: 'checkpoints' in or beside the run's folder]")
+]
+
+
+def report(
+    target: Annotated[
+        list[str], typer.Argument(help="The folder of a run (given to loader(audit=…)), or data.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
+    data: Annotated[
+        list[str] | None, typer.Option(help="The files of a run, to show more of them. Repeatable.")
+    ] = None,
+    checkpoints: Checkpoints = None,
+    stream: Stream = None,
+    label: Annotated[
+        str | None, typer.Option(help="A column whose values should be spread evenly over batches.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of data: rows of a global batch.")] = 256,
+    shuffle: Annotated[int | None, typer.Option(help="Of data: shuffle with this seed.")] = None,
+    scope: Annotated[str | None, typer.Option(help="Of the shuffle: rows, window or files.")] = None,
+    window: Annotated[int | None, typer.Option(help="Of the shuffle: blocks a window.")] = None,
+    split: Split = None,
+    config: Config = None,
+    storage: Storage = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Draw a run or a dataset: layout, what was consumed, restarts, speed, shuffle quality, checkpoints. One HTML file.
+
+    [bold]midepoch report runs/7 -o report.html[/]
+
+    [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
+    """
+    is_run = len(target) == 1 and _is_run(target[0])
+    if shuffle is None and (scope is not None or window is not None):
+        raise ValueError("--scope and --window are of a shuffle: give its seed with --shuffle")
+    if is_run and shuffle is not None:
+        raise ValueError("a run has the order that it has: --shuffle is for data")
+    paths = data if is_run else target
+    ds = open_data(paths, split, config, storage) if paths else None
+    if ds is not None and shuffle is not None:
+        ds = ds.shuffle(shuffle, scope, window)
+    found = collect(
+        target[0] if is_run else None,
+        ds,
+        stream=stream,
+        checkpoints=checkpoints,
+        label=label,
+        batch_size=batch_size,
+    )
+    if as_json:
+        common.print_json(found)
+        return
+    atomic_write(output, render(found).encode())
+    common.console.print(f"wrote {output} ({common.bytes_text(output.stat().st_size)})")
+
+
+def _is_run(text: str) -> bool:
+    if not os.path.isdir(os.path.expanduser(text)):
+        return False
+    try:
+        ledger_folder(text)
+    except DataNotFoundError:
+        return False
+    return True
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8765,
+    host: Annotated[str, typer.Option(help="Other addresses than this machine's own need a token.")] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(help="Asked for in the address. [default: made, if one is needed]")
+    ] = None,
+    checkpoints: Checkpoints = None,
+    stream: Stream = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
+) -> None:
+    """Show a run in progress, live: the page of [bold]midepoch report[/], from this machine only unless told otherwise.
+
+    From elsewhere: ssh -L 8765:127.0.0.1:8765 machine, then open http://127.0.0.1:8765/ there.
+
+    [bold]midepoch watch runs/7[/]
+
+    [bold]midepoch watch runs/7 --host 0.0.0.0 --port 9000[/]
+    """
+
+    def look() -> dict[str, Any]:
+        return collect(run, stream=stream, checkpoints=checkpoints, read_checkpoints=False)
+
+    ledger_folder(run)
+    with Watch(look, host, port, token) as server:
+        common.console.print(f"{server.address}  (Ctrl-C ends it)", markup=False)
+        if open_browser:
+            webbrowser.open(server.address)
+        server.serve()

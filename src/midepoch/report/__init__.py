@@ -1,0 +1,10 @@
+"""Pictures of data and runs: one self-contained page, as a file or served live.
+
+``collect`` gathers what there is to see as plain numbers; ``page`` puts it into HTML; ``watch`` serves the same page
+for a run in progress.
+"""
+
+from midepoch.report.contents import collect
+from midepoch.report.page import render
+
+__all__ = ["collect", "render"]

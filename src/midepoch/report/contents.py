@@ -1,0 +1,165 @@
+"""Everything that a report shows, as plain numbers: of a dataset, of a run's ledger, of its checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.audit import Run, read_runs
+from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.checkpoint.health import health
+from midepoch.dataset import Dataset
+from midepoch.errors import DataNotFoundError, MidepochError
+from midepoch.report.consumption import of_run
+from midepoch.report.quality import quality
+
+Int64Array = npt.NDArray[np.int64]
+
+_MOST_FILES = 400
+_MOST_CHECKPOINTS = 200
+
+
+def collect(
+    run: str | Path | None = None,
+    dataset: Dataset | None = None,
+    *,
+    stream: str | None = None,
+    checkpoints: str | Path | None = None,
+    read_checkpoints: bool = True,
+    label: str | None = None,
+    batch_size: int = 256,
+) -> dict[str, Any]:
+    """What a report shows of a run (the folder given to ``audit=``), of a dataset, or of a run and its dataset.
+
+    ``checkpoints``: their folder; if not given, ``checkpoints`` beside or in the run's folder, if there is one.
+    ``read_checkpoints``: read every byte of them. ``label``: a column whose values should be spread evenly.
+    """
+    if run is None and dataset is None:
+        raise ValueError("give a run, a dataset, or both")
+    if label is not None and dataset is None:
+        raise ValueError("labels are in the data: give the dataset too")
+    runs = (
+        [] if run is None else [one for one in read_runs(run) if stream in (None, one.stream, one.streams[one.stream])]
+    )
+    if run is not None and not runs:
+        raise DataNotFoundError(f"no loader {stream!r} recorded in {run}.")
+    runs.sort(key=lambda one: -one.steps)
+    found: dict[str, Any] = {
+        "title": str(run) if run is not None else _title(dataset),
+        "made": time.time(),
+        "runs": [of_run(one) for one in runs],
+        "data": _layout(dataset) if dataset is not None else _layout_of_run(runs[0]),
+        "shuffle": _shuffle(runs[0] if runs else None, dataset, label, batch_size),
+        "checkpoints": None,
+    }
+    where = checkpoints if checkpoints is not None else _beside(run)
+    if where is not None:
+        found["checkpoints"] = _health(where, read_checkpoints)
+    return found
+
+
+def _title(dataset: Dataset | None) -> str:
+    assert dataset is not None
+    source = dataset.pipeline.source
+    first = source.name(source.files[0]) if source.files else "a dataset"
+    return first if len(source.files) == 1 else f"{Path(first).parent.name or first} ({len(source.files):,} files)"
+
+
+def _layout(ds: Dataset) -> dict[str, Any]:
+    source = ds.pipeline.source
+    files = [
+        {"name": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size}
+        for file in source.files
+    ]
+    return {
+        "rows": len(ds),
+        "files": len(files),
+        "blocks": len(source.layout.block_starts) - 1,
+        "bytes": sum(file.size for file in source.files),
+        "columns": [{"name": field.name, "type": str(field.type)} for field in ds.schema],
+        "list": _fewer(files),
+    }
+
+
+def _layout_of_run(run: Run) -> dict[str, Any]:
+    """As far as the ledger tells: the data itself need not be here."""
+    order = run.order
+    rows, names = np.diff(order.layout.file_starts), order.about["files"]
+    files = [
+        {"name": names[i] if i < len(names) else f"file {i}", "rows": int(count), "blocks": None, "bytes": None}
+        for i, count in enumerate(rows)
+    ]
+    return {
+        "rows": order.about["rows"],
+        "files": len(files),
+        "blocks": None,
+        "bytes": None,
+        "columns": None,
+        "list": _fewer(files),
+    }
+
+
+def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours put together, if there are too many to draw."""
+    size = -(-len(files) // _MOST_FILES)
+    if size <= 1:
+        return files
+    found = []
+    for i in range(0, len(files), size):
+        some = files[i : i + size]
+        sums = {
+            key: None if some[0][key] is None else sum(one[key] for one in some) for key in ("rows", "blocks", "bytes")
+        }
+        found.append({"name": f"{some[0]['name']} … {some[-1]['name']}", **sums})
+    return found
+
+
+def _shuffle(run: Run | None, ds: Dataset | None, label: str | None, batch: int) -> dict[str, Any] | None:
+    labels = None if label is None or ds is None else _labels(ds, label)
+    if run is not None:
+        last = run.generations[-1]
+        found = quality(
+            run.order.order, run.order.layout, last.shape.epoch, batch=last.shape.global_batch, labels=labels
+        )
+    else:
+        assert ds is not None
+        if not len(ds):
+            return None
+        found = quality(ds.pipeline.order, ds.pipeline.source.layout, ds.epoch, batch=batch, labels=labels)
+    return {**found, "label": label}
+
+
+def _labels(ds: Dataset, label: str) -> Callable[[Int64Array], Any]:
+    """The values of a column at rows of the dataset, before any shuffle."""
+    order = replace(ds.pipeline.order, shuffle=None, lanes=1)
+    plain = Dataset(replace(ds.pipeline, order=order)).select_columns([label]).with_format("arrow")
+    return lambda rows: plain[rows.tolist()][label].to_pylist()
+
+
+def _beside(run: str | Path | None) -> Path | None:
+    if run is None:
+        return None
+    folder = Path(run).expanduser()
+    return next((one for one in (folder / "checkpoints", folder.parent / "checkpoints") if one.is_dir()), None)
+
+
+def _health(where: str | Path, read: bool) -> dict[str, Any]:
+    try:
+        saved = PipelineCheckpoint(where, rank=0, world_size=1)
+        steps = saved.steps()
+    except (MidepochError, OSError) as problem:
+        return {"folder": Path(str(where)).name, "steps": [], "more": 0, "read": read, "problem": str(problem)}
+    shown = [health(saved, step, read=read) for step in steps[-_MOST_CHECKPOINTS:]]
+    return {
+        "folder": Path(str(where)).name,
+        "steps": [vars(one) for one in shown],
+        "more": len(steps) - len(shown),
+        "read": read,
+        "problem": None,
+    }

@@ -1,0 +1,114 @@
+"""How well an order mixes, beside a true permutation of as many rows: a picture, serial correlation, batches.
+
+Batches are judged by classes: the values of a label, or else the files that rows lie in, or else tenths of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order import EpochOrder, Layout, Order, Shuffle
+
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+_CELLS = 48
+_PICTURE = 48 * 48 * 8
+_RUNS, _RUN = 8, 4096
+_LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_BATCHES = 120
+_TENTHS = 10
+
+
+def quality(
+    order: Order, layout: Layout, epoch: int, *, batch: int, labels: Callable[[Int64Array], Any] | None = None
+) -> dict[str, Any]:
+    """Of one epoch's order, and of a true permutation with the same seed. ``labels``: the classes of rows, if known."""
+    seed = order.shuffle.seed if order.shuffle is not None else 0
+    true = replace(order, shuffle=Shuffle(seed, "rows"), lanes=1)
+    of_row, name = _classes(order, layout, labels)
+    shuffle = order.shuffle
+    return {
+        "scope": shuffle.scope if shuffle else "none",
+        "window": shuffle.window if shuffle and shuffle.scope == "window" else None,
+        "seed": shuffle.seed if shuffle else None,
+        "lanes": order.lanes,
+        "epoch": epoch,
+        "batch": batch,
+        "classes": name,
+        "cells": _CELLS,
+        "mine": _judged(order.at(epoch, layout), len(order), batch, of_row),
+        "true": _judged(true.at(epoch, layout), len(order), batch, of_row),
+        "noise": 2 / float(np.sqrt(max(1, min(len(order), _RUNS * _RUN)))),
+    }
+
+
+def _judged(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Array], Int64Array]) -> dict[str, Any]:
+    return {
+        "picture": _picture(order, rows),
+        "serial": _serial(order, rows),
+        "imbalance": _imbalance(order, rows, batch, of_row),
+    }
+
+
+def _picture(order: EpochOrder, rows: int) -> list[int]:
+    """Counts by cell: position from left to right, row of the data from top to bottom."""
+    positions = np.unique(np.linspace(0, rows - 1, min(rows, _PICTURE)).astype(np.int64))
+    x, y = positions * _CELLS // rows, order.chosen(positions) * _CELLS // rows
+    return [int(count) for count in np.bincount(y * _CELLS + x, minlength=_CELLS * _CELLS)]
+
+
+def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
+    """(lag, correlation) of row numbers that stand so many positions apart; 0 where one says nothing of the other."""
+    length = min(rows, _RUN)
+    starts = np.unique(np.linspace(0, rows - length, _RUNS).astype(np.int64))
+    runs = [order.chosen(np.arange(start, start + length)).astype(np.float64) for start in starts]
+    centre, spread = (rows - 1) / 2, (rows**2 - 1) / 12  # of all rows: of a few neighbours, everything is alike
+    found = []
+    for lag in _LAGS:
+        if lag < length // 2 and spread:
+            together = np.concatenate([(run[:-lag] - centre) * (run[lag:] - centre) for run in runs])
+            found.append([lag, float(together.mean() / spread)])
+    return found
+
+
+def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Array], Int64Array]) -> dict[str, Any]:
+    """Of some batches, by how much their classes differ from those of the data: 0 is the same, 1 nothing in common."""
+    batch = max(1, min(batch, rows))
+    whole = max(1, rows // batch)
+    starts = np.unique(np.linspace(0, whole - 1, min(whole, _BATCHES)).astype(np.int64)) * batch
+    positions = (starts[:, None] + np.arange(batch)).ravel()
+    classes = of_row(order.chosen(positions)).reshape(len(starts), batch)
+    some = of_row(np.unique(np.linspace(0, rows - 1, min(rows, 4 * _RUN)).astype(np.int64)))
+    count = int(max(classes.max(), some.max())) + 1
+    everywhere = np.bincount(some, minlength=count) / len(some)
+    shares = np.stack([np.bincount(one, minlength=count) / batch for one in classes])
+    off = np.abs(shares - everywhere).sum(axis=1) / 2
+    return {"positions": starts.tolist(), "values": [round(float(one), 4) for one in off], "mean": float(off.mean())}
+
+
+def _classes(
+    order: Order, layout: Layout, labels: Callable[[Int64Array], Any] | None
+) -> tuple[Callable[[Int64Array], Int64Array], str]:
+    """Row numbers (of the dataset) to classes from 0 on, and what those are."""
+    if labels is not None:
+        known: dict[Any, int] = {}
+
+        def by_label(rows: Int64Array) -> Int64Array:
+            return np.array([known.setdefault(value, len(known)) for value in labels(rows)], dtype=np.int64)
+
+        return by_label, "label"
+    if len(layout.file_starts) > 2:
+        files = layout.file_starts
+
+        def by_file(rows: Int64Array) -> Int64Array:
+            return files.searchsorted(order.selection.source_rows(rows), side="right") - 1
+
+        return by_file, "file"
+    total = len(order)
+    return lambda rows: rows * _TENTHS // max(1, total), "tenth of the data"

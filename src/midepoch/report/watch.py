@@ -1,0 +1,139 @@
+"""A page that is served live: on this machine's own address, or with a token to whoever has it.
+
+Answers two addresses, / and /data.json, and reads nothing but what it was made for. Requests under a name that is not
+its own are refused, so that a page from elsewhere cannot read it through the user's browser (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from midepoch.errors import MidepochError
+from midepoch.report.page import render
+
+_log = logging.getLogger("midepoch")
+_FRESH = 1.0
+"""Seconds for which what was collected is shown to all who ask."""
+
+
+class Watch:
+    """Serves what ``look`` finds. ``token`` is made where the address is not this machine's own and none is given."""
+
+    def __init__(self, look: Callable[[], dict[str, Any]], host: str, port: int, token: str | None = None) -> None:
+        self._look, self._host = look, host
+        self._lock = threading.Lock()
+        self._found: tuple[float, bytes] | None = None
+        self._local = is_own(host)
+        self.token = token or (None if self._local else secrets.token_urlsafe(24))
+        watch = self
+
+        class Handler(_Handler):
+            watch_ = watch
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """To open in a browser."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+    def serve(self) -> None:
+        """Until interrupted or closed."""
+        with suppress(KeyboardInterrupt):
+            self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._server.server_close()
+
+    def admits(self, host: str | None, given: str) -> bool:
+        """Whether a request may be answered: by its token, or on this machine's own address by the name asked for."""
+        if self.token is not None:
+            return hmac.compare_digest(given.encode(), self.token.encode())
+        name = urlsplit(f"//{host or ''}").hostname or ""
+        return is_own(name)
+
+    def numbers(self) -> bytes:
+        """What there is to see, as JSON. One look for all who ask within a second."""
+        with self._lock:
+            now = time.monotonic()
+            if self._found is None or now - self._found[0] > _FRESH:
+                found = json.dumps(self._look(), separators=(",", ":"), allow_nan=False).encode()
+                self._found = (time.monotonic(), found)
+            return self._found[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    watch_: Watch
+    timeout = 30
+    server_version = "midepoch"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        given = parse_qs(url.query).get("token", [""])[0]
+        if not self.watch_.admits(self.headers.get("Host"), given):
+            self._answer(
+                403, "text/plain", b"the token is missing or wrong, or the address is not this machine's own\n"
+            )
+            return
+        try:
+            if url.path == "/":
+                self._answer(200, "text/html", render(json.loads(self.watch_.numbers()), live=True).encode())
+            elif url.path == "/data.json":
+                self._answer(200, "application/json", self.watch_.numbers())
+            else:
+                self._answer(404, "text/plain", b"there is / and /data.json\n")
+        except (MidepochError, OSError, ValueError) as problem:
+            _log.debug("the run could not be read", exc_info=True)
+            self._answer(503, "text/plain", f"{problem}\n".encode())
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        with suppress(ConnectionError):
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("X-Frame-Options", "DENY")
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug("watch: " + format, *args)
+
+
+def is_own(host: str) -> bool:
+    """Whether a name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
