@@ -166,40 +166,35 @@ def _same_parts(
     base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
 ) -> list[int | None]:
     """For each part of a mix, which of the saved ones it is: by name; else by all that it is; else by its data."""
-    names = saved.get("names")
-    found: list[int | None] = [None] * len(base.parts)
+    names, found = saved.get("names"), dict[int, int]()
     if base.names and isinstance(names, list) and len(names) == len(parts):
-        found = [names.index(name) if name in names else None for name in base.names]
-    left = set(range(len(parts))) - set(found)
-    keys = []
-    for part in base.parts:
-        drawn = any(leaf.seed_drawn for leaf in part.leaves)
-        keys.append((json.dumps(_without_seeds(describe(part)) if drawn else describe(part), sort_keys=True), drawn))
-    open_ = [number for number, old in enumerate(found) if old is None]  # a name that is new may be just another name
-    for number in open_:
-        key, drawn = keys[number]
-        saved_keys = [json.dumps(_without_seeds(one) if drawn else one, sort_keys=True) for one in parts]
-        matching = [i for i, other in enumerate(saved_keys) if other == key and (i in left or i in found)]
-        matching = [i for i in matching if i not in (found[j] for j in range(len(found)) if j not in open_)]
-        mine = [i for i in open_ if keys[i][0] == key]
-        if matching and len(mine) != len(matching):
+        found = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
+    alike: dict[tuple[str, bool], list[int]] = {}  # of those whose name is new: that may be just another name
+    for number, part in enumerate(base.parts):
+        if number not in found:
+            drawn = any(leaf.seed_drawn for leaf in part.leaves)
+            alike.setdefault((_key(describe(part), drawn), drawn), []).append(number)
+    for (key, drawn), mine in alike.items():
+        theirs = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
+        if theirs and len(mine) != len(theirs):
             raise mismatch(
                 "parts",
-                f"{len(matching)} sources that look the same",
+                f"{len(theirs)} sources that look the same",
                 f"{len(mine)} of them, and which is not known: give the sources names, mix({{'web': a, 'code': b}})",
                 where,
             )
-        if matching:
-            found[number] = matching[mine.index(number)]
-            left.discard(matching[mine.index(number)])
+        found.update(zip(mine, theirs, strict=False))
     for number, part in enumerate(base.parts):
-        if found[number] is None:
+        if number not in found:
             data = _data_of(describe(part))
-            same = [i for i in sorted(left) if _data_of(parts[i]) == data]
-            if same:
-                found[number] = same[0]
-                left.discard(same[0])
-    return found
+            same = (i for i, one in enumerate(parts) if i not in found.values() and _data_of(one) == data)
+            found.update({number: first} if (first := next(same, None)) is not None else {})
+    return [found.get(number) for number in range(len(base.parts))]
+
+
+def _key(described: Mapping[str, Any], drawn: bool) -> str:
+    """All that a part is; but for its seeds, if they were drawn."""
+    return json.dumps(_without_seeds(described) if drawn else described, sort_keys=True)
 
 
 def _without_seeds(described: Mapping[str, Any]) -> Any:
