@@ -1,0 +1,123 @@
+"""Lightning: a DataModule that is a part of every checkpoint, exactly. Needs ``midepoch[lightning]``.
+
+data = ResumableData(lambda: ds.shuffle(seed=42).loader(batch_size=32, ends="drop"))
+trainer.fit(model, datamodule=data, ckpt_path="last")
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+
+from midepoch.errors import CheckpointNotFoundError, WorldError
+from midepoch.integrations.passes import AnyLoader, rest_or_next
+from midepoch.integrations.states import for_all_ranks
+
+_MOST_BEHIND = 8
+"""Batches that may have been handed to Lightning and not trained on: one that it looks ahead, one that has failed."""
+
+
+class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
+    """Training data whose place is a part of every checkpoint: just behind the last batch that was trained on.
+
+    ``train`` and ``val`` make the loaders. They are called when Lightning has started its ranks, which loaders made
+    earlier would not know of. The data goes on over the epochs of Lightning: with ``limit_train_batches=10`` the next
+    one begins with the eleventh batch.
+    """
+
+    def __init__(self, train: Callable[[], AnyLoader], val: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self._make_train, self._make_val = train, val
+        self._train: _Passes | None = None
+        self._restored: Any = None
+
+    def train_dataloader(self) -> Any:
+        if self._train is None:
+            if self._restored is None and self.trainer.ckpt_path is not None:
+                raise CheckpointNotFoundError(
+                    f"{self.trainer.ckpt_path} does not say where in the data it was saved, and rows would be lost or "
+                    "repeated: it was written without this DataModule."
+                )
+            loader = self._make_train()
+            self._check_ranks(loader)
+            self._train = _Passes(loader, self._untrained)
+            if self._restored is not None:
+                self._train.go_to(self._restored)
+        return self._train
+
+    def val_dataloader(self) -> Any:
+        return [] if self._make_val is None else self._make_val()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on. All ranks call it, as Lightning has them do: those of a stream exchange theirs."""
+        if self._train is None:
+            return {} if self._restored is None else {"train": self._restored}
+        return {"train": for_all_ranks(self._train.loader, self._train.stands())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict["train"]
+        if self._train is not None:
+            self._train.go_to(self._restored)
+
+    def _untrained(self) -> int:
+        """How many of the batches that Lightning has taken it has not trained on."""
+        fit = self.trainer.fit_loop
+        progress, fetcher = fit.epoch_loop.batch_progress.current, fit._data_fetcher
+        ahead = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        return int(progress.ready - progress.processed + ahead)
+
+    def _check_ranks(self, loader: AnyLoader) -> None:
+        ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        if (loader.cut.index, loader.cut.count) != (ranks["rank"], ranks["num_replicas"]):
+            raise WorldError(
+                f"the loader is rank {loader.cut.index} of {loader.cut.count}, Lightning has this process as rank "
+                f"{ranks['rank']} of {ranks['num_replicas']} for data: make it in the function that is given to "
+                "ResumableData, and not before, or with rank=, world_size= or data_parallel=."
+            )
+
+
+class _Passes:
+    """What Lightning takes for a DataLoader. It has no sampler, so none is replaced."""
+
+    def __init__(self, loader: AnyLoader, untrained: Callable[[], int]) -> None:
+        self.loader, self._untrained = loader, untrained
+        self._states = deque([loader.state_dict()], _MOST_BEHIND + 1)  # behind each of the last batches handed over
+
+    def stands(self) -> Any:
+        """The state behind the last batch that was trained on."""
+        return self._states[-1 - self._behind()]
+
+    def go_to(self, state: Any) -> None:
+        """Go on from a state."""
+        self.loader.load_state_dict(state)
+        self._states.clear()
+        self._states.append(self.loader.state_dict())
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._behind():  # what was looked ahead in a pass that is not gone on with
+            self.go_to(self.stands())
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        for batch in rest_or_next(self.loader):
+            self._states.append(self.loader.state_dict())
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def _behind(self) -> int:
+        # Not more than there are: of a run that was resumed, the progress counts batches of the one before, too.
+        return min(self._untrained(), len(self._states) - 1)
+
+    # Lightning keeps states of loaders too, but does not load them if the last epoch was complete: the DataModule's is
+    # the one that counts. Without these it would warn that the loader cannot be resumed.
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,27 @@
+"""Passes for loops that take as many batches as an epoch has, and never ask for the one that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from midepoch.loader import Loader
+from midepoch.loader.stream import StreamLoader
+
+AnyLoader: TypeAlias = Loader | StreamLoader
+
+_END = object()
+
+
+def rest_or_next(loader: AnyLoader) -> Iterator[Any]:
+    """What is left of the epoch that a loader is in; if nothing is, the next epoch.
+
+    ``iter(loader)`` would begin again where its last pass began: to it, a loop that took the last batch and did not
+    ask for the end looks like one that was left by a ``break``, which moves nothing. This goes on wherever it was left.
+    """
+    batch = next(loader, _END)
+    if batch is _END:
+        batch = next(loader, _END)
+    while batch is not _END:
+        yield batch
+        batch = next(loader, _END)

@@ -1,0 +1,149 @@
+"""Hugging Face ``Trainer`` that goes on exactly, and reads nothing to skip it. Needs ``midepoch[transformers]``.
+
+trainer = ResumableTrainer(model, args, train_dataset=midepoch.load_dataset(…).shuffle(seed=42).map(tokenize))
+trainer.train(resume_from_checkpoint=True)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from midepoch.dataset import Dataset
+from midepoch.integrations.passes import AnyLoader, rest_or_next
+from midepoch.integrations.states import for_all_ranks, read_state, write_state
+from midepoch.loader import Loader
+from midepoch.loader.stream import StreamLoader
+from midepoch.stream import Stream
+
+STATE_FILE = "midepoch.json"
+"""In every ``checkpoint-N``: where in the data it was saved."""
+
+
+class ResumableTraining:
+    """What makes a Trainer resume exactly, to be mixed into one: ``class Mine(ResumableTraining, SFTTrainer)``.
+
+    ``train_dataset`` may be a Dataset or Stream, of which a loader is made as ``TrainingArguments`` say; or a loader,
+    taken as it is, for what they have no words for (``ends=``, ``audit=``, ``data_parallel=``). Anything else is left
+    to the Trainer, and so is evaluation.
+    """
+
+    _checkpoint: str | None = None
+    _loader: AnyLoader | None = None
+    _before: tuple[int, Any] | None = None
+
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+        if resume_from_checkpoint is True:  # None where there is none: the Trainer says so itself
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        self._checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        return super().train(resume_from_checkpoint, *rest, **named)  # type: ignore[misc]
+
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        if not isinstance(self.train_dataset, Dataset | Stream | Loader | StreamLoader):
+            self._loader = None
+            return super().get_train_dataloader()  # type: ignore[misc]
+        loader = self._loader = self._make_loader(self.train_dataset)
+        self._before = None
+        if self._checkpoint is not None:
+            if self.args.ignore_data_skip:
+                raise ValueError(
+                    "ignore_data_skip=True makes the Trainer count the epoch from its beginning. Leave it out: nothing "
+                    "is skipped by reading here, the data goes on at the very next row."
+                )
+            loader.load_state_dict(read_state(Path(self._checkpoint, STATE_FILE)))
+        # A DataLoader that does nothing: the Trainer, and skip_first_batches, know how to take one apart.
+        return DataLoader(_Batches(loader, self._to_be_skipped), batch_size=None, collate_fn=_as_it_is)
+
+    def _make_loader(self: Any, data: Dataset | Stream | AnyLoader) -> AnyLoader:
+        if isinstance(data, Loader | StreamLoader):
+            return data
+        args, size = self.args, self._train_batch_size
+        options: dict[str, Any] = {}
+        data_ranks = self.get_total_train_batch_size(args) // (size * args.gradient_accumulation_steps)
+        if data_ranks != args.world_size:  # tensor and context parallelism: neighbours see the same rows
+            options = {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
+        return data.loader(
+            size,
+            args.dataloader_num_workers,
+            args.dataloader_drop_last,
+            self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            prefetch=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            **options,
+        )
+
+    def num_examples(self: Any, dataloader: Any) -> int:
+        found = getattr(dataloader, "dataset", None)
+        return found.rows if isinstance(found, _Batches) else super().num_examples(dataloader)  # type: ignore[misc]
+
+    def _to_be_skipped(self: Any) -> int:
+        """How many batches the Trainer, which counts steps, is going to throw away when a run goes on."""
+        if self._checkpoint is None:
+            return 0
+        accumulated = self.args.gradient_accumulation_steps
+        try:
+            steps = max(1, math.ceil(len(self._loader) / accumulated))
+        except TypeError:  # a stream of unknown length: to the Trainer, an epoch is all of the run
+            steps = self.args.max_steps
+        return int(self.state.global_step % steps * accumulated)
+
+    def get_batch_samples(self: Any, *rest: Any, **named: Any) -> Any:
+        if self._loader is not None:
+            self._before = self.state.global_step, self._loader.state_dict()
+        return super().get_batch_samples(*rest, **named)  # type: ignore[misc]
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
+        if self._loader is not None:
+            step, state = self._before or (None, None)
+            if step != self.state.global_step:  # the step whose batches were taken last has been made
+                state = self._loader.state_dict()
+            state = for_all_ranks(self._loader, state)
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            if self.args.should_save:  # before all else: what has the Trainer's state, which is written last, has this
+                write_state(folder / STATE_FILE, state)
+        super()._save_checkpoint(model, trial, *rest, **named)  # type: ignore[misc]
+
+
+class ResumableTrainer(ResumableTraining, Trainer):  # type: ignore[misc]
+    """``Trainer`` whose data goes on exactly where a checkpoint was saved."""
+
+
+class _Batches(IterableDataset[Any]):  # type: ignore[misc]
+    """The batches of a loader, behind as many of nothing as the Trainer throws away before it goes on.
+
+    It counts steps by what it takes from the loader, so these keep its count right; making them costs nothing.
+    """
+
+    def __init__(self, loader: AnyLoader, to_be_skipped: Callable[[], int]) -> None:
+        self._loader, self._to_be_skipped = loader, to_be_skipped
+        self._begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped = 0 if self._begun else self._to_be_skipped()
+        self._begun = True
+        yield from repeat(None, skipped)
+        yield from rest_or_next(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def rows(self) -> int:
+        """Of an epoch, on all ranks; of a stream, at most."""
+        loader = self._loader
+        if isinstance(loader, Loader):
+            return loader.pipeline.rows
+        return len(loader) * loader.options.batch_size * loader.cut.count
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
