@@ -60,7 +60,9 @@ class ResumableTraining:
                 )
             loader.load_state_dict(read_state(Path(self._checkpoint, STATE_FILE)))
         # A DataLoader that does nothing: the Trainer, and skip_first_batches, know how to take one apart.
-        return DataLoader(_Batches(loader, self._to_be_skipped), batch_size=None, collate_fn=_as_it_is)
+        # Its seed is drawn from a generator of its own, lest the model's dropout depend on where a run was resumed.
+        batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
+        return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=own)
 
     def _make_loader(self: Any, data: Dataset | Stream | AnyLoader) -> AnyLoader:
         if isinstance(data, Loader | StreamLoader):
