@@ -44,7 +44,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
                 )
             loader = self._make_train()
             self._check_ranks(loader)
-            self._train = _Passes(loader, self._untrained)
+            self._train = _Passes(loader, self._untrained, self._counted)
             if self._restored is not None:
                 self._train.go_to(self._restored)
         return self._train
@@ -70,6 +70,10 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
         ahead = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
         return int(progress.ready - progress.processed + ahead)
 
+    def _counted(self) -> bool:
+        """Whether Lightning ends an epoch by itself, behind a number of batches."""
+        return self.trainer.fit_loop._data_fetcher.length is not None
+
     def _check_ranks(self, loader: AnyLoader) -> None:
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         if (loader.cut.index, loader.cut.count) != (ranks["rank"], ranks["num_replicas"]):
@@ -83,8 +87,8 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 class _Passes:
     """What Lightning takes for a DataLoader. It has no sampler, so none is replaced."""
 
-    def __init__(self, loader: AnyLoader, untrained: Callable[[], int]) -> None:
-        self.loader, self._untrained = loader, untrained
+    def __init__(self, loader: AnyLoader, untrained: Callable[[], int], counted: Callable[[], bool]) -> None:
+        self.loader, self._untrained, self._counted = loader, untrained, counted
         self._states = deque([loader.state_dict()], _MOST_BEHIND + 1)  # behind each of the last batches handed over
 
     def stands(self) -> Any:
@@ -103,9 +107,17 @@ class _Passes:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        for batch in rest_or_next(self.loader):
-            self._states.append(self.loader.state_dict())
-            yield batch
+        """An epoch, or as many batches as Lightning takes if it knows how many: its epoch may not end with the data's.
+
+        With an end there, a run that is resumed just behind it would have an epoch with more batches.
+        """
+        going_on = True
+        while going_on:
+            going_on = False
+            for batch in rest_or_next(self.loader):
+                self._states.append(self.loader.state_dict())
+                yield batch
+                going_on = self._counted()
 
     def __len__(self) -> int:
         return len(self.loader)
