@@ -30,7 +30,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-LONGEST = ("test_ray.py", "test_chaos.py", "test_torchrun.py", "test_ranks.py", "test_crash.py")
+LONGEST = ("test_ray.py", "test_chaos.py", "test_frameworks.py", "test_torchrun.py", "test_ranks.py", "test_crash.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

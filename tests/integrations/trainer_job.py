@@ -76,7 +76,7 @@ def metrics(found: Any) -> dict[str, Any]:
 def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     always = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "use_cpu": True, "report_to": []}
-    quiet = {"disable_tqdm": True, "logging_strategy": "no"}
+    quiet = {"disable_tqdm": True, "logging_strategy": "no", "log_level": "error"}
     saving = "steps" if checkpoint is None else "no"
     args = TrainingArguments(str(folder / case), save_strategy=saving, save_steps=1, **{**always, **quiet, **options})
     seen: list[Any] = [[]]

@@ -1,0 +1,65 @@
+"""Every loop of examples/, killed with kill -9 in mid-epoch and started again, sees what one run would have seen."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from programs import run
+
+import midepoch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIE_AT, SAVED = 47, 40  # in the second epoch
+
+
+def noted(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
+    lines = [[int(word) for word in line.split()] for line in (folder / f"rows-{rank}.txt").read_text().splitlines()]
+    return [(step, rows) for step, *rows in lines]
+
+
+def uninterrupted(folder: Path, rank: int, ranks: int, ends: str) -> list[tuple[int, list[int]]]:
+    ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
+    loader = ds.loader(16 // ranks, rank=rank, world_size=ranks, ends=ends)
+    column = "input_ids" if "input_ids" in ds.column_names else "id"
+    rows = [batch[column].reshape(len(batch[column]), -1)[:, 0].tolist() for _ in range(2) for batch in loader]
+    return list(enumerate(rows, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "ends"),
+    [
+        ("ddp_torchrun", 2, "drop"),
+        ("fsdp2_dcp", 2, "drop"),
+        ("transformers_trainer", 1, "uneven"),
+        ("accelerate_loop", 1, "drop"),
+        ("lightning_fit", 1, "drop"),
+        ("jax_orbax", 1, "uneven"),
+    ],
+)
+def test_rows_of_a_run_that_was_killed(name: str, ranks: int, ends: str, tmp_path: Path) -> None:
+    script = EXAMPLES / f"{name}.py"
+    assert run(script, str(tmp_path), "--die-at", str(DIE_AT), ranks=ranks) != 0
+    assert run(script, str(tmp_path), ranks=ranks) == 0
+    for rank in range(ranks):
+        whole, seen = uninterrupted(tmp_path, rank, ranks, ends), noted(tmp_path, rank)
+        assert seen[:DIE_AT] == whole[:DIE_AT]
+        assert seen[DIE_AT:] == whole[SAVED:]
+
+
+def test_rows_of_stateful_dataloader(tmp_path: Path) -> None:
+    """Its batches depend on its workers, so they are compared with those of a whole run."""
+    script, whole, killed = EXAMPLES / "stateful_dataloader.py", tmp_path / "whole", tmp_path / "killed"
+    assert run(script, str(whole)) == 0
+    assert run(script, str(killed), "--die-at", str(DIE_AT)) == -9
+    assert run(script, str(killed)) == 0
+    expected = noted(whole, 0)
+    assert noted(killed, 0) == [*islice(expected, DIE_AT), *expected[SAVED:]]
+    epoch = [row for _, rows in expected[: len(expected) // 2] for row in rows]
+    assert sorted(epoch) == list(range(500))
+
+
+def test_examples_are_short() -> None:
+    long = {path.name: lines for path in EXAMPLES.glob("*.py") if (lines := len(path.read_text().splitlines())) >= 85}
+    assert not long
