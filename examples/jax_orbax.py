@@ -31,8 +31,7 @@ def make_data(path: Path) -> None:
         pq.write_table(pa.table(table), path)
 
 
-@nnx.jit  # type: ignore[misc, unused-ignore]
-def train_step(model: nnx.Module, optimizer: Any, image: jax.Array, label: jax.Array) -> jax.Array:
+def update(model: nnx.Module, optimizer: Any, image: jax.Array, label: jax.Array) -> jax.Array:
     def loss_of(model: Any) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(model(image), label).mean()
 
@@ -44,7 +43,7 @@ def train_step(model: nnx.Module, optimizer: Any, image: jax.Array, label: jax.A
 def train(folder: Path, die_at: int | None) -> None:
     make_data(folder / "data.parquet")
     loader = midepoch.from_files(folder / "data.parquet").with_format("numpy").shuffle(seed=42).loader(BATCH)
-    rngs = nnx.Rngs(0)
+    rngs, train_step = nnx.Rngs(0), nnx.jit(update)
     model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 2, rngs=rngs))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     manager = ocp.CheckpointManager(folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=3))

@@ -30,7 +30,7 @@ def make_data(path: Path) -> None:
         pq.write_table(pa.table(table), path)
 
 
-class Model(pl.LightningModule):
+class Model(pl.LightningModule):  # type: ignore[misc]
     def __init__(self, folder: Path, die_at: int | None) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))

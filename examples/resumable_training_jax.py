@@ -28,13 +28,9 @@ def noisy(row, rng):
     return {"image": row["image"] + 0.1 * rng.standard_normal(16, dtype=np.float32)}
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.first, self.second = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 2, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)  # its key is a part of the model's state, and saved with it
-
-    def __call__(self, x):
-        return self.second(self.dropout(nnx.relu(self.first(x))))
+def create_model(rngs):
+    drop = nnx.Dropout(0.2, rngs=rngs)  # its key is a part of the model's state, and saved with it
+    return nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, drop, nnx.Linear(32, 2, rngs=rngs))
 
 
 @nnx.jit
@@ -49,13 +45,12 @@ def train_step(model, optimizer, image, label):
 
 def train(folder, data, die_at=None):
     ds = midepoch.from_files(data).with_format("numpy").shuffle(seed=42).map(noisy, with_generator=True)
-    pipeline, model = ds.loader(batch_size=BATCH), Model(nnx.Rngs(0))
+    pipeline, model = ds.loader(batch_size=BATCH), create_model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     checkpoint = PipelineCheckpoint(folder, keep=3)
-    step = checkpoint.restore_latest(pipeline, model, optimizer) or 0
+    losses, step = [], checkpoint.restore_latest(pipeline, model, optimizer) or 0
     if step:
         print(f"Resumed from step {step}\n  Epoch: {pipeline.epoch}\n  Position: {pipeline.position}", flush=True)
-    losses = []
     while pipeline.epoch < EPOCHS:
         for batch in pipeline:
             loss = train_step(model, optimizer, batch["image"], batch["label"])

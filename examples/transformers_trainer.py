@@ -31,7 +31,7 @@ def make_data(path: Path) -> None:
         )
 
 
-class Trainer(ResumableTrainer):  # type: ignore[misc, unused-ignore]
+class Trainer(ResumableTrainer):
     """One that notes what it sees, and is killed if asked for."""
 
     folder: Path

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 import midepoch
 from midepoch.integrations.transformers import ResumableTrainer
 
-ROWS = 26
+ROWS, EARLY = 26, 5
 ALONE: dict[str, dict[str, Any]] = {
     "epochs": {"num_train_epochs": 2},  # 7 batches in an epoch, the last of 2 rows
     "steps": {"max_steps": 10, "dataloader_num_workers": 2},
@@ -54,8 +54,15 @@ class Watched(ResumableTrainer):
 
 
 class Steps(TrainerCallback):
+    trainer: Any = None
+
     def __init__(self, seen: list[Any], stands: list[Any]) -> None:
         self.seen, self.stands = seen, stands
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Saves where the batches of a step have been taken and not trained on, as on a signal."""
+        if state.global_step == EARLY and args.save_strategy == "steps":
+            self.trainer._save_checkpoint(self.trainer.model, None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.stands.append([state.global_step, state.epoch])
@@ -81,12 +88,13 @@ def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | Non
     args = TrainingArguments(str(folder / case), save_strategy=saving, save_steps=1, **{**always, **quiet, **options})
     seen: list[Any] = [[]]
     stands: list[Any] = []
-    trainer = Watched(
+    watching = Steps(seen, stands)
+    trainer = watching.trainer = Watched(
         Model(),
         args,
         train_dataset=data(folder, case),
         eval_dataset=midepoch.from_files(folder / "data.parquet"),
-        callbacks=[Steps(seen, stands)],
+        callbacks=[watching],
         compute_metrics=metrics,
     )
     trainer.can_return_loss = True
