@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from forks import Forks
+from launch import Launch, torchrun
 from proxy import Proxy
 from s3 import Server
 
@@ -106,6 +107,12 @@ def torch_forks() -> Iterator[Forks]:
     """Runs scripts that train with torch."""
     with Forks("torch", "torch._dynamo", "pyarrow.parquet") as forks:  # which any optimizer of torch imports
         yield forks
+
+
+@pytest.fixture(params=["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def launched(request: pytest.FixtureRequest, torch_forks: Forks) -> Launch:
+    """Runs a script as ranks, in the environment that torchrun makes, or by torchrun itself, which takes 3 s a rank."""
+    return torchrun if request.param == "torchrun" else torch_forks.ranks
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -38,17 +39,50 @@ class Forks:
         )
 
     def run(
-        self, *commands: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None
+        self,
+        *commands: Sequence[str],
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        envs: Sequence[dict[str, str]] | None = None,
+        together: bool = False,
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Each a script and its arguments, all at once; ``env`` is what differs from this process's environment."""
+        """Each a script and its arguments, all at once; ``env`` is what differs from this process's environment.
+
+        ``envs``: what differs further for each. ``together``: when one ends badly, the others are killed.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"commands": commands, "cwd": str(cwd or Path.cwd()), "env": {**os.environ, **(env or {})}}
+        own = [{**os.environ, **(env or {}), **each} for each in envs or [{}] * len(commands)]
+        request = {"commands": commands, "cwd": str(cwd or Path.cwd()), "envs": own, "together": together}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answers = json.loads(self._process.stdout.readline())
         return [
             subprocess.CompletedProcess(command, *answer) for command, answer in zip(commands, answers, strict=True)
         ]
+
+    def ranks(self, size: int, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+        """A script as ``size`` ranks of torch, in the environment that torchrun makes, around a store of our own.
+
+        torchrun is one more Python that imports torch, and starts a new one for each rank: 3 s each.
+        """
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        here = {
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
+            **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks do not choose one among them to serve the others
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        each = [dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) for rank in range(size)]
+        done = self.run(*[command] * size, cwd=cwd, env=here, envs=each, together=True)
+        assert not any(one.returncode for one in done), "\n".join(one.stderr[-3000:] for one in done)
 
     def __enter__(self) -> Forks:
         return self
@@ -67,19 +101,31 @@ def serve(modules: Sequence[str]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         running = []
-        for command in request["commands"]:
+        for command, env in zip(request["commands"], request["envs"], strict=True):
             out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
             if not (pid := os.fork()):
-                become(command, request["cwd"], request["env"], out, err)
+                become(command, request["cwd"], env, out, err)
                 return
             running.append((pid, out, err))
+        codes = wait_for([pid for pid, _, _ in running], request["together"])
         answers = []
         for pid, out, err in running:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            answers.append((code, *(file.read() for file in (out, err) if not file.seek(0))))
+            answers.append((codes[pid], *(file.read() for file in (out, err) if not file.seek(0))))
             out.close()
             err.close()
         print(json.dumps(answers), flush=True)
+
+
+def wait_for(pids: Sequence[int], together: bool) -> dict[int, int]:
+    """The exit codes of these children, which are all there are."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid] and together:
+            for other in set(pids) - set(codes):
+                os.kill(other, signal.SIGKILL)  # it may wait for the one that has gone, for ever
+    return codes
 
 
 def become(command: list[str], cwd: str, env: dict[str, str], out: IO[Any], err: IO[Any]) -> None:

@@ -173,7 +173,7 @@ def test_resets(open_proxy: Proxy) -> None:
 def test_a_reset_reaches_the_client_though_a_forked_child_holds_the_socket(open_proxy: Proxy) -> None:
     open_proxy.add(Fault("reset", seconds=0.3))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, open_proxy, timeout=10)
+        asked = pool.submit(ask, open_proxy)
         while not open_proxy.requests:
             time.sleep(0.01)
         if (child := os.fork()) == 0:
@@ -193,8 +193,15 @@ def test_delay_and_hang(open_proxy: Proxy) -> None:
     began = time.monotonic()
     assert ask(open_proxy) == (200, DATA)
     assert time.monotonic() - began >= 0.3
+    hanging = http.client.HTTPConnection(open_proxy.endpoint, timeout=30)
+    hanging.request("GET", "/data.bin")
+    while len(open_proxy.requests) < 2:  # or the next one might come first
+        time.sleep(0.01)
+    assert hanging.sock is not None
+    hanging.sock.settimeout(0.3)
     with pytest.raises(TimeoutError):
-        ask(open_proxy, timeout=0.3)
+        hanging.getresponse()
+    hanging.close()
     assert ask(open_proxy) == (200, DATA)
     assert kinds(open_proxy) == [(200, len(DATA), "delay"), (0, 0, "hang"), (200, len(DATA), None)]
 

@@ -28,8 +28,8 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; from pathlib import Path; from midepoch.sources.storage import locked\n"
         "with locked(Path(sys.argv[1])):\n"
-        "    if os.fork() == 0: time.sleep(20); os._exit(0)\n"
-        "    print('held', flush=True); time.sleep(60)\n"
+        "    if os.fork() == 0: time.sleep(600); os._exit(0)\n"
+        "    print('held', flush=True); time.sleep(600)\n"
     )
     target = tmp_path / "x"
     process = subprocess.Popen(
@@ -46,7 +46,7 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
         waiter = "import sys; from pathlib import Path; from midepoch.sources.storage import locked\n"
         waiter += "with locked(Path(sys.argv[1])): print('free')"
         done = subprocess.run(
-            [sys.executable, "-c", waiter, str(target)], capture_output=True, text=True, timeout=15, check=True
+            [sys.executable, "-c", waiter, str(target)], capture_output=True, text=True, timeout=120, check=True
         )
         assert done.stdout.strip() == "free"
     finally:

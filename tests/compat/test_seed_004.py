@@ -5,9 +5,6 @@ Each script checks itself: the rows before and after the interruption together a
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +13,7 @@ import pytest
 from toy import MODEL
 
 from forks import Forks
+from launch import Launch
 from s3 import KEY, SECRET, Server
 
 ROWS = 2400
@@ -223,15 +221,5 @@ def test_saving_resuming_and_refusing(
         assert run(RESUMING, CHECKPOINT=checkpoint, WORKERS=workers, NAME_IT=name_it) == 0
 
 
-def test_ranks(tmp_path: Path, url: str, environment: dict[str, str]) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint=localhost:0", write(tmp_path, url, RANKS)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_ranks(tmp_path: Path, url: str, environment: dict[str, str], launched: Launch) -> None:
+    launched(2, write(tmp_path, url, RANKS), cwd=tmp_path, env=environment)

@@ -5,7 +5,6 @@ Each script checks itself: the rows of the interrupted and the resumed part toge
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from toy import MODEL
 
 from forks import Forks
+from launch import Launch
 
 SETUP = (
     MODEL
@@ -269,20 +269,11 @@ def test_complete_training_example(tmp_path: Path, prepared: str, workers: int, 
     assert "Resumed from step 6" in run(tmp_path, text, torch_forks)
 
 
-def test_ddp(tmp_path: Path, prepared: str) -> None:
+def test_ddp(tmp_path: Path, prepared: str, launched: Launch) -> None:
     """Three real ranks; rank 0's state restores all of them."""
     script = tmp_path / "script.py"
     script.write_text(prepared + DDP)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port=0", "--rdzv-backend=c10d")
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint=localhost:0", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launched(3, str(script), cwd=tmp_path)
 
 
 def test_module_shows_instant_loading() -> None:

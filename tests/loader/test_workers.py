@@ -27,7 +27,7 @@ def children() -> set[int]:
     return {child.pid for child in multiprocessing.active_children() if child.name.startswith("midepoch-worker")}
 
 
-def gone(pid: int, seconds: float = 10) -> bool:
+def gone(pid: int, seconds: float = 60) -> bool:
     """Whether a process ends within a time that is far longer than it should need."""
     for _ in range(int(seconds * 50)):
         try:
@@ -144,7 +144,7 @@ iterator = iter(loader)
 next(iterator)
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 for batch in iterator:
-    time.sleep(0.2)
+    time.sleep(600)  # a signal ends it, however late
 """
 
 
@@ -170,7 +170,7 @@ def test_nothing_outlives_the_main_process(small_files: list[str], how: signal.S
         os.killpg(process.pid, how)  # as a terminal does on Ctrl-C
     else:
         process.send_signal(how)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert all(gone(pid) for pid in pids)
     assert {name for name in shared_memory() - before if "midepoch" in name or name.startswith("psm_")} == set()
     if how == signal.SIGINT:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_torchrun import HERE, read, torchrun
+from test_torchrun import HERE, read
 
 import midepoch
+from launch import Launch
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +17,9 @@ def data(make_files: Callable[..., list[str]]) -> str:
     return str(Path(make_files([40, 30, 41])[0]).parent)
 
 
-def test_two_ranks_then_three(data: str, tmp_path: Path) -> None:
+def test_two_ranks_then_three(data: str, tmp_path: Path, launched: Launch) -> None:
     job = str(HERE / "stream_job.py")
-    torchrun(2, job, str(tmp_path), data, "train")
+    launched(2, job, str(tmp_path), data, "train")
     first = [read(tmp_path / f"train-{rank}.json") for rank in range(2)]
     expected = sorted(id_ for id_ in (row["id"] for row in midepoch.from_files(data)) if id_ < 30 or id_ % 4 == 0)
     assert all("ranks run lanes of their own" in one["asked"] for one in first)
@@ -38,7 +39,7 @@ def test_two_ranks_then_three(data: str, tmp_path: Path) -> None:
         assert len(a) == len(b) == len(first[0]["pad"]), "also from checkpoints where a rank has only padding left"
         assert sorted(row for step in a + b for row in step) == expected
 
-    torchrun(3, job, str(tmp_path), data, "resume")
+    launched(3, job, str(tmp_path), data, "resume")
     second = [read(tmp_path / f"resume-{rank}.json")["after"] for rank in range(3)]
     assert len({len(steps) for steps in second}) == 1
     rows = [row for one in first for step in one["before"] for row in step]

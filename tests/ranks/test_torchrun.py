@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 import midepoch
+from launch import Launch, end, launch
 from midepoch.audit import read_run
 
 HERE = Path(__file__).parent
@@ -27,42 +27,20 @@ def data(make_files: Callable[..., list[str]]) -> str:
     return str(Path(make_files([40, 30, 41])[0]).parent)
 
 
-def launch(*arguments: str) -> subprocess.Popen[bytes]:
-    # With the store shared between agents, torch 2.13 does not come together again after a node has joined.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    return subprocess.Popen(command, env=environment, start_new_session=True)
-
-
-def torchrun(size: int, *arguments: str) -> None:
-    process = launch("--standalone", f"--nproc-per-node={size}", *arguments)
-    try:
-        assert process.wait(timeout=300) == 0
-    finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """An agent and all that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path) -> None:
+def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path, launched: Launch) -> None:
     job = str(HERE / "recipes_job.py")
-    torchrun(2, job, str(tmp_path), data, "train")
+    launched(2, job, str(tmp_path), data, "train")
     first = [read(tmp_path / f"train-{rank}.json") for rank in range(2)]
     ds = midepoch.from_files(data).shuffle(seed=5)
     order = [row["id"] for row in ds]
     batches = [set(order[i * 12 : i * 12 + 12]) for i in range(9)]
     assert [set(a) | set(b) for a, b in zip(first[0]["rows"], first[1]["rows"], strict=True)] == batches
 
-    torchrun(3, job, str(tmp_path), data, "resume")
+    launched(3, job, str(tmp_path), data, "resume")
     second = [read(tmp_path / f"resume-{rank}.json") for rank in range(3)]
     for recipe in ("rank0", "gathered", "gathered list", "per rank"):
         runs = [one[recipe] for one in second]
@@ -96,7 +74,7 @@ def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def wait_for(steps: int, size: int, folder: Path, agents: list[subprocess.Popen[bytes]]) -> None:
+def wait_for(steps: int, size: int, folder: Path, agents: list[subprocess.Popen[str]]) -> None:
     """Until so many steps more were made by a world of that size."""
     done = lambda: sum("step" in entry and entry["size"] == size for _, entry in entries(folder))  # noqa: E731
     before, started = done(), time.monotonic()
@@ -107,14 +85,14 @@ def wait_for(steps: int, size: int, folder: Path, agents: list[subprocess.Popen[
 
 
 @pytest.fixture
-def agents() -> Iterator[list[subprocess.Popen[bytes]]]:
-    running: list[subprocess.Popen[bytes]] = []
+def agents() -> Iterator[list[subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
     yield running
     for agent in running:
         end(agent)
 
 
-def test_nodes_come_and_go(data: str, tmp_path: Path, agents: list[subprocess.Popen[bytes]], free_port: int) -> None:
+def test_nodes_come_and_go(data: str, tmp_path: Path, agents: list[subprocess.Popen[str]], free_port: int) -> None:
     """One node, then two, then one again by kill -9: each time the run goes on with another world size by itself."""
     options = ["--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
     options += [f"--rdzv-endpoint=127.0.0.1:{free_port}", "--monitor-interval=0.1"]

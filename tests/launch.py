@@ -1,0 +1,42 @@
+"""torchrun, for real: an agent that starts ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+Launch = Callable[..., None]
+"""(size, script, *arguments, cwd=None, env=None)"""
+
+
+def launch(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, error: int | None = None
+) -> subprocess.Popen[str]:
+    """An agent, and ranks of it, in a session of its own; ``env`` is what differs from this process's environment."""
+    # With the store shared between agents, torch 2.13 does not come together again after a node has joined.
+    own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env={**os.environ, **own}, start_new_session=True, stderr=error, text=True
+    )
+
+
+def torchrun(size: int, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    """A script as so many ranks on this machine, to their end."""
+    process = launch("--standalone", f"--nproc-per-node={size}", *command, cwd=cwd, env=env, error=subprocess.PIPE)
+    try:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said[-6000:]
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """An agent and all that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
