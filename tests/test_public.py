@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import midepoch
 
 
@@ -68,7 +70,9 @@ def test_every_error_is_in_the_tree() -> None:
     assert all(each.__name__ in errors.__doc__ for each in classes)
 
 
-def test_demo_proves_it() -> None:
-    done = subprocess.run([sys.executable, "-m", "midepoch.demo"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("rows", [6_000, pytest.param(24_000, marks=pytest.mark.slow)])
+def test_demo_proves_it(rows: int) -> None:
+    command = [sys.executable, "-m", "midepoch.demo", f"--rows={rows}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit for bit those of the uninterrupted run: yes" in done.stdout

@@ -195,7 +195,8 @@ def test_kill_9_at_any_step_loses_no_record(small_files: list[str], tmp_path: Pa
     """The record of a batch is there when the batch is, and no record of one that was not handed over."""
     script = (
         "import sys, os, midepoch\n"
-        "loader = midepoch.from_files(sys.argv[1:-2]).shuffle(seed=1).loader(2, int(sys.argv[-1]), audit=sys.argv[-2])\n"
+        "ds = midepoch.from_files(sys.argv[1:-2]).shuffle(seed=1).with_format('numpy')\n"
+        "loader = ds.loader(2, int(sys.argv[-1]), audit=sys.argv[-2])\n"
         "for batch in loader: os.write(1, b'.'); sys.stdin.buffer.read(1) or os.kill(os.getpid(), 9)\n"
     )
     for workers, steps in ((0, 1), (0, 7), (2, 5)):

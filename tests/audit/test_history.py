@@ -133,7 +133,7 @@ def test_tensor_parallel_processes_count_once(ds: midepoch.Dataset, tmp_path: Pa
     """Two processes of one data rank: of other pids, which stand for other processes here."""
     script = (
         "import sys, midepoch\n"
-        "ds = midepoch.from_files(sys.argv[2:]).shuffle(seed=1)\n"
+        "ds = midepoch.from_files(sys.argv[2:]).shuffle(seed=1).with_format('numpy')\n"
         "list(ds.loader(4, rank=0, world_size=1, audit=sys.argv[1]))\n"
     )
     files = [file.path for file in ds.pipeline.source.files]

@@ -22,9 +22,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import midepoch.audit.run
 import midepoch.checkpoint.background
 import midepoch.checkpoint.local
+import midepoch.load
 import midepoch.loader.make
+import midepoch.order.mixing
+import midepoch.progress
+import midepoch.sources.formats.lines
+import midepoch.sources.lake
 import midepoch.transforms.formats  # noqa: F401  (what ranks would import one by one, 0.3 s each)
 from chaos.proof import prove
 from chaos.trial import Pipeline, Start, be_rank

@@ -43,21 +43,33 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 SOME, MORE = [0, 2, 7, 8, 9], [0, 1, 2, 5, 7, 8, 9, 12]
 
 
-@pytest.mark.parametrize("steps", [SOME, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
-@pytest.mark.parametrize("kind", [midepoch.from_files, SimpleArrowIterableDataset])
-@pytest.mark.parametrize(
-    ("workers", "options"),
-    [
-        (0, {}),
-        (0, {"snapshot_every_n_steps": 3}),
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (2, {"persistent_workers": True}),
-        (2, {"snapshot_every_n_steps": 3}),
-        (2, {"drop_last": True}),
-    ],
-)
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (0, {"snapshot_every_n_steps": 3}),
+    (1, {}),
+    (2, {}),
+    (3, {}),
+    (2, {"persistent_workers": True}),
+    (2, {"snapshot_every_n_steps": 3}),
+    (2, {"drop_last": True}),
+]
+
+
+def ways() -> list[Any]:
+    """A dataset in every way; the one of another name, which is a thin layer on it, in two of them but for -m slow."""
+    slow = pytest.mark.slow
+    found = [pytest.param(midepoch.from_files, workers, options, SOME) for workers, options in WAYS]
+    for workers, options in WAYS:
+        marks = () if (workers, options) in ((0, {}), (2, {})) else slow
+        found.append(pytest.param(SimpleArrowIterableDataset, workers, options, SOME, marks=marks))
+        found += [
+            pytest.param(kind, workers, options, MORE, marks=slow)
+            for kind in (midepoch.from_files, SimpleArrowIterableDataset)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "workers", "options", "steps"), ways())
 def test_resumes_exactly(
     small_files: list[str],
     kind: Callable[..., midepoch.Dataset],

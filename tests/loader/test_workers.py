@@ -138,7 +138,7 @@ def test_worker_that_exits_and_errors_that_do_not_pickle(ds: midepoch.Dataset) -
 
 MAIN = """
 import sys, time, multiprocessing, midepoch
-ds = midepoch.from_files(sys.argv[1]).shuffle(seed=1)
+ds = midepoch.from_files(sys.argv[1]).shuffle(seed=1).with_format("numpy")
 loader = ds.loader(2, num_workers=3, prefetch=4)
 iterator = iter(loader)
 next(iterator)

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(
 
 READER = """
 import sys, midepoch
-ds = midepoch.from_files(sys.argv[1], cache_dir=sys.argv[2], cache_bytes=30_000).shuffle(seed=1, window=3)
+ds = midepoch.from_files(sys.argv[1], cache_dir=sys.argv[2], cache_bytes=30_000).shuffle(seed=1, window=3).with_format("numpy")
 print("ready", flush=True)
 while True:
     for batch in ds.loader(16, num_workers=2):

@@ -77,10 +77,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=list(WRITERS))
 def lake(request: pytest.FixtureRequest, tmp_path: Path, small_blocks: None) -> Path:
+    return written(tmp_path, request.param)
+
+
+def written(tmp_path: Path, kind: str) -> Path:
     folder = tmp_path / "lake"
     folder.mkdir()
     for i, (start, stop) in enumerate([(0, 25), (25, 26), (26, 50)]):
-        WRITERS[request.param](folder / f"part-{i}.{request.param}", rows(start, stop))
+        WRITERS[kind](folder / f"part-{i}.{kind}", rows(start, stop))
     (folder / "_SUCCESS").write_text("")
     (folder / ".part-0.crc").write_text("x")
     return folder
@@ -112,14 +116,29 @@ SOME = [0, 1, 7, 8, 25, 26, 27, 44, 45, 50, 51, 52, 77, 89, 90, 101, 102]
 MOMENTS = [SOME, pytest.param(None, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("moments", MOMENTS, ids=["some", "all"])
-@pytest.mark.parametrize("scope", ["window", "rows", "files"])
-def test_resumes_exactly(lake: Path, scope: str, moments: list[int] | None) -> None:
+def resumes_exactly(lake: Path, scope: str, moments: list[int] | None) -> None:
     def make() -> midepoch.Dataset:
         return midepoch.from_files(lake, columns=["id", "maybe"]).shuffle(seed=2, scope=scope, window=2)
 
     assert_resumes_exactly(make, steps=moments)
     assert_resumes_exactly(lambda: make().loader(7))
+
+
+@pytest.mark.parametrize("moments", MOMENTS, ids=["some", "all"])
+def test_resumes_exactly(lake: Path, moments: list[int] | None) -> None:
+    resumes_exactly(lake, "window", moments)
+
+
+@pytest.mark.parametrize("scope", ["rows", "files"])
+def test_resumes_exactly_in_other_scopes(scope: str, tmp_path: Path) -> None:
+    """An order knows blocks, not how they are written: of one format here, of all of them below."""
+    resumes_exactly(written(tmp_path, "parquet"), scope, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["rows", "files"])
+def test_resumes_exactly_in_other_scopes_in_every_format(lake: Path, scope: str) -> None:
+    resumes_exactly(lake, scope, None)
 
 
 def test_resumes_with_other_workers_and_worlds(lake: Path) -> None:

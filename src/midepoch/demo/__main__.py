@@ -10,53 +10,77 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-ROWS, FILES, EPOCHS, BATCH = 24_000, 6, 2, 64
-STEPS = EPOCHS * -(-ROWS // BATCH)
-KILL_AT = STEPS * 2 // 3 + 12  # in the middle of the second epoch, between two checkpoints
+FILES, EPOCHS, BATCH = 6, 2, 64
+LEAST_ROWS = 6_000
 
 console = Console()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much there is to train on."""
+
+    rows: int
+
+    @property
+    def epoch(self) -> int:
+        """Steps of an epoch."""
+        return -(-self.rows // BATCH)
+
+    @property
+    def steps(self) -> int:
+        return EPOCHS * self.epoch
+
+    @property
+    def kill_at(self) -> int:
+        """In the middle of the second epoch, between two checkpoints."""
+        return self.steps * 2 // 3 + 12
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m midepoch.demo", description=__doc__)
     parser.add_argument("--keep", type=Path, help="use and keep this folder instead of a temporary one")
+    parser.add_argument("--rows", type=int, default=24_000, help="of the dataset (default: 24,000)")
     args = parser.parse_args()
-    sys.exit(0 if run(args.keep) else 1)
+    if args.rows < LEAST_ROWS:
+        parser.error(f"--rows must be at least {LEAST_ROWS}, so that there is a middle to be killed in; got {args.rows}")
+    sys.exit(0 if run(args.keep, args.rows) else 1)
 
 
-def run(keep: Path | None) -> bool:
+def run(keep: Path | None = None, rows: int = 24_000) -> bool:
     """In a folder to keep, or in a temporary one; whether the proof held."""
     if keep is not None:
-        return show(keep)
+        return show(keep, Size(rows))
     with tempfile.TemporaryDirectory(prefix="midepoch-demo-") as folder:
-        return show(Path(folder))
+        return show(Path(folder), Size(rows))
 
 
-def show(folder: Path) -> bool:
+def show(folder: Path, size: Size) -> bool:
     """The whole demonstration; whether the proof held."""
     started = time.monotonic()
     os.environ["MIDEPOCH_CACHE"] = str(folder / "index")
     with console.status("making a dataset in the Hugging Face cache layout"):
-        make_data(folder)
+        make_data(folder, size.rows)
     with Progress(
         TextColumn("{task.description:58}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
         whole, killed = folder / "uninterrupted", folder / "killed"
-        train(folder, whole, 2, progress, "1. uninterrupted, 2 workers")
-        train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {KILL_AT}", kill_at=KILL_AT)
+        train(folder, whole, 2, progress, "1. uninterrupted, 2 workers", size.steps)
+        train(folder, killed, 2, progress, f"2. 2 workers, kill -9 at step {size.kill_at}", size.kill_at, kill=True)
         cut = checkpoint_step(killed)
         log = read_log(killed)
-        train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", first=cut)
-    return prove(whole, killed, log, cut, time.monotonic() - started)
+        train(folder, killed, 3, progress, f"3. resumed at step {cut} with 3 workers", size.steps, first=cut)
+    return prove(whole, killed, log, cut, size, time.monotonic() - started)
 
 
-def make_data(folder: Path) -> None:
+def make_data(folder: Path, rows: int) -> None:
     """Parquet files, loaded once through ``datasets``: Arrow files in its cache layout are what training then reads."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -65,7 +89,7 @@ def make_data(folder: Path) -> None:
 
     words = ["river", "stone", "cloud", "lamp", "bread", "glass", "wheel", "paper", "storm", "field"]
     good, bad = ["fine", "bright", "gentle"], ["broken", "bitter", "grim"]
-    size = ROWS // FILES
+    size = rows // FILES
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for file in range(FILES):
         ids = range(file * size, (file + 1) * size)
@@ -79,29 +103,39 @@ def make_data(folder: Path) -> None:
 
 
 def train(
-    folder: Path, run: Path, workers: int, progress: Progress, what: str, *, kill_at: int | None = None, first: int = 0
+    folder: Path,
+    run: Path,
+    workers: int,
+    progress: Progress,
+    what: str,
+    last: int,
+    *,
+    kill: bool = False,
+    first: int = 0,
 ) -> None:
-    """Run the training in a process of its own, watching its log; kill it at a step if asked to."""
+    """Run the training in a process of its own, watching its log; kill it at the last step if asked to."""
     run.mkdir(exist_ok=True)
     (run / "rows.log").unlink(missing_ok=True)
     command = [sys.executable, "-m", "midepoch.demo.train", f"--data={folder}/data/*.parquet"]
     command += [f"--cache={folder}/cache", f"--run={run}", f"--num-workers={workers}", f"--epochs={EPOCHS}"]
-    task = progress.add_task(what, total=kill_at or STEPS, completed=first)
+    if kill:
+        command += [f"--wait-at={last + 20}"]  # on a busy machine it might come to its end before it is killed
+    task = progress.add_task(what, total=last, completed=first)
     process = subprocess.Popen(command)
     try:
         while process.poll() is None:
             time.sleep(0.005)
             step = last_step(run) or first
-            progress.update(task, completed=min(step, kill_at or STEPS))
-            if kill_at is not None and step >= kill_at:
+            progress.update(task, completed=min(step, last))
+            if kill and step >= last:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
     finally:
         if process.poll() is None:
             process.kill()
-    if process.returncode != (-signal.SIGKILL if kill_at is not None else 0):
+    if process.returncode != (-signal.SIGKILL if kill else 0):
         sys.exit(f"the training ended with status {process.returncode}")
-    progress.update(task, completed=kill_at or STEPS)
+    progress.update(task, completed=last)
 
 
 def last_step(run: Path) -> int:
@@ -127,25 +161,24 @@ def checkpoint_step(run: Path) -> int:
     return int(torch.load(run / "checkpoint.pt")["step"])
 
 
-def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, seconds: float) -> bool:
+def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, size: Size, seconds: float) -> bool:
     """Compare, from the logs, what the killed and resumed run was fed with what the uninterrupted one was."""
     import torch
 
     expected, after = read_log(whole), read_log(killed)
     found = {**{step: rows for step, rows in before.items() if step <= cut}, **after}
     same_order = found == expected
-    per_epoch = -(-ROWS // BATCH)
     table = Table(title="proof, from the logs of row ids", title_justify="left")
     for name in ("epoch", "rows", "seen once", "lost", "repeated"):
         table.add_column(name, justify="right")
     clean = True
     for epoch in range(EPOCHS):
-        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+        steps = range(epoch * size.epoch + 1, (epoch + 1) * size.epoch + 1)
         seen = Counter(row for step in steps for row in found.get(step, []))
-        lost, repeated = ROWS - len(seen), sum(count - 1 for count in seen.values())
+        lost, repeated = size.rows - len(seen), sum(count - 1 for count in seen.values())
         clean = clean and not lost and not repeated
         once = sum(count == 1 for count in seen.values())
-        table.add_row(str(epoch), f"{ROWS:,}", f"{once:,}", f"{lost:,}", f"{repeated:,}")
+        table.add_row(str(epoch), f"{size.rows:,}", f"{once:,}", f"{lost:,}", f"{repeated:,}")
     console.print(table)
     a, b = (torch.load(run / "final.pt")["model"] for run in (whole, killed))
     same_model = all(torch.equal(a[name], b[name]) for name in a)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--run", required=True, type=Path, help="folder for checkpoint and log")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--wait-at", type=int, help="the step at which to wait for the kill, if it has not come")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -60,6 +62,8 @@ def main() -> None:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                     torch.save({**state, "loader": loader.state_dict(), "step": step}, f"{checkpoint}.new")
                     os.replace(f"{checkpoint}.new", checkpoint)
+                if step == args.wait_at:
+                    signal.pause()
     torch.save({"model": model.state_dict(), "loss": loss.item()}, args.run / "final.pt")
 
 
