@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -51,11 +52,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.rows < LEAST_ROWS:
         parser.error(f"--rows must be at least {LEAST_ROWS}, so that there is a middle to be killed in; got {args.rows}")
-    sys.exit(0 if run(args.keep, args.rows) else 1)
+    try:
+        sys.exit(0 if run(args.keep, args.rows) else 1)
+    except ImportError as problem:
+        sys.exit(str(problem))
 
 
 def run(keep: Path | None = None, rows: int = 24_000) -> bool:
     """In a folder to keep, or in a temporary one; whether the proof held."""
+    if missing := [name for name in ("torch", "datasets") if find_spec(name) is None]:
+        raise ImportError(f'the demo needs {" and ".join(missing)}: pip install "midepoch[torch,hf,demo]"')
     if keep is not None:
         return show(keep, Size(rows))
     with tempfile.TemporaryDirectory(prefix="midepoch-demo-") as folder:

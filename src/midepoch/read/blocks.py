@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError
+from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_ipc import message_block
 
@@ -81,10 +82,10 @@ class Blocks:
 
     def _keep(self, block: int, batch: pa.RecordBatch, mapped: bool) -> None:
         self._open[block] = (batch, mapped)
-        self._heap_bytes += 0 if mapped else batch.nbytes
+        self._heap_bytes += 0 if mapped else bytes_of(batch)
         while len(self._open) > 1 and (self._heap_bytes > HEAP_BYTES or len(self._open) > _MAPPED_BLOCKS):
             _, (old, was_mapped) = self._open.popitem(last=False)
-            self._heap_bytes -= 0 if was_mapped else old.nbytes
+            self._heap_bytes -= 0 if was_mapped else bytes_of(old)
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:

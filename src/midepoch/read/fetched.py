@@ -17,6 +17,7 @@ import pyarrow as pa
 from midepoch.order.epoch import Uses
 from midepoch.read.cache import BlockCache
 from midepoch.read.kept import KeptBlocks
+from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.spent import Spent
 
@@ -68,7 +69,7 @@ class FetchedBlocks:
     def _make(self, block: int) -> pa.Table:
         with self._gate:
             table = self._source.fetch(block, self._columns)
-        if table.nbytes > _LARGE:
+        if bytes_of(table) > _LARGE:
             pa.default_memory_pool().release_unused()  # what decoding took besides
         return table
 
@@ -100,9 +101,9 @@ class FetchedBlocks:
             self._spent.blocks += 1
             self._spent.blocks_there += 1
             batch = self._cache.get(block, lambda: self._make_now(block))
-            self._plan.learn(batch.nbytes, batch.num_rows)
+            self._plan.learn(bytes_of(batch), batch.num_rows)
             self._open[block] = batch
-            self._open_bytes += batch.nbytes
+            self._open_bytes += bytes_of(batch)
         else:
             self._open.move_to_end(block)
         return batch, True
@@ -112,7 +113,7 @@ class FetchedBlocks:
         dropped = []
         for block in list(self._open):
             if self._plan.over(block) or (self._open_bytes > self._limit and len(self._open) > 1):
-                self._open_bytes -= self._open.pop(block).nbytes
+                self._open_bytes -= bytes_of(self._open.pop(block))
                 dropped.append(block)
         return dropped
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from midepoch.read.cache import NextUse, one_batch
+from midepoch.read.sizes import bytes_of
 from midepoch.read.turns import Turns
 
 
@@ -37,8 +38,8 @@ class KeptBlocks:
     def _keep(self, block: int, batch: pa.RecordBatch) -> pa.RecordBatch:
         with self._lock:
             self._blocks[block] = batch
-            self._bytes += batch.nbytes
+            self._bytes += bytes_of(batch)
             while self._bytes > self._limit and len(self._blocks) > 1:
                 farthest = max((each for each in self._blocks if each != block), key=self._next_use)
-                self._bytes -= self._blocks.pop(farthest).nbytes
+                self._bytes -= bytes_of(self._blocks.pop(farthest))
         return batch

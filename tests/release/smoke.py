@@ -1,0 +1,170 @@
+"""What an installed midepoch does with an extra alone: run by scripts/release in an environment that has nothing else.
+
+python smoke.py core | torch | hf | jax | store | ray | cli | demo | all
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import midepoch
+
+ROWS = 100
+
+
+def write(folder: Path) -> Path:
+    path = folder / "data.arrow"
+    table = pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS, dtype=np.float32)})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    pq.write_table(table, folder / "data.parquet", row_group_size=9)
+    return path
+
+
+def resumes(make: Any) -> list[Any]:
+    """Some batches, and those that another loader goes on with: together an epoch, each row once."""
+    loader = make()
+    batches = [batch for _, batch in zip(range(4), loader, strict=False)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    other = make()
+    other.load_state_dict(state)
+    batches += list(other)
+    other.close()
+    assert sorted(int(i) for batch in batches for i in batch["id"]) == list(range(ROWS))
+    return batches
+
+
+def core(folder: Path) -> None:
+    """Without any extra: Arrow and Parquet, workers, checkpoints, and no word of torch."""
+    assert midepoch.__version__ == importlib.metadata.version("midepoch")
+    path = write(folder)
+    for file in (path, folder / "data.parquet"):
+        for workers in (0, 2):
+            ds = midepoch.from_files(file, index_dir=folder / "index").shuffle(seed=1).map(dict)
+            resumes(lambda ds=ds, workers=workers: ds.with_format("numpy").loader(7, num_workers=workers))
+    kept = midepoch.from_files(path).filter(odd).with_format("numpy").loader(5)
+    next(iter(kept))
+    midepoch.PipelineCheckpoint(folder / "checkpoints").save(kept, step=1)
+    again = midepoch.from_files(path).filter(odd).with_format("numpy").loader(5)
+    assert midepoch.PipelineCheckpoint(folder / "checkpoints").restore_latest(again) == 1
+    assert next(iter(again))["id"].tolist() == [11, 13, 15, 17, 19]
+    import fast_hf_loader_simple
+
+    assert fast_hf_loader_simple.__name__
+
+
+def odd(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2)
+
+
+def torch(folder: Path) -> None:
+    """Batches are tensors, and a model is saved beside them."""
+    import torch
+
+    ds = midepoch.from_files(write(folder)).shuffle(seed=1)
+    assert all(isinstance(batch["x"], torch.Tensor) for batch in resumes(lambda: ds.loader(7)))
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    checkpoint = midepoch.PipelineCheckpoint(folder / "checkpoints")
+    checkpoint.save(ds.loader(7), model, step=3)
+    assert checkpoint.restore_latest(ds.loader(7), other) == 3
+    assert torch.equal(model.weight, other.weight)
+
+
+def hf(folder: Path) -> None:
+    """What ``datasets`` prepares is read where it lies."""
+    write(folder)
+    files, cache = str(folder / "data.parquet"), str(folder / "cache")
+    ds = midepoch.load_dataset("parquet", data_files=files, cache_dir=cache, split="train[:50%]")
+    assert [row["id"] for row in ds] == list(range(ROWS // 2))
+
+
+def jax(folder: Path) -> None:
+    """Batches are arrays of JAX, and Orbax saves."""
+    import jax
+
+    ds = midepoch.from_files(write(folder)).shuffle(seed=1).with_format("jax")
+    assert all(isinstance(batch["x"], jax.Array) for batch in resumes(lambda: ds.loader(7)))
+    checkpoint = midepoch.PipelineCheckpoint(folder / "checkpoints", backend="orbax")
+    checkpoint.save(ds.loader(7), {"weights": jax.numpy.ones(3)}, step=3)
+    found = {"weights": jax.numpy.zeros(3)}
+    assert checkpoint.restore_latest(ds.loader(7), found) == 3
+    assert found["weights"].tolist() == [1, 1, 1]
+
+
+def store(folder: Path) -> None:
+    """Any file system of fsspec, functions of a script in spawned workers, checkpoints by obstore."""
+    import fsspec
+
+    write(folder)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/lake/data.parquet", (folder / "data.parquet").read_bytes())
+    assert [row["id"] for row in midepoch.from_files("memory://lake")] == list(range(ROWS))
+    ds = midepoch.from_files(folder / "data.arrow").map(lambda row: {"twice": 2 * row["id"]}).with_format("numpy")
+    with ds.loader(5, num_workers=1, multiprocessing_context="spawn") as loader:
+        assert next(iter(loader))["twice"].tolist() == [0, 2, 4, 6, 8]
+    checkpoint = midepoch.PipelineCheckpoint("memory:///run")
+    checkpoint.save(ds.loader(5), step=3)
+    assert checkpoint.restore_latest(ds.loader(5)) == 3
+
+
+def ray(folder: Path) -> None:
+    """An index made by Ray's workers is the one that is made without."""
+    import ray
+
+    from midepoch.ray import build_index
+
+    write(folder)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    made = build_index(folder / "data.parquet", index_dir=folder / "by-ray")
+    ray.shutdown()
+    midepoch.from_files(folder / "data.parquet", index_dir=folder / "by-threads")
+    assert made.read_bytes() == (folder / "by-threads" / made.name).read_bytes()
+
+
+def cli(folder: Path) -> None:
+    """The command is there, and reads a ledger."""
+    ds = midepoch.from_files(write(folder)).with_format("numpy")
+    list(ds.loader(7, audit=folder / "run"))
+    command = str(Path(sys.executable).parent / "midepoch")
+    said = subprocess.run([command, "audit", str(folder / "run")], capture_output=True, text=True, check=True).stdout
+    assert "100" in said, said
+
+
+def demo(folder: Path) -> None:
+    """It needs torch and hf as well, and says so."""
+    command = [sys.executable, "-m", "midepoch.demo", "--rows", "6000"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("datasets"):
+        assert "bit for bit those of the uninterrupted run: yes" in done.stdout, done.stdout + done.stderr
+    else:
+        assert "midepoch[torch,hf,demo]" in done.stderr, done.stderr
+
+
+EXTRAS = {"torch": torch, "hf": hf, "jax": jax, "store": store, "ray": ray, "cli": cli, "demo": demo}
+
+
+def main(what: str) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name, check in {"core": core, **EXTRAS}.items():
+        if name in ("core", what) or what == "all":
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["MIDEPOCH_CACHE"] = os.environ["HF_HOME"] = folder
+                check(Path(folder))
+                print(f"  {name}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
