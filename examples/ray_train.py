@@ -8,6 +8,7 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 ROWS, GLOBAL_BATCH, STEPS, EVERY = 7200, 48, 100, 20
 
 
-def train(config):
+def train(config: dict[str, Any]) -> None:
     rank, size = get_context().get_world_rank(), get_context().get_world_size()
     model = prepare_model(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -31,7 +32,7 @@ def train(config):
     checkpoint = PipelineCheckpoint(config["checkpoints"], keep=3)  # a folder that all nodes see, or s3://…
     started = step = checkpoint.restore_latest(pipeline, model, optimizer) or 0
 
-    def say(what):
+    def say(what: str) -> None:
         if rank == 0:  # not by print, which Ray 2.60 shows twice
             where = f"epoch {pipeline.epoch}, position {pipeline.position}, world size {size}"
             sys.stdout.write(f"{what} step {step}: {where}\n")
@@ -53,7 +54,7 @@ def train(config):
                 break
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kill", action="store_true", help="kill a worker on the way")

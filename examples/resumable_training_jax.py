@@ -24,18 +24,18 @@ from midepoch.checkpoint import PipelineCheckpoint
 ROWS, BATCH, EPOCHS, EVERY = 21_248, 32, 5, 1000
 
 
-def noisy(row, rng):
+def noisy(row: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {"image": row["image"] + 0.1 * rng.standard_normal(16, dtype=np.float32)}
 
 
-def create_model(rngs):
+def create_model(rngs: nnx.Rngs) -> nnx.Sequential:
     drop = nnx.Dropout(0.2, rngs=rngs)  # its key is a part of the model's state, and saved with it
     return nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, drop, nnx.Linear(32, 2, rngs=rngs))
 
 
-@nnx.jit
-def train_step(model, optimizer, image, label):
-    def loss_of(model):
+@nnx.jit  # type: ignore[untyped-decorator]
+def train_step(model: nnx.Sequential, optimizer: nnx.Optimizer, image: np.ndarray, label: np.ndarray) -> jax.Array:
+    def loss_of(model: nnx.Sequential) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(model(image), label).mean()
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
@@ -43,7 +43,7 @@ def train_step(model, optimizer, image, label):
     return loss
 
 
-def train(folder, data, die_at=None):
+def train(folder: Path | str, data: Path | str, die_at: int | None = None) -> tuple[jax.Array, nnx.State]:
     ds = midepoch.from_files(data).with_format("numpy").shuffle(seed=42).map(noisy, with_generator=True)
     pipeline, model = ds.loader(batch_size=BATCH), create_model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
@@ -64,7 +64,7 @@ def train(folder, data, die_at=None):
     return jnp.stack(losses), nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def main():
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data, run = Path(folder, "data.parquet"), Path(folder, "run")
         images = np.random.default_rng(0).standard_normal((ROWS, 16), dtype=np.float32)

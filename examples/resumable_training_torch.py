@@ -22,22 +22,22 @@ from midepoch.typing import CheckpointableIterator
 ROWS, BATCH, EPOCHS, EVERY = 21_248, 32, 5, 1000
 
 
-def noisy(row, rng):
+def noisy(row: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {"image": row["image"] + 0.1 * rng.standard_normal(16, dtype=np.float32)}
 
 
-def create_pipeline(data):
+def create_pipeline(data: Path | str) -> midepoch.Loader:
     ds = midepoch.from_files(data).with_format("numpy").shuffle(seed=42).map(noisy, with_generator=True)
     return ds.with_format("torch").loader(batch_size=BATCH, num_workers=1)
 
 
-def create_model():
+def create_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 2))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(folder, data, die_at=None):
+def train(folder: Path | str, data: Path | str, die_at: int | None = None) -> tuple[list[float], dict[str, object]]:
     pipeline, (model, optimizer) = create_pipeline(data), create_model()
     assert isinstance(pipeline, CheckpointableIterator)  # part 1: every loader of midepoch is one
     checkpoint = PipelineCheckpoint(folder, keep=3)  # part 2: data, model, optimizer, RNG, together or not at all
@@ -61,7 +61,7 @@ def train(folder, data, die_at=None):
     return losses, model.state_dict()
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         data, run = Path(folder, "data.parquet"), Path(folder, "run")
