@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,7 @@ def test_export_list() -> None:
         "DataError",
         "DataNotFoundError",
         "Dataset",
+        "DifferentSchemasError",
         "FetchError",
         "FormatError",
         "Keep",
@@ -46,6 +51,37 @@ def test_export_list() -> None:
     }
     for name in (*midepoch.__all__, "zip"):
         assert getattr(midepoch, name) is not None
+    assert len(set(midepoch.__all__)) == len(midepoch.__all__)
+    assert dir(midepoch) == sorted(midepoch.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        midepoch.nothing  # noqa: B018
+
+
+def test_a_star_hides_nothing_of_python() -> None:
+    found: dict[str, object] = {}
+    exec("from midepoch import *", found)
+    assert set(found) - {"__builtins__"} == set(midepoch.__all__)
+    assert not set(midepoch.__all__) & set(dir(builtins))
+
+
+def test_type_checkers_see_what_there_is() -> None:
+    """Names are imported when they are used; the imports that only a type checker reads are of the same ones."""
+    assert midepoch.__file__ is not None
+    tree = ast.parse(Path(midepoch.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == midepoch._WHERE
+    assert set(seen) == {*midepoch.__all__, "zip"} - {"__version__"}
+
+
+def test_every_name_is_documented() -> None:
+    for name in {*midepoch.__all__, "zip"} - {"__version__"}:
+        value = getattr(midepoch, name)
+        assert value.__doc__ and not value.__doc__.startswith(f"{name}("), f"{name} has no docstring of its own"
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text().partition("\n## Modules")[0]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] + re.findall(r"And `(\w+)`", page)
+    assert sorted(named) == sorted({*midepoch.__all__, "zip"}), "docs/api.md names each public name once"
 
 
 def test_import_is_light() -> None:
@@ -68,6 +104,7 @@ def test_every_error_is_in_the_tree() -> None:
     assert all(issubclass(each, errors.MidepochError) for each in classes)
     assert errors.__doc__ is not None
     assert all(each.__name__ in errors.__doc__ for each in classes)
+    assert {each.__name__ for each in classes} <= set(midepoch.__all__)
 
 
 @pytest.mark.parametrize("rows", [6_000, pytest.param(24_000, marks=pytest.mark.slow)])
