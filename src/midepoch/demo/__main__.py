@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24_000, help="of the dataset (default: 24,000)")
     args = parser.parse_args()
     if args.rows < LEAST_ROWS:
-        parser.error(f"--rows must be at least {LEAST_ROWS}, so that there is a middle to be killed in; got {args.rows}")
+        parser.error(
+            f"--rows must be at least {LEAST_ROWS}, so that there is a middle to be killed in; got {args.rows}"
+        )
     try:
         sys.exit(0 if run(args.keep, args.rows) else 1)
     except ImportError as problem:
