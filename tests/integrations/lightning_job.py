@@ -85,7 +85,12 @@ class Saves(pl.Callback):
 
 
 def run(
-    folder: Path, case: str, options: dict[str, Any], checkpoint: Path | None = None, fails_at: int | None = None
+    folder: Path,
+    case: str,
+    options: dict[str, Any],
+    checkpoint: Path | None = None,
+    fails_at: int | None = None,
+    **stopping: int,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model(fails_at)
@@ -96,8 +101,8 @@ def run(
         "enable_model_summary": False,
     }
     where = {"accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", "1")), "default_root_dir": str(folder)}
-    callbacks = [Saves(folder / case)] if checkpoint is None else []
-    trainer = pl.Trainer(callbacks=callbacks, **{**quiet, **where, **options})
+    callbacks = [Saves(folder / case)] if checkpoint is None and "max_steps" not in stopping else []
+    trainer = pl.Trainer(callbacks=callbacks, **{**quiet, **where, **options, **stopping})
     validation = midepoch.from_files(folder / "data.parquet")
     data = ResumableData(lambda: loader_of(folder, case), (lambda: validation.loader(4)) if case == "rows" else None)
     try:
@@ -105,6 +110,9 @@ def run(
     except RuntimeError as problem:
         if str(problem) != "as asked for":
             raise
+    else:
+        if checkpoint is None:  # with what was looked ahead thrown away
+            trainer.save_checkpoint(folder / case / f"{len(model.rows)}-after.ckpt")
     weights = torch.cat([part.detach().ravel() for part in model.parameters()]).tolist()
     return {"rows": model.rows, "stands": model.stands, "weights": weights, "validated": model.validated}
 
@@ -127,6 +135,7 @@ def main(folder: Path, where: str) -> None:
         result = {"whole": run(folder, case, options)}
         if where == "alone":
             run(folder, case, options, fails_at=4)
+            run(folder, case, options, max_steps=2)
         for checkpoint in sorted(folder.glob(f"{case}/*.ckpt")):
             result[checkpoint.stem] = run(folder, case, options, checkpoint)
         (folder / f"{case}-{rank}.json").write_text(json.dumps(result))

@@ -52,6 +52,10 @@ def check(result: dict[str, Any], *, weights: bool = True, stands: Callable[[Any
     assert len(result) > 1
     for name, resumed in result.items():
         at = int(name.split("-")[0])
+        if "after" in name:  # Lightning takes an epoch in which it was told to stop for complete, and makes one less
+            assert resumed["rows"] == whole["rows"][at:][: len(resumed["rows"])], name
+            assert resumed["rows"] or at == len(whole["rows"]), name
+            continue
         assert resumed["rows"] == whole["rows"][at:], name
         assert [stands(one) for one in resumed["stands"]] == [stands(one) for one in whole["stands"][at:]], name
         if weights and "failed" not in name:
@@ -69,7 +73,8 @@ def test_transformers(tmp_path: Path) -> None:
         batches = flat(read(case)["whole"]["rows"])
         assert batches == uninterrupted(tmp_path, len(batches)), case
         check(read(case))
-    check(read("loader"))
+    check(read("options"))
+    assert len(read("options")["whole"]["rows"]) == 12
     assert read("epochs")["whole"]["stands"][-1] == [14, 2.0]
     assert read("accumulated")["whole"]["stands"][2] == [3, 1.0]
     check(read("stream"), stands=lambda stand: stand[0])  # its epochs have no length

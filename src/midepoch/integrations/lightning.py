@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from midepoch.errors import CheckpointNotFoundError, WorldError
 from midepoch.integrations.passes import AnyLoader, rest_or_next
@@ -44,7 +43,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
                 )
             loader = self._make_train()
             self._check_ranks(loader)
-            self._train = _Passes(loader, self._untrained, self._counted)
+            self._train = _Passes(loader, self._trained, self._counted)
             if self._restored is not None:
                 self._train.go_to(self._restored)
         return self._train
@@ -63,12 +62,9 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
         if self._train is not None:
             self._train.go_to(self._restored)
 
-    def _untrained(self) -> int:
-        """How many of the batches that Lightning has taken it has not trained on."""
-        fit = self.trainer.fit_loop
-        progress, fetcher = fit.epoch_loop.batch_progress.current, fit._data_fetcher
-        ahead = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
-        return int(progress.ready - progress.processed + ahead)
+    def _trained(self) -> int:
+        """How many batches Lightning has trained on, in all of the run."""
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
     def _counted(self) -> bool:
         """Whether Lightning ends an epoch by itself, behind a number of batches."""
@@ -87,9 +83,10 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 class _Passes:
     """What Lightning takes for a DataLoader. It has no sampler, so none is replaced."""
 
-    def __init__(self, loader: AnyLoader, untrained: Callable[[], int], counted: Callable[[], bool]) -> None:
-        self.loader, self._untrained, self._counted = loader, untrained, counted
+    def __init__(self, loader: AnyLoader, trained: Callable[[], int], counted: Callable[[], bool]) -> None:
+        self.loader, self._trained, self._counted = loader, trained, counted
         self._states = deque([loader.state_dict()], _MOST_BEHIND + 1)  # behind each of the last batches handed over
+        self._handed_over = self._trained_before = 0
 
     def stands(self) -> Any:
         """The state behind the last batch that was trained on."""
@@ -100,11 +97,18 @@ class _Passes:
         self.loader.load_state_dict(state)
         self._states.clear()
         self._states.append(self.loader.state_dict())
+        self._handed_over = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._behind():  # what was looked ahead in a pass that is not gone on with
             self.go_to(self.stands())
+        if not self._handed_over:
+            self._trained_before = self._trained()
         return self._batches()
+
+    def _behind(self) -> int:
+        """How many of the batches handed over have not been trained on."""
+        return self._handed_over and self._handed_over - (self._trained() - self._trained_before)
 
     def _batches(self) -> Iterator[Any]:
         """An epoch, or as many batches as Lightning takes if it knows how many: its epoch may not end with the data's.
@@ -116,15 +120,12 @@ class _Passes:
             going_on = False
             for batch in rest_or_next(self.loader):
                 self._states.append(self.loader.state_dict())
+                self._handed_over += 1
                 yield batch
                 going_on = self._counted()
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    def _behind(self) -> int:
-        # Not more than there are: of a run that was resumed, the progress counts batches of the one before, too.
-        return min(self._untrained(), len(self._states) - 1)
 
     # Lightning keeps states of loaders too, but does not load them if the last epoch was complete: the DataModule's is
     # the one that counts. Without these it would warn that the loader cannot be resumed.

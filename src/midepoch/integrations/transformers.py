@@ -7,7 +7,7 @@ trainer.train(resume_from_checkpoint=True)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -31,27 +31,34 @@ STATE_FILE = "midepoch.json"
 class ResumableTraining:
     """What makes a Trainer resume exactly, to be mixed into one: ``class Mine(ResumableTraining, SFTTrainer)``.
 
-    ``train_dataset`` may be a Dataset or Stream, of which a loader is made as ``TrainingArguments`` say; or a loader,
-    taken as it is, for what they have no words for (``ends=``, ``audit=``, ``data_parallel=``). Anything else is left
-    to the Trainer, and so is evaluation.
+    Of a Dataset or Stream as ``train_dataset`` a loader is made as ``TrainingArguments`` say, and ``loader_options``,
+    for what they have no words for: ``{"ends": "pad", "audit": "runs/7"}``. Other datasets are left to the Trainer,
+    and so is evaluation.
     """
 
     _checkpoint: str | None = None
-    _loader: AnyLoader | None = None
     _before: tuple[int, Any] | None = None
+
+    def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
+        self._options = dict(loader_options or {})
+        super().__init__(*rest, **named)
+        if isinstance(self.train_dataset, Loader | StreamLoader):  # type: ignore[attr-defined]
+            raise TypeError(
+                "train_dataset must be a Dataset or Stream, not a loader: give what is special about the "
+                "loader as loader_options, {'ends': 'pad'} for one."
+            )
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         if resume_from_checkpoint is True:  # None where there is none: the Trainer says so itself
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        self._before = None
         self._checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         return super().train(resume_from_checkpoint, *rest, **named)  # type: ignore[misc]
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
-        if not isinstance(self.train_dataset, Dataset | Stream | Loader | StreamLoader):
-            self._loader = None
+        if not isinstance(self.train_dataset, Dataset | Stream):
             return super().get_train_dataloader()  # type: ignore[misc]
-        loader = self._loader = self._make_loader(self.train_dataset)
-        self._before = None
+        loader = self._make_loader(self.train_dataset)
         if self._checkpoint is not None:
             if self.args.ignore_data_skip:
                 raise ValueError(
@@ -64,51 +71,55 @@ class ResumableTraining:
         batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
         return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=own)
 
-    def _make_loader(self: Any, data: Dataset | Stream | AnyLoader) -> AnyLoader:
-        if isinstance(data, Loader | StreamLoader):
-            return data
-        args, size = self.args, self._train_batch_size
-        options: dict[str, Any] = {}
-        data_ranks = self.get_total_train_batch_size(args) // (size * args.gradient_accumulation_steps)
-        if data_ranks != args.world_size:  # tensor and context parallelism: neighbours see the same rows
-            options = {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
-        return data.loader(
-            size,
-            args.dataloader_num_workers,
-            args.dataloader_drop_last,
-            self._get_collator_with_removed_columns(self.data_collator, description="training"),
-            prefetch=args.dataloader_prefetch_factor,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            **options,
+    def _make_loader(self: Any, data: Dataset | Stream) -> AnyLoader:
+        args = self.args
+        options = {
+            "num_workers": args.dataloader_num_workers,
+            "drop_last": args.dataloader_drop_last,
+            "collate_fn": self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            "prefetch": args.dataloader_prefetch_factor,
+            "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
+            "persistent_workers": args.dataloader_persistent_workers,
+        }
+        data_ranks = self.get_total_train_batch_size(args) // (
+            self._train_batch_size * args.gradient_accumulation_steps
         )
+        if data_ranks != args.world_size and "data_parallel" not in self._options:
+            # Tensor and context parallelism: neighbours see the same rows.
+            options |= {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
+        return data.loader(self._train_batch_size, **{**options, **self._options})
 
     def num_examples(self: Any, dataloader: Any) -> int:
         found = getattr(dataloader, "dataset", None)
         return found.rows if isinstance(found, _Batches) else super().num_examples(dataloader)  # type: ignore[misc]
 
-    def _to_be_skipped(self: Any) -> int:
+    def _to_be_skipped(self: Any, loader: AnyLoader) -> int:
         """How many batches the Trainer, which counts steps, is going to throw away when a run goes on."""
         if self._checkpoint is None:
             return 0
         accumulated = self.args.gradient_accumulation_steps
         try:
-            steps = max(1, math.ceil(len(self._loader) / accumulated))
+            steps = max(1, math.ceil(len(loader) / accumulated))
         except TypeError:  # a stream of unknown length: to the Trainer, an epoch is all of the run
             steps = self.args.max_steps
         return int(self.state.global_step % steps * accumulated)
 
+    def _trained_with(self: Any) -> AnyLoader | None:
+        """The loader of the run that is under way. (Others are made where somebody wants a look at a batch.)"""
+        found = getattr(self.callback_handler.train_dataloader, "dataset", None)
+        return found.loader if isinstance(found, _Batches) else None
+
     def get_batch_samples(self: Any, *rest: Any, **named: Any) -> Any:
-        if self._loader is not None:
-            self._before = self.state.global_step, self._loader.state_dict()
+        if (loader := self._trained_with()) is not None:
+            self._before = self.state.global_step, loader.state_dict()
         return super().get_batch_samples(*rest, **named)  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
-        if self._loader is not None:
+        if (loader := self._trained_with()) is not None:
             step, state = self._before or (None, None)
             if step != self.state.global_step:  # the step whose batches were taken last has been made
-                state = self._loader.state_dict()
-            state = for_all_ranks(self._loader, state)
+                state = loader.state_dict()
+            state = for_all_ranks(loader, state)
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             if self.args.should_save:  # before all else: what has the Trainer's state, which is written last, has this
                 write_state(folder / STATE_FILE, state)
@@ -125,23 +136,23 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
     It counts steps by what it takes from the loader, so these keep its count right; making them costs nothing.
     """
 
-    def __init__(self, loader: AnyLoader, to_be_skipped: Callable[[], int]) -> None:
-        self._loader, self._to_be_skipped = loader, to_be_skipped
+    def __init__(self, loader: AnyLoader, to_be_skipped: Callable[[AnyLoader], int]) -> None:
+        self.loader, self._to_be_skipped = loader, to_be_skipped
         self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        skipped = 0 if self._begun else self._to_be_skipped()
+        skipped = 0 if self._begun else self._to_be_skipped(self.loader)
         self._begun = True
         yield from repeat(None, skipped)
-        yield from rest_or_next(self._loader)
+        yield from rest_or_next(self.loader)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     @property
     def rows(self) -> int:
         """Of an epoch, on all ranks; of a stream, at most."""
-        loader = self._loader
+        loader = self.loader
         if isinstance(loader, Loader):
             return loader.pipeline.rows
         return len(loader) * loader.options.batch_size * loader.cut.count
