@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIMIT = 300
+LIMIT = 900
 
 
 def run(script: Path, *arguments: str, ranks: int = 1) -> int:

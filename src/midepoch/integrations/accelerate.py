@@ -16,8 +16,8 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
-from midepoch.integrations.passes import AnyLoader
 from midepoch.integrations.states import for_all_ranks, read_state, write_state
+from midepoch.loader.common import AnyLoader
 
 _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
 

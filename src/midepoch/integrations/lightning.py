@@ -13,8 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from midepoch.errors import CheckpointNotFoundError, WorldError
-from midepoch.integrations.passes import AnyLoader, rest_or_next
+from midepoch.integrations.passes import rest_or_next
 from midepoch.integrations.states import for_all_ranks
+from midepoch.loader.common import AnyLoader
 
 _MOST_BEHIND = 8
 """Batches that may have been handed to Lightning and not trained on: one that it looks ahead, one that has failed."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
-from midepoch.loader import Loader
-from midepoch.loader.stream import StreamLoader
-
-AnyLoader: TypeAlias = Loader | StreamLoader
+from midepoch.loader.common import AnyLoader
 
 _END = object()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from midepoch.checkpoint import disk
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, WorldError
-from midepoch.integrations.passes import AnyLoader
+from midepoch.loader.common import AnyLoader
 
 
 def for_all_ranks(loader: AnyLoader, state: Any) -> Any:

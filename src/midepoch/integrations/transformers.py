@@ -18,10 +18,10 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from midepoch.dataset import Dataset
-from midepoch.integrations.passes import AnyLoader, rest_or_next
+from midepoch.integrations.passes import rest_or_next
 from midepoch.integrations.states import for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
-from midepoch.loader.stream import StreamLoader
+from midepoch.loader.common import AnyLoader
 from midepoch.stream import Stream
 
 STATE_FILE = "midepoch.json"
@@ -42,7 +42,7 @@ class ResumableTraining:
     def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._options = dict(loader_options or {})
         super().__init__(*rest, **named)
-        if isinstance(self.train_dataset, Loader | StreamLoader):  # type: ignore[attr-defined]
+        if isinstance(self.train_dataset, AnyLoader):  # type: ignore[attr-defined]
             raise TypeError(
                 "train_dataset must be a Dataset or Stream, not a loader: give what is special about the "
                 "loader as loader_options, {'ends': 'pad'} for one."

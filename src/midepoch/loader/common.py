@@ -29,6 +29,10 @@ class AnyLoader(Resumable):
         self._options = options
         self._meter = Meter(options.num_workers)
 
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank, where that can be known."""
+        raise NotImplementedError
+
     @property
     def options(self) -> Options:
         """How batches are made."""
