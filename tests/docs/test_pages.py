@@ -1,0 +1,151 @@
+"""Every block of code in the documentation runs, and gives what the page says; the site is whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from page import ROOT, blocks_of
+
+import s3
+from forks import Forks
+
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "benchmarks/README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/**/*.md"),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs that pages call, as this Python has them."""
+    folder = tmp_path_factory.mktemp("programs")
+    command = folder / "midepoch"
+    command.write_text(f"#!{sys.executable}\nfrom midepoch.cli import main\nmain()\n")
+    command.chmod(0o755)
+    (folder / "python").symlink_to(sys.executable)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The settings for a real object store; what lies in the folder "store" of a page lies in it."""
+    (tmp_path / "store").mkdir()
+    with s3.Server(tmp_path / "store") as server:
+        yield {
+            "AWS_ACCESS_KEY_ID": s3.KEY,
+            "AWS_SECRET_ACCESS_KEY": s3.SECRET,
+            "AWS_ENDPOINT_URL": f"http://{server.endpoint}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(page: str, tmp_path: Path, programs: Path, torch_forks: Forks, request: pytest.FixtureRequest) -> None:
+    if not blocks_of(ROOT / page):
+        return
+    settings = {"MIDEPOCH_CACHE": str(tmp_path / ".cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    if "s3://" in (ROOT / page).read_text():
+        settings |= request.getfixturevalue("store")
+    script = str(Path(__file__).with_name("page.py"))
+    [done] = torch_forks.run([script, str(ROOT / page), str(programs)], cwd=tmp_path, env=settings)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("```\ncode\n```", "no language is neither run nor marked"),
+        ("```json\n{}\n```", "json is neither run nor marked"),
+        ("```text\n1\n```", "right behind the block that prints it"),
+        ("```python\n1\n```\nThis gives:\n```text\n1\n```", "right behind the block that prints it"),
+        ("<!-- not run: lazy -->\nprose\n```python\n1\n```", "right above a block, and here is none"),
+        ("<!-- not run: lazy -->", "at the end is none"),
+        ("```python\n1\n", "has no end"),
+        ("```python\n1 +\n```", "SyntaxError"),
+        ("<!-- not run: needs a GPU -->\n```python\n1 +\n```", "SyntaxError"),
+        ("```python\nx\n```", "NameError"),
+        ("<!-- prepare\nx = 2\n-->\n```python\nx  # → 1\n```", "page.md:5 gives 2, the page says 1"),
+        ("```python\nx = 1\nx = x + 1  # → 3\n```", "page.md:3 gives 2, the page says 3"),
+        ("```python\nfor x in [1]:\n    print(x)  # → 1\n    x\n```", "page.md:3: '# →' stands at the end"),
+        ("```python\nprint(1)\n```\n```text\n2\n```", "but the page says"),
+        ("```bash\nfalse\n```", "ends with 1"),
+        ("```bash\necho 1\n```\n```text\n2\n```", "but the page says"),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_told(text: str, problem: str, tmp_path: Path, torch_forks: Forks) -> None:
+    (tmp_path / "page.md").write_text(text)
+    [done] = torch_forks.run([str(Path(__file__).with_name("page.py")), "page.md"], cwd=tmp_path)
+    assert done.returncode == 1
+    assert problem in done.stderr
+
+
+GOOD = """
+<!-- prepare
+x = 1
+-->
+
+```python
+x + 1  # → 2
+print(x)  # → 1
+y = [x,
+     x]  # → [1, 1]
+```
+
+- indented
+
+    ```python
+    print(y)
+    print("and more")
+    ```
+
+    ```text
+    [1, …]
+    and
+    more
+    ```
+
+<!-- file: later.py -->
+```python
+print("later")
+```
+
+```bash
+python later.py
+```
+
+```text
+later
+```
+
+<!-- not run: needs a package that is not there -->
+```python
+import nothing_of_that_name
+```
+"""
+
+
+def test_what_is_right_with_a_page(tmp_path: Path, programs: Path, torch_forks: Forks) -> None:
+    (tmp_path / "page.md").write_text(GOOD)
+    [done] = torch_forks.run([str(Path(__file__).with_name("page.py")), "page.md", str(programs)], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [block.language for block in blocks_of(tmp_path / "page.md")] == [
+        "prepare",
+        *["python"] * 3,
+        "bash",
+        "python",
+    ]
+
+
+def test_whoever_is_not_run_says_why() -> None:
+    """A list to look at: what is left out, and for which reason."""
+    reasons = {block.not_run for page in PAGES for block in blocks_of(ROOT / page) if block.not_run is not None}
+    assert all(len(reason.split()) > 1 for reason in reasons)
