@@ -1,6 +1,6 @@
 """The versioned state: a flat, JSON-able dict that says what it belongs to.
 
-Rules of evolution: a new field gets a default in ``_MIGRATIONS``; the type or meaning of a field never changes; every
+Rules of evolution: a new field gets a default in ``_DEFAULTS``; the type or meaning of a field never changes; every
 released version keeps a fixture under ``tests/fixtures`` and is accepted for ever.
 """
 
