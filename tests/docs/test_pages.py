@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +151,28 @@ def test_whoever_is_not_run_says_why() -> None:
     """A list to look at: what is left out, and for which reason."""
     reasons = {block.not_run for page in PAGES for block in blocks_of(ROOT / page) if block.not_run is not None}
     assert all(len(reason.split()) > 1 for reason in reasons)
+
+
+_NAMED = re.compile(r"(?<![\w/])((?:tests|src|examples|scripts|benchmarks|docs)/[\w/.-]*\w)(?:::(\w+))?")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_tests_that_are_named_are_there(page: str) -> None:
+    for path, function in _NAMED.findall((ROOT / page).read_text()):
+        assert (ROOT / path).exists(), path
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), f"{path}::{function}"
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    said = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                said.add("".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(re.sub(r"%[.\d]*[sdrf]", "…", node.value))
+    messages = re.findall(r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 40
+    for message in messages:
+        parts = [part.strip() for part in message.split("…") if len(part.strip()) > 3]
+        assert any(all(part in one for part in parts) for one in said), message
