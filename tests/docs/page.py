@@ -111,9 +111,9 @@ def _language(info: str) -> str:
 
 def _add(found: list[Block], block: Block, behind: bool, where: str) -> None:
     if block.language == "text" and block.runs:
-        if not (behind and found and found[-1].runs and found[-1].language != "prepare"):
+        last = found.pop() if behind else None
+        if last is None or not last.runs or last.output is not None:
             raise PageError(f"{where}: text stands right behind the block that prints it, or is marked as not run")
-        last = found.pop()
         found.append(replace(last, output=block.text))
         return
     if block.language not in ("python", "bash") and block.runs:

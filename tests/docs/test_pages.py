@@ -69,6 +69,7 @@ def test_page(page: str, tmp_path: Path, programs: Path, torch_forks: Forks, req
         ("```json\n{}\n```", "json is neither run nor marked"),
         ("```text\n1\n```", "right behind the block that prints it"),
         ("```python\n1\n```\nThis gives:\n```text\n1\n```", "right behind the block that prints it"),
+        ("```python\nprint(1)\n```\n```text\n1\n```\n```text\n2\n```", "right behind the block that prints it"),
         ("<!-- not run: lazy -->\nprose\n```python\n1\n```", "right above a block, and here is none"),
         ("<!-- not run: lazy -->", "at the end is none"),
         ("```python\n1\n", "has no end"),
