@@ -93,6 +93,11 @@ def test_transformers(tmp_path: Path) -> None:
         assert went_on["stands"][-1] == [8, 2.0]
     assert sorted(sum(flat(read("smaller global batch")["3"]["rows"]), [])) == sorted(sum(together, []))
 
+    refused = json.loads((tmp_path / "refusals.json").read_text())
+    assert "Leave it out" in refused["ignored"]
+    assert "does not say where in the data" in refused["no state"]
+    assert "loader_options" in refused["a loader"]
+
 
 def test_accelerate(tmp_path: Path) -> None:
     read = runs_of("accelerate", tmp_path)

@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 import midepoch
+from midepoch.errors import CheckpointNotFoundError
 from midepoch.integrations.transformers import ResumableTrainer
 
 ROWS, EARLY = 26, 5
@@ -101,12 +102,29 @@ def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | Non
     )
     trainer.can_return_loss = True
     trainer.seen = seen
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint)
     weights = torch.cat([part.detach().ravel() for part in trainer.model.parameters()]).tolist()
     result = {"rows": seen[:-1], "stands": stands, "left": seen[-1], "weights": weights}
     if checkpoint is None and case in ("epochs", "ranks"):
         result["evaluated"] = trainer.evaluate()["eval_rows"]
     return result
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What is said where rows would be lost or repeated."""
+    found, checkpoint = {}, folder / "epochs" / "checkpoint-2"
+    for name, options in (("ignored", {"ignore_data_skip": True}), ("no state", {})):
+        if name == "no state":
+            (checkpoint / "midepoch.json").unlink()
+        try:
+            run(folder, "epochs", {**ALONE["epochs"], **options}, checkpoint)
+        except (ValueError, CheckpointNotFoundError) as problem:
+            found[name] = str(problem)
+    try:
+        ResumableTrainer(Model(), train_dataset=data(folder, "epochs").loader(4))
+    except TypeError as problem:
+        found["a loader"] = str(problem)
+    return found
 
 
 def main(folder: Path, where: str) -> None:
@@ -121,6 +139,7 @@ def main(folder: Path, where: str) -> None:
         for case, options in ELSEWHERE.items():
             result = {"3": run(folder, case, options, folder / "ranks" / "checkpoint-3")}
             (folder / f"{case}-{rank}.json").write_text(json.dumps(result))
+        (folder / "refusals.json").write_text(json.dumps(refusals(folder)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ trainer.train(resume_from_checkpoint=True)
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from pathlib import Path
@@ -36,8 +37,8 @@ class ResumableTraining:
     and so is evaluation.
     """
 
-    _checkpoint: str | None = None
-    _before: tuple[int, Any] | None = None
+    _checkpoint: str | None = None  # that the run goes on from
+    _before: tuple[int, Any] | None = None  # global step and state when batches were taken last
 
     def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._options = dict(loader_options or {})
@@ -48,11 +49,13 @@ class ResumableTraining:
                 "loader as loader_options, {'ends': 'pad'} for one."
             )
 
-    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+    def train(
+        self: Any, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *rest: Any, **named: Any
+    ) -> Any:
         if resume_from_checkpoint is True:  # None where there is none: the Trainer says so itself
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._before = None
-        self._checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        self._checkpoint = None if isinstance(resume_from_checkpoint, bool | None) else str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *rest, **named)  # type: ignore[misc]
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
