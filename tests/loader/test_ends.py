@@ -156,3 +156,33 @@ def test_what_contradicts_or_is_in_the_way_is_refused(small_files: list[str]) ->
     with pytest.raises(midepoch.MapError, match="a map made a column 'is_padding'"):
         next(iter(ds.map(lambda row: {"is_padding": 1}).loader(4, ends="pad")))
     assert len(ds.loader(4, drop_last=True, ends="drop")) == 9
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_whose_end_was_not_asked_for_is_over(small_files: list[str], workers: int) -> None:
+    """Loops that know how many batches there are take just as many, and never see StopIteration."""
+    ds = midepoch.from_files(small_files).shuffle(seed=1)
+    whole = [[batch["id"].tolist() for batch in loader] for loader in [ds.loader(5)] for _ in range(3)]
+    with ds.loader(5, num_workers=workers) as loader:
+        for epoch in range(3):
+            passing = iter(loader)
+            assert [next(passing)["id"].tolist() for _ in range(len(loader))] == whole[epoch]
+            assert loader.epoch == epoch + 1 and loader.position == 0
+        state = loader.state_dict()
+        passing = iter(loader)
+        resumed = ds.loader(5)
+        resumed.load_state_dict(state)
+        assert next(iter(resumed))["id"].tolist() == next(passing)["id"].tolist()
+        del passing  # a break moves nothing, still
+        assert loader.position == 5
+        assert len(list(loader)) == len(loader) and loader.epoch == 4
+
+
+def test_an_epoch_that_is_named_again_is_gone_through_again(small_files: list[str]) -> None:
+    loader = midepoch.from_files(small_files).shuffle(seed=1).loader(5)
+    loader.set_epoch(2)
+    passing = iter(loader)
+    first = [next(passing)["id"].tolist() for _ in range(len(loader))]
+    loader.set_epoch(2)
+    assert [batch["id"].tolist() for batch in loader] == first
+    assert loader.epoch == 3

@@ -52,6 +52,7 @@ class Loader(AnyLoader):
         self._stood = cursor  # behind the last batch handed over, or where a state was loaded, whatever epoch is named
         self._how = "fresh"
         self._asked = asked  # the epoch was named by set_epoch
+        self._namings = 0  # how often one was
         self._delivered: Cursor | None = None
         self._identity = states.identity(pipeline)
         self._iterator: weakref.ref[_Batches] | None = None
@@ -97,6 +98,7 @@ class Loader(AnyLoader):
         """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
         epoch = whole(epoch, "set_epoch")
         self._pass = None
+        self._namings += 1
         if self._how == "fresh" and not self._cursor.position:
             self._stood = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
         if epoch != self._cursor.epoch:
@@ -219,6 +221,7 @@ class _Batches(HasState):
     def _begin(self, plan: Plan, rolled: bool) -> None:
         self._plan, self._rolled = plan, rolled
         self._meter.begin()
+        self._named = self._loader._namings
         self._source: _Source | None = None
         self._step = 0
         self._closed = self._over = False
@@ -329,6 +332,10 @@ class _Batches(HasState):
         if self._closed:
             return
         self._closed = True
+        loader = self._loader
+        complete = self._step == len(self._plan) > 0 and self._failure is None
+        if complete and not self._over and self._named == loader._namings:
+            loader._epoch_over(self._plan, self._rolled)  # its end was not asked for, but nothing of it is left
         if isinstance(self._source, WorkerPool):
             if not self._loader._options.persistent_workers:
                 self._loader._close_pool()
