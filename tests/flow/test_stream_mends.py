@@ -532,7 +532,8 @@ def test_a_source_under_another_name(numbers: Numbers) -> None:
 
 def test_a_tokenizer_that_was_used_with_padding(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast = pytest.importorskip("transformers").PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

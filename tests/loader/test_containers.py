@@ -52,7 +52,7 @@ def images(tmp_path: Path) -> Path:
     pictures = [Image.new("RGB", (4 + 2 * ((i // 3) % 2), 4), (i, 0, 0)) for i in range(24)]
     data: dict[str, Any] = {"image": pictures, "id": list(range(24))}
     features = datasets.Features({"image": datasets.Image(), "id": datasets.Value("int64")})
-    datasets.Dataset.from_dict(data, features=features).save_to_disk(tmp_path / "images")
+    datasets.Dataset.from_dict(data, features=features).save_to_disk(str(tmp_path / "images"))
     return tmp_path / "images"
 
 

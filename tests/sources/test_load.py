@@ -149,8 +149,8 @@ def test_other_formats(tmp_path: Path, kind: str) -> None:
 
 def test_load_from_disk(tmp_path: Path) -> None:
     train = datasets.Dataset(numbered(0, 50).select(PLAIN))
-    train.save_to_disk(tmp_path / "one", num_shards=3)
-    datasets.DatasetDict({"train": train, "test": train.select(range(7))}).save_to_disk(tmp_path / "dict")
+    train.save_to_disk(str(tmp_path / "one"), num_shards=3)
+    datasets.DatasetDict({"train": train, "test": train.select(range(7))}).save_to_disk(str(tmp_path / "dict"))
     assert list(midepoch.load_from_disk(tmp_path / "one")) == list(train)
     assert list(midepoch.load_from_disk(tmp_path / "one", split="train[:10%]")) == list(train.select(range(5)))
     assert len(midepoch.load_from_disk(tmp_path / "dict", split="test")) == 7
@@ -237,7 +237,7 @@ def test_features_give_what_datasets_gives(tmp_path: Path) -> None:
             "image": datasets.Image(),
             "matrix": datasets.Array2D((2, 3), "float32"),
             "label": datasets.ClassLabel(names=["no", "yes"]),
-            "tags": datasets.List(datasets.Value("string")),
+            "tags": [datasets.Value("string")],
             "pair": {"a": datasets.Value("int32"), "b": datasets.Value("string")},
         }
     )
@@ -248,7 +248,7 @@ def test_features_give_what_datasets_gives(tmp_path: Path) -> None:
         "tags": [["x"] * i for i in range(6)],
         "pair": [{"a": i, "b": str(i)} for i in range(6)],
     }
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "d")
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "d"))
     theirs = datasets.load_from_disk(str(tmp_path / "d"))
     ours = midepoch.load_from_disk(tmp_path / "d")
     assert ours.features == theirs.features

@@ -42,7 +42,7 @@ class _Pickler(pickle.Pickler):
         if torch is None or type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
         try:
-            return _tensor, (np.array(value.numpy(), order="C", copy=None),)
+            return _tensor, (np.asarray(value.numpy(), order="C"),)
         except (TypeError, RuntimeError):  # bfloat16, sparse, …: torch knows how
             return NotImplemented
 

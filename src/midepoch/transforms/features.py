@@ -42,7 +42,7 @@ class Encoded:
 
     def decode(self, kind: str) -> Any:
         """The column as ``datasets`` gives it in this format."""
-        formatter, field = _formatter(kind, self.name, self.schema)
+        formatter, field = _formatter(kind, self.name, self.schema.serialize().to_pybytes())
         array = self.array
         if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array, pa.ExtensionArray):
             array = pa.ExtensionArray.from_storage(field.type, array)
@@ -50,7 +50,9 @@ class Encoded:
 
 
 @lru_cache(maxsize=64)
-def _formatter(kind: str, name: str, schema: pa.Schema) -> tuple[Any, pa.Field]:
+def _formatter(kind: str, name: str, serialized: bytes) -> tuple[Any, pa.Field]:
+    """The schema comes as bytes: one with metadata cannot be hashed by pyarrow 20."""
+    schema = pa.ipc.read_schema(pa.py_buffer(serialized))
     datasets = import_datasets(f"column {name!r} needs decoding")
     from datasets.formatting import get_formatter
 
