@@ -16,12 +16,14 @@ OPTIONS = {"filters": [("id", "<", 900)]}  # so that rows are looked at, too
 
 
 def workers() -> list[int]:
-    """Ray workers that look through files at this moment."""
+    """Workers of this cluster that look through files at this moment; another one may run on the same machine."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cmdline").read_bytes().startswith(b"ray::_some"):
-                found.append(int(process.name))
+                files = [os.readlink(link) for link in (process / "fd").iterdir()]
+                if any(name.startswith(os.environ["RAY_TMPDIR"]) for name in files):  # its logs
+                    found.append(int(process.name))
         except OSError:
             continue
     return found
