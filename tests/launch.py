@@ -29,7 +29,7 @@ def torchrun(size: int, *command: str, cwd: Path | None = None, env: dict[str, s
     """A script as so many ranks on this machine, to their end."""
     process = launch("--standalone", f"--nproc-per-node={size}", *command, cwd=cwd, env=env, error=subprocess.PIPE)
     try:
-        _, said = process.communicate(timeout=300)
+        _, said = process.communicate(timeout=900)
         assert process.returncode == 0, said[-6000:]
     finally:
         end(process)

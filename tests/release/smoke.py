@@ -1,6 +1,6 @@
 """What an installed midepoch does with an extra alone: run by scripts/release in an environment that has nothing else.
 
-python smoke.py core | torch | hf | jax | store | ray | cli | demo | all
+python smoke.py core | torch | hf | jax | store | ray | transformers | accelerate | lightning | cli | demo | all
 """
 
 from __future__ import annotations
@@ -134,13 +134,88 @@ def ray(folder: Path) -> None:
     assert made.read_bytes() == (folder / "by-threads" / made.name).read_bytes()
 
 
+def transformers(folder: Path) -> None:
+    """A Trainer that goes on in the data where it was."""
+    import torch
+    from transformers import TrainingArguments
+
+    from midepoch.integrations.transformers import ResumableTrainer
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: Any, id: Any) -> Any:
+            seen.append(id.tolist())
+            return {"loss": self.layer(x[:, None]).square().mean()}
+
+    seen: list[list[int]] = []
+    ds = midepoch.from_files(write(folder)).shuffle(seed=1)
+    for steps in (3, 6):
+        out = str(folder / "out")
+        args = TrainingArguments(out, per_device_train_batch_size=10, max_steps=steps, save_steps=3, use_cpu=True)
+        args.report_to, args.remove_unused_columns = [], False
+        ResumableTrainer(Model(), args, train_dataset=ds).train(resume_from_checkpoint=steps > 3)
+    assert seen == [batch["id"].tolist() for _, batch in zip(range(6), ds.loader(10), strict=False)]
+
+
+def accelerate(folder: Path) -> None:
+    """``save_state`` holds the place in the data."""
+    from accelerate import Accelerator
+
+    from midepoch.integrations.accelerate import prepare
+
+    accelerator, ds = Accelerator(cpu=True), midepoch.from_files(write(folder)).shuffle(seed=1)
+    first = iter(prepare(accelerator, ds.loader(10)))
+    next(first)
+    accelerator.save_state(str(folder / "state"))
+    expected = next(first)["id"].tolist()
+    del first
+    accelerator.load_state(str(folder / "state"))
+    other = ds.loader(10)
+    other.load_state_dict(json.loads((folder / "state" / "midepoch-train.json").read_text()))
+    assert next(iter(other))["id"].tolist() == expected
+
+
+def lightning(folder: Path) -> None:
+    """``fit`` goes on in the data where its checkpoint was saved."""
+    import lightning.pytorch as pl
+    import torch
+
+    from midepoch.integrations.lightning import ResumableData
+
+    class Model(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            seen.append(batch["id"].tolist())
+            return self.layer(batch["x"][:, None]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    seen: list[list[int]] = []
+    ds, saved = midepoch.from_files(write(folder)).shuffle(seed=1), str(folder / "saved.ckpt")
+    for steps in (3, 6):
+        quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = pl.Trainer(accelerator="cpu", max_steps=steps, **quiet)
+        trainer.fit(Model(), datamodule=ResumableData(lambda: ds.loader(10)), ckpt_path=saved if steps > 3 else None)
+        trainer.save_checkpoint(saved)
+    assert seen == [batch["id"].tolist() for _, batch in zip(range(6), ds.loader(10), strict=False)]
+
+
 def cli(folder: Path) -> None:
-    """The command is there, and reads a ledger."""
+    """The command is there, reads a ledger, and draws it."""
     ds = midepoch.from_files(write(folder)).with_format("numpy")
     list(ds.loader(7, audit=folder / "run"))
     command = str(Path(sys.executable).parent / "midepoch")
     said = subprocess.run([command, "audit", str(folder / "run")], capture_output=True, text=True, check=True).stdout
     assert "100" in said, said
+    subprocess.run([command, "report", str(folder / "run"), "-o", str(folder / "report.html")], check=True)
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 
 def demo(folder: Path) -> None:
@@ -153,7 +228,18 @@ def demo(folder: Path) -> None:
         assert "midepoch[torch,hf,demo]" in done.stderr, done.stderr
 
 
-EXTRAS = {"torch": torch, "hf": hf, "jax": jax, "store": store, "ray": ray, "cli": cli, "demo": demo}
+EXTRAS = {
+    "torch": torch,
+    "hf": hf,
+    "jax": jax,
+    "store": store,
+    "ray": ray,
+    "transformers": transformers,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "cli": cli,
+    "demo": demo,
+}
 
 
 def main(what: str) -> None:
