@@ -54,7 +54,9 @@ def store(tmp_path: Path) -> Iterator[dict[str, str]]:
 def test_page(page: str, tmp_path: Path, programs: Path, torch_forks: Forks, request: pytest.FixtureRequest) -> None:
     if not blocks_of(ROOT / page):
         return
-    settings = {"MIDEPOCH_CACHE": str(tmp_path / ".cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Caches of its own: pages have datasets of one name and different contents.
+    caches = {"MIDEPOCH_CACHE": str(tmp_path / ".cache"), "HF_HOME": str(tmp_path / ".hf")}
+    settings = {**caches, "PYTHONPATH": os.pathsep.join(sys.path)}
     if "s3://" in (ROOT / page).read_text():
         settings |= request.getfixturevalue("store")
     script = str(Path(__file__).with_name("page.py"))
