@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import midepoch
 from midepoch.loader.meter import Meter, weight
 from midepoch.loader.remedy import remedy
-from midepoch.stats import Stats, to_tensorboard, to_wandb
+from midepoch.stats import Stats, to_tensorboard
 
 ROWS = 1000
 
@@ -154,19 +157,34 @@ def test_tensorboard(files: str, tmp_path: Path) -> None:
     assert "data/cache_hits" in found.Tags()["scalars"]
 
 
-def test_wandb_hook_does_not_move_its_step(files: str) -> None:
-    class Run:  # W&B's own run needs its service; its log() takes these arguments
-        def __init__(self) -> None:
-            self.logged: list[tuple[dict[str, float], bool]] = []
+WANDB = """
+import json, sys
+import wandb
+import midepoch
+from midepoch.stats import to_wandb
 
-        def log(self, data: dict[str, float], *, commit: bool) -> None:
-            self.logged.append((data, commit))
+loader = midepoch.from_files(sys.argv[1]).loader(100)
+list(loader)
+run = wandb.init(mode="offline", dir=sys.argv[2], project="tests")
+hook = to_wandb(run, "train/")
+for step in range(3):
+    hook(loader.stats(), 10 * step)
+    run.log({"loss": step})
+print("summary", json.dumps({"step": run.step, **{name: run.summary[name] for name in ("loss", "train/batches", "train/waited_share")}}))
+run.finish()
+"""
 
-    run, loader = Run(), midepoch.from_files(files).loader(100)
-    list(loader)
-    to_wandb(run, "train/")(loader.stats(), 10)
-    ((data, commit),) = run.logged
-    assert data["train/batches"] == 10 and data["train/waited_share"] > 0.5 and not commit
+
+def test_wandb_shows_them_beside_the_loss(files: str, tmp_path: Path) -> None:
+    pytest.importorskip("wandb.version", exc_type=ImportError)
+    (tmp_path / "wandb").mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", WANDB, files, str(tmp_path / "wandb")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("summary")]
+    summary = json.loads(line.removeprefix("summary"))
+    assert summary["step"] == 3 and summary["loss"] == 2  # the hook moves no step of W&B's
+    assert summary["train/batches"] == 20 and 0 < summary["train/waited_share"] <= 1
 
 
 def test_weights_of_batches() -> None:
