@@ -89,8 +89,22 @@ def refusals(folder: Path) -> dict[str, Any]:
         accelerator.load_state(str(folder / "rows" / "2"))
     except CheckpointMismatchError as problem:
         found["other data"] = problem.field
+    found["left"] = [left(folder, at) for at in (3, 6)]
     found["model untouched"] = before == [part.tolist() for part in model.parameters()]
     return found
+
+
+def left(folder: Path, at: int) -> dict[str, Any]:
+    """A pass of 7 batches that is left by a break, and the next one."""
+    loader = fresh(folder, "rows")[3]
+    epochs = []
+    for _ in loader:
+        epochs.append(loader.epoch)
+        if len(epochs) == at:
+            break
+    state = loader.state_dict()
+    again = [batch["id"].tolist() for batch in loader]
+    return {"at": at, "epochs": epochs, "state": [state["epoch"], state["position"]], "again": again}
 
 
 def main(folder: Path, where: str) -> None:

@@ -129,6 +129,31 @@ def without_state(folder: Path) -> str:
     return "nothing"
 
 
+def larger_steps(folder: Path) -> str:
+    """What is said of a checkpoint whose steps were smaller."""
+    ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=3)
+    try:
+        fit(ResumableData(lambda: ds.loader(8)), 20, ckpt_path=folder / "rows" / "2.ckpt", weights_only=False)
+    except ValueError as problem:
+        return str(problem)
+    return "nothing"
+
+
+def second_trainer(folder: Path) -> list[Any]:
+    """Another Trainer with the same data begins anew."""
+    data = ResumableData(lambda: loader_of(folder, "rows"))
+    return [fit(data, steps) for steps in (5, 2, 9)]
+
+
+def fit(data: ResumableData, steps: int, **how: Any) -> Any:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    model = Model()
+    pl.Trainer(accelerator="cpu", max_steps=steps, enable_model_summary=False, **quiet).fit(
+        model, datamodule=data, **how
+    )
+    return model.rows
+
+
 def main(folder: Path, where: str) -> None:
     rank = os.environ.get("RANK", "0")
     for case, options in {"alone": ALONE, "ranks": RANKS}[where].items():
@@ -140,7 +165,15 @@ def main(folder: Path, where: str) -> None:
             result[checkpoint.stem] = run(folder, case, options, checkpoint)
         (folder / f"{case}-{rank}.json").write_text(json.dumps(result))
     if where == "alone":
-        (folder / "refusals.json").write_text(json.dumps({"no state": without_state(folder)}))
+        (folder / "refusals.json").write_text(
+            json.dumps(
+                {
+                    "no state": without_state(folder),
+                    "larger steps": larger_steps(folder),
+                    "second trainer": second_trainer(folder),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ RANKS: dict[str, dict[str, Any]] = {
 ELSEWHERE: dict[str, dict[str, Any]] = {  # on one rank, from a checkpoint of two
     "same global batch": {"num_train_epochs": 2, "per_device_train_batch_size": 8},
     "accumulated instead": {"num_train_epochs": 2, "gradient_accumulation_steps": 2},
-    "smaller global batch": {"num_train_epochs": 2},
 }
 
 
@@ -113,7 +112,12 @@ def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | Non
 def refusals(folder: Path) -> dict[str, str]:
     """What is said where rows would be lost or repeated."""
     found, checkpoint = {}, folder / "epochs" / "checkpoint-2"
-    for name, options in (("ignored", {"ignore_data_skip": True}), ("no state", {})):
+    for name, options in (
+        ("ignored", {"ignore_data_skip": True}),
+        ("larger steps", {"gradient_accumulation_steps": 2}),
+        ("smaller steps", {"per_device_train_batch_size": 2}),
+        ("no state", {}),
+    ):
         if name == "no state":
             (checkpoint / "midepoch.json").unlink()
         try:

@@ -7,6 +7,7 @@ loader = prepare(accelerator, ds.loader(batch_size=32))
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +18,9 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from midepoch.integrations.states import for_all_ranks, read_state, write_state
+from midepoch.loader import Loader
 from midepoch.loader.common import AnyLoader
+from midepoch.stats import Stats
 
 _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
 
@@ -38,9 +41,10 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         """
         place = self._accelerator.device if self._accelerator.device_placement else None
         self.begin()
+        coming: Any = self
         try:
             batches = iter(self.loader)
-            self._delivered = self.loader.state_dict()
+            begun = self._delivered = self.loader.state_dict()
             coming = next(batches, self)
             while coming is not self:
                 batch, state = coming, self.loader.state_dict()
@@ -55,14 +59,33 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
                 )
         finally:
             self.end()
+            if coming is not self and isinstance(self.loader, Loader) and not length_hint(batches):
+                # Left with the last batch looked at and not handed over: that is no end of the epoch.
+                self.loader.load_state_dict(begun)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass."""
-        return self.loader.epoch
+        """The epoch of the next batch to be handed over."""
+        return self.loader.epoch if self._delivered is None else int(_one(self._delivered)["epoch"])
+
+    @property
+    def position(self) -> int:
+        """How many rows of the epoch all ranks together have been handed."""
+        return self.loader.position if self._delivered is None else int(_one(self._delivered)["position"])
+
+    def stats(self, *, reset: bool = False) -> Stats:
+        """As the loader's."""
+        return self.loader.stats(reset=reset)
+
+    def close(self) -> None:
+        """End threads and workers now."""
+        self.loader.close()
+
+    def __repr__(self) -> str:
+        return f"PreparedLoader({self.loader!r})"
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, as the loader does. The one that a loaded state is in is gone on with."""
@@ -77,6 +100,10 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         """As the loader's."""
         self.loader.load_state_dict(state)
         self._delivered = None
+
+
+def _one(state: Any) -> Any:
+    return state[0] if isinstance(state, list) else state
 
 
 def prepare(accelerator: Accelerator, loader: AnyLoader, *, name: str = "train") -> PreparedLoader:

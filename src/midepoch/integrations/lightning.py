@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 
 from midepoch.errors import CheckpointNotFoundError, WorldError
 from midepoch.integrations.passes import rest_or_next
-from midepoch.integrations.states import for_all_ranks
+from midepoch.integrations.states import check_same_steps, for_all_ranks
 from midepoch.loader.common import AnyLoader
 
 _MOST_BEHIND = 8
@@ -26,28 +26,36 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 
     ``train`` and ``val`` make the loaders. They are called when Lightning has started its ranks, which loaders made
     earlier would not know of. The data goes on over the epochs of Lightning: with ``limit_train_batches=10`` the next
-    one begins with the eleventh batch.
+    one begins with the eleventh batch. Another Trainer begins anew, unless it is given a checkpoint.
     """
 
     def __init__(self, train: Callable[[], AnyLoader], val: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._make_train, self._make_val = train, val
         self._train: _Passes | None = None
-        self._restored: Any = None
+        self._fitted_by: Any = None
+        self._restored: dict[str, Any] | None = None
 
     def train_dataloader(self) -> Any:
-        if self._train is None:
-            if self._restored is None and self.trainer.ckpt_path is not None:
+        if self._train is None or self._fitted_by is not self.trainer:
+            restored = self._restored if self._train is None or self.trainer.ckpt_path is not None else None
+            if restored is None and self.trainer.ckpt_path is not None:
                 raise CheckpointNotFoundError(
                     f"{self.trainer.ckpt_path} does not say where in the data it was saved, and rows would be lost or "
                     "repeated: it was written without this DataModule."
                 )
             loader = self._make_train()
             self._check_ranks(loader)
-            self._train = _Passes(loader, self._trained, self._counted)
-            if self._restored is not None:
-                self._train.go_to(self._restored)
+            self._train, self._fitted_by = _Passes(loader, self._trained, self._counted), self.trainer
+            if restored is not None:
+                self._go_on(restored)
         return self._train
+
+    def _go_on(self, restored: dict[str, Any]) -> None:
+        assert self._train is not None
+        if self._train.has_length:
+            check_same_steps(restored["global_batch"], self._train.global_batch, "Lightning")
+        self._train.go_to(restored["train"])
 
     def val_dataloader(self) -> Any:
         return [] if self._make_val is None else self._make_val()
@@ -55,13 +63,14 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Where to go on. All ranks call it, as Lightning has them do: those of a stream exchange theirs."""
         if self._train is None:
-            return {} if self._restored is None else {"train": self._restored}
-        return {"train": for_all_ranks(self._train.loader, self._train.stands())}
+            return self._restored or {}
+        state = for_all_ranks(self._train.loader, self._train.stands())
+        return {"train": state, "global_batch": self._train.global_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict["train"]
-        if self._train is not None:
-            self._train.go_to(self._restored)
+        self._restored = state_dict
+        if self._train is not None and self._fitted_by is self.trainer:
+            self._go_on(state_dict)
 
     def _trained(self) -> int:
         """How many batches Lightning has trained on, in all of the run."""
@@ -88,6 +97,18 @@ class _Passes:
         self.loader, self._trained, self._counted = loader, trained, counted
         self._states = deque([loader.state_dict()], _MOST_BEHIND + 1)  # behind each of the last batches handed over
         self._handed_over = self._trained_before = 0
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step, over all ranks."""
+        return self.loader.options.batch_size * self.loader.cut.count
+
+    @property
+    def has_length(self) -> bool:
+        try:
+            return len(self.loader) >= 0
+        except TypeError:
+            return False
 
     def stands(self) -> Any:
         """The state behind the last batch that was trained on."""

@@ -51,3 +51,15 @@ def read_state(path: Path) -> Any:
         ) from None
     except ValueError as problem:
         raise CheckpointDamagedError(f"{path} cannot be read: {problem}") from None
+
+
+def check_same_steps(saved: int, now: int, what: str) -> None:
+    """Raise ValueError if a step has another number of rows than when a state was saved: loops that count steps would
+    end too early or too late.
+    """
+    if saved != now:
+        raise ValueError(
+            f"a step had {saved} rows over all ranks when this was saved, and has {now} now: {what} counts steps, and "
+            "would leave rows out or repeat them at the end. Keep ranks × batch size × accumulated batches as they "
+            "were. (The loader itself goes on with any: loops of your own may change it.)"
+        )

@@ -19,8 +19,9 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from midepoch.dataset import Dataset
+from midepoch.errors import CheckpointDamagedError
 from midepoch.integrations.passes import rest_or_next
-from midepoch.integrations.states import for_all_ranks, read_state, write_state
+from midepoch.integrations.states import check_same_steps, for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
 from midepoch.loader.common import AnyLoader
 from midepoch.stream import Stream
@@ -68,7 +69,7 @@ class ResumableTraining:
                     "ignore_data_skip=True makes the Trainer count the epoch from its beginning. Leave it out: nothing "
                     "is skipped by reading here, the data goes on at the very next row."
                 )
-            loader.load_state_dict(read_state(Path(self._checkpoint, STATE_FILE)))
+            self._go_on(loader, Path(self._checkpoint, STATE_FILE))
         # A DataLoader that does nothing: the Trainer, and skip_first_batches, know how to take one apart.
         # Its seed is drawn from a generator of its own, lest the model's dropout depend on where a run was resumed.
         batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
@@ -92,6 +93,14 @@ class ResumableTraining:
             options |= {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
         return data.loader(self._train_batch_size, **{**options, **self._options})
 
+    def _go_on(self: Any, loader: AnyLoader, path: Path) -> None:
+        saved = read_state(path)
+        if not isinstance(saved, dict) or not saved.keys() >= {"data", "total_batch"}:
+            raise CheckpointDamagedError(f"{path} is not what was written there.")
+        if _length(loader) is not None:
+            check_same_steps(saved["total_batch"], self.get_total_train_batch_size(self.args), "the Trainer")
+        loader.load_state_dict(saved["data"])
+
     def num_examples(self: Any, dataloader: Any) -> int:
         found = getattr(dataloader, "dataset", None)
         return found.rows if isinstance(found, _Batches) else super().num_examples(dataloader)  # type: ignore[misc]
@@ -101,10 +110,9 @@ class ResumableTraining:
         if self._checkpoint is None:
             return 0
         accumulated = self.args.gradient_accumulation_steps
-        try:
-            steps = max(1, math.ceil(len(loader) / accumulated))
-        except TypeError:  # a stream of unknown length: to the Trainer, an epoch is all of the run
-            steps = self.args.max_steps
+        length = _length(loader)
+        # Of a stream of unknown length: to the Trainer, an epoch is all of the run.
+        steps = self.args.max_steps if length is None else max(1, math.ceil(length / accumulated))
         return int(self.state.global_step % steps * accumulated)
 
     def _trained_with(self: Any) -> AnyLoader | None:
@@ -125,7 +133,8 @@ class ResumableTraining:
             state = for_all_ranks(loader, state)
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             if self.args.should_save:  # before all else: what has the Trainer's state, which is written last, has this
-                write_state(folder / STATE_FILE, state)
+                total = self.get_total_train_batch_size(self.args)
+                write_state(folder / STATE_FILE, {"data": state, "total_batch": total})
         super()._save_checkpoint(model, trial, *rest, **named)  # type: ignore[misc]
 
 
@@ -159,6 +168,14 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
         if isinstance(loader, Loader):
             return loader.pipeline.rows
         return len(loader) * loader.options.batch_size * loader.cut.count
+
+
+def _length(loader: AnyLoader) -> int | None:
+    """Batches of an epoch, if that is known."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _as_it_is(batch: Any) -> Any:
