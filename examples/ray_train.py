@@ -60,10 +60,9 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true", help="kill a worker on the way")
     parser.add_argument("--storage", type=Path, default=Path("ray_run"), help="a folder that all nodes see")
     args = parser.parse_args()
-    storage = args.storage.resolve()  # workers have a working directory of their own
+    (storage := args.storage.resolve()).mkdir(parents=True, exist_ok=True)  # workers' working directory is another
     data, checkpoints = storage / "data.parquet", storage / "checkpoints"
     if not data.exists():
-        storage.mkdir(parents=True, exist_ok=True)
         images = np.random.default_rng(0).standard_normal((ROWS, 16), dtype=np.float32)
         pq.write_table(pa.table({"image": list(images), "label": (images.sum(1) > 0).astype(np.int64)}), data)
     started = PipelineCheckpoint(checkpoints).latest_step() or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ _WIDTH = 24
 
 def watched() -> bool:
     """Whether somebody looks at what is written: a terminal, or a notebook, which keeps no terminal."""
-    if sys.stderr is None:
+    try:
+        return bool(sys.stderr.isatty()) or "ipykernel.zmqshell" in sys.modules
+    except (AttributeError, ValueError):  # there is none, or it is closed
         return False
-    return bool(sys.stderr.isatty()) or "ipykernel.zmqshell" in sys.modules
 
 
 class Bar:
@@ -49,9 +51,17 @@ class Bar:
             new = done - (self._first or 0)
             text += f", {_time(elapsed / new * max(0, total - done))} left" if new > 0 else ""
         text += f", {more}" if more else ""
-        sys.stderr.write(f"\r{text:<{self._drawn}}")  # blanks over what was longer: a notebook knows no erasing
-        sys.stderr.flush()
+        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be drawn over
+        self._write(f"\r{text:<{self._drawn}}")  # blanks over what was longer: a notebook knows no erasing
         self._drawn = len(text)
+
+    def _write(self, text: str) -> None:
+        """A terminal that has gone away must not end the work that it was to watch."""
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError, AttributeError):
+            self._watched = False
 
     def __enter__(self) -> Bar:
         return self
@@ -59,9 +69,9 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
     ) -> None:
-        if self._drawn:
-            sys.stderr.write("\n")
-            self._drawn = 0
+        if self._drawn and self._watched:
+            self._write("\n")
+        self._drawn = 0
 
 
 def _time(seconds: float) -> str:

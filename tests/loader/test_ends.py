@@ -186,3 +186,39 @@ def test_an_epoch_that_is_named_again_is_gone_through_again(small_files: list[st
     loader.set_epoch(2)
     assert [batch["id"].tolist() for batch in loader] == first
     assert loader.epoch == 3
+
+
+def test_all_ranks_go_on_together_where_the_last_step_is_not_for_all(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files).take(9)
+    loaders = [ds.loader(2, rank=rank, world_size=4, ends="uneven") for rank in range(4)]
+    assert [len(loader) for loader in loaders] == [2, 1, 1, 1]
+    for epoch in range(3):
+        for loader in loaders:
+            passing = iter(loader)
+            for _ in range(len(loader)):
+                next(passing)
+            del passing
+        assert [loader.epoch for loader in loaders] == [epoch + 1] * 4
+
+
+@pytest.mark.parametrize("at", [4, 7])
+def test_a_batch_that_fails_on_its_way_is_not_handed_over(
+    small_files: list[str], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """37 rows, 8 batches: also the last one."""
+    from midepoch.loader import loader as module
+
+    finish, made = module.finish, []
+
+    def interrupted(value: Any, kind: str) -> Any:
+        made.append(1)
+        if len(made) == at + 1:
+            raise KeyboardInterrupt
+        return finish(value, kind)
+
+    monkeypatch.setattr(module, "finish", interrupted)
+    loader = midepoch.from_files(small_files).loader(5)
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    loader.close()
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 5 * at)

@@ -58,9 +58,9 @@ class Page:
 
 
 @pytest.fixture
-def address(run_folder: Path, files: str, tmp_path: Path) -> str:
+def address(run_folder: Path, labelled_files: str, tmp_path: Path) -> str:
     page = tmp_path / "report.html"
-    page.write_text(render(collect(run_folder, midepoch.from_files(files), label="label")))
+    page.write_text(render(collect(run_folder, midepoch.from_files(labelled_files), label="label")))
     return page.as_uri()
 
 
@@ -121,16 +121,16 @@ def test_light_and_dark(browser: Any, address: str) -> None:
     dark.close()
 
 
-def test_data_alone(browser: Any, files: str, tmp_path: Path) -> None:
-    (tmp_path / "data.html").write_text(render(collect(dataset=midepoch.from_files(files).shuffle(seed=1))))
+def test_data_alone(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    (tmp_path / "data.html").write_text(render(collect(dataset=midepoch.from_files(labelled_files).shuffle(seed=1))))
     found = Page(browser, (tmp_path / "data.html").as_uri())
     assert found.count("#layout-svg rect") == 4 and found.count("#consumption") == 0
     assert "shuffled by window" in found.text("#shuffle")
     found.close()
 
 
-def test_a_run_in_progress(browser: Any, files: str, tmp_path: Path) -> None:
-    loader = midepoch.from_files(files).loader(10, audit=Ledger(tmp_path / "run", attempt="1"))
+def test_a_run_in_progress(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    loader = midepoch.from_files(labelled_files).loader(10, audit=Ledger(tmp_path / "run", attempt="1"))
     next(loader)
     next(loader)
     watch = Watch(lambda: collect(tmp_path / "run", read_checkpoints=False), "127.0.0.1", 0)

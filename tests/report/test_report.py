@@ -49,8 +49,8 @@ def test_a_run(run_folder: Path) -> None:
     assert step["step"] == 20 and step["problem"] is None and found["checkpoints"]["read"]
 
 
-def test_what_is_wrong_shows(files: str, tmp_path: Path) -> None:
-    ds = midepoch.from_files(files)
+def test_what_is_wrong_shows(labelled_files: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(labelled_files)
     for number, position in enumerate([0, 300]):
         loader = ds.loader(50, audit=Ledger(tmp_path / "run", attempt=str(number)))
         loader.load_state_dict({**loader.state_dict(), "position": position})
@@ -67,20 +67,20 @@ def test_what_is_wrong_shows(files: str, tmp_path: Path) -> None:
     assert [one["problem"] is None for one in steps] == [True, False]
 
 
-def test_many_ranks_are_shown_together(files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_are_shown_together(labelled_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midepoch.audit.ledger._MARK_SECONDS", 0.0)
     ranks = _MOST_RANKS + 1
     for rank in range(ranks):
         ledger = Ledger(tmp_path / "run", attempt="1")
-        loader = midepoch.from_files(files).loader(2, rank=rank, world_size=ranks, audit=ledger, ends="drop")
+        loader = midepoch.from_files(labelled_files).loader(2, rank=rank, world_size=ranks, audit=ledger, ends="drop")
         for _ in range(4):
             next(loader)
     (run,) = collect(tmp_path / "run")["runs"]
     assert {one["rank"] for one in run["speed"]} == {-1} and run["exact"]
 
 
-def test_data(files: str) -> None:
-    ds = midepoch.from_files(files).shuffle(seed=3, scope="window", window=4)
+def test_data(labelled_files: str) -> None:
+    ds = midepoch.from_files(labelled_files).shuffle(seed=3, scope="window", window=4)
     found = collect(dataset=ds, label="label", batch_size=50)
     assert found["runs"] == [] and found["data"]["blocks"] == 40
     assert found["shuffle"]["window"] == 4 and found["shuffle"]["label"] == "label"
@@ -93,9 +93,9 @@ def test_data(files: str) -> None:
         collect("run", label="label")
 
 
-def test_many_files_are_drawn_together(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_drawn_together(labelled_files: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midepoch.report.contents._MOST_FILES", 2)
-    drawn = collect(dataset=midepoch.from_files(files))["data"]
+    drawn = collect(dataset=midepoch.from_files(labelled_files))["data"]
     assert drawn["files"] == 4 and [one["rows"] for one in drawn["list"]] == [500, 500]
 
 
@@ -106,7 +106,7 @@ def test_names_of_files_cannot_end_the_script(tmp_path: Path) -> None:
     assert "http" not in page.split("</style>")[1].replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
 
 
-def test_command(run_folder: Path, files: str, tmp_path: Path) -> None:
+def test_command(run_folder: Path, labelled_files: str, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     found = call("report", run_folder, "-o", page)
     assert found.exit_code == 0 and "wrote" in found.output, found.output
@@ -114,7 +114,7 @@ def test_command(run_folder: Path, files: str, tmp_path: Path) -> None:
     paths = sorted(tmp_path.glob("*.parquet"))
     told = json.loads(call("report", *paths, "--shuffle", 1, "--scope", "window", "--window", 2, "--json").stdout)
     assert told["shuffle"]["window"] == 2 and not told["runs"]
-    told = json.loads(call("report", run_folder, "--data", files, "--label", "label", "--json").stdout)
+    told = json.loads(call("report", run_folder, "--data", labelled_files, "--label", "label", "--json").stdout)
     assert told["data"]["blocks"] == 40 and told["shuffle"]["label"] == "label"
     for wrong, why in (
         (["report", run_folder, "--shuffle", 1], "a run has the order that it has"),

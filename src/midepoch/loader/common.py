@@ -22,7 +22,8 @@ class AnyLoader(Resumable):
     """Batches, epoch after epoch.
 
     Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
-    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing.
+    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing, unless the last batch of a dataset
+    was out.
     """
 
     def __init__(self, options: Options) -> None:
@@ -94,7 +95,8 @@ class AnyLoader(Resumable):
     def on_stats(self, hook: Hook, *, every: float = 30.0) -> None:
         """Call ``hook(stats, batches)`` every so many seconds, while batches are handed over.
 
-        ``midepoch.stats`` has hooks for TensorBoard and Weights & Biases. What a hook raises ends the iteration.
+        ``midepoch.stats`` has hooks for TensorBoard and Weights & Biases. They are called when the next batch is asked
+        for: what one raises loses no batch.
         """
         if not callable(hook):
             raise TypeError(f"a hook must be a function of stats and batches, got {hook!r}")

@@ -32,7 +32,7 @@ class Loader(AnyLoader):
     """Batches of a dataset, epoch after epoch. Made by ``Dataset.loader``.
 
     Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
-    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing.
+    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing, unless the last batch was out.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class _Batches(HasState):
         self._meter.begin()
         self._named = self._loader._namings
         self._source: _Source | None = None
-        self._step = 0
+        self._step = self._out = 0  # made, and handed over
         self._closed = self._over = False
         self._failure: BaseException | None = None
 
@@ -245,6 +245,8 @@ class _Batches(HasState):
         return 0 if self._over else max(0, self._plan.share(self._loader._pipeline.cut) - self._step)
 
     def __next__(self) -> Any:
+        if self._meter.due:
+            self._meter.call_hooks()
         asked = perf_counter()
         while True:
             made = self._next()
@@ -259,6 +261,7 @@ class _Batches(HasState):
             # The cursor moves here and nowhere else: when the batch is handed over.
             loader = self._loader
             loader._delivered = loader._stood = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
+            self._out = made.step + 1
             loader.skipped += made.skipped
             if made.spent is not None:
                 self._meter.spent.add(made.spent)
@@ -327,15 +330,20 @@ class _Batches(HasState):
         self._step += 1
         return made
 
+    def _end_if_complete(self, loader: Loader) -> None:
+        """The end was not asked for, but nothing of it is left for this rank: the next pass is the next epoch's."""
+        if self._out >= self._plan.share(loader._pipeline.cut) and self._named == loader._namings:
+            if self._ledger is not None:
+                self._ledger.end(self._meter.waited)
+            loader._epoch_over(self._plan, self._rolled)
+
     def close(self) -> None:
         """Stop; workers go too unless they are persistent."""
         if self._closed:
             return
         self._closed = True
-        loader = self._loader
-        complete = self._step == len(self._plan) > 0 and self._failure is None
-        if complete and not self._over and self._named == loader._namings:
-            loader._epoch_over(self._plan, self._rolled)  # its end was not asked for, but nothing of it is left
+        if self._out and not self._over and self._failure is None:
+            self._end_if_complete(self._loader)
         if isinstance(self._source, WorkerPool):
             if not self._loader._options.persistent_workers:
                 self._loader._close_pool()

@@ -30,6 +30,8 @@ class Meter:
         self.spent = Spent()
         self._workers, self._warned = workers, False
         self._hooks: list[tuple[Hook, float, float]] = []
+        self.due = False
+        """Whether a hook is to be called before the next batch."""
         self._total = 0  # batches, whatever was reset
         self._clear()
 
@@ -65,10 +67,7 @@ class Meter:
         self._weighed_rows += rows
         if not self._warned and self._seconds > _PATIENCE and self.waited > _TOO_LONG * self._seconds:
             self._warn()
-        for number, (hook, every, due) in enumerate(self._hooks):
-            if now >= due:
-                self._hooks[number] = (hook, every, now + every)
-                hook(self.stats(), self._total + self.batches)
+        self.due = any(now >= due for _, _, due in self._hooks)
 
     def _warn(self) -> None:
         if self._seconds - self.waited < _NO_MODEL * self._seconds:
@@ -79,6 +78,14 @@ class Meter:
             "the model waits for data %d %% of the time (%s rows/s). %s",
             100 * stats.waited_share, f"{stats.rows_per_second:,.0f}", remedy(stats, self._workers),
         )  # fmt: skip
+
+    def call_hooks(self) -> None:
+        """Call those that are due. Not while a batch is handed over: what they raise must not lose it."""
+        self.due, now = False, perf_counter()
+        for number, (hook, every, due) in enumerate(self._hooks):
+            if now >= due:
+                self._hooks[number] = (hook, every, now + every)
+                hook(self.stats(), self._total + self.batches)
 
     def on_stats(self, hook: Hook, every: float) -> None:
         self._hooks.append((hook, every, perf_counter() + every))

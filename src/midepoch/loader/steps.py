@@ -132,6 +132,8 @@ class StreamPass(HasState):
         return self
 
     def __next__(self) -> Any:
+        if self._loader.meter.due:
+            self._loader.meter.call_hooks()
         asked = perf_counter()
         if self._over:
             raise StopIteration
