@@ -145,6 +145,7 @@ def test_diff(state: Path, files: list[Path], tmp_path: Path) -> None:
     assert not told["resumes"] and "another seed" in told["problem"]
     found = call("diff", state, "--data", files[0])
     assert found.exit_code == 1 and "would not resume" in found.output and "Nothing was changed" in found.output
+    assert call("diff", state, "--data", tmp_path / "*.parquet").exit_code == 0  # in the order that the state tells of
     (tmp_path / "make.py").write_text(
         f"import midepoch\n\ndef make():\n    return midepoch.from_files({list(map(str, files))!r})"
         ".shuffle(seed=1, scope='rows').loader(7)\n\ndef other():\n    return 1\n"
@@ -238,3 +239,26 @@ def test_the_command_itself(files: list[Path]) -> None:
     assert found.stdout == f"midepoch {midepoch.__version__}\n"
     script = subprocess.run([command, "--show-completion", "bash"], capture_output=True, text=True)
     assert "complete" in script.stdout + script.stderr
+
+
+def test_names_and_values_are_shown_as_they_are(tmp_path: Path) -> None:
+    when = pa.array([1, 2**62], pa.timestamp("us"))
+    table = pa.table({"a[x]": when, "[/]": ["\x1b]0;pwned\x07", "[red]b[/]"], "nan": [float("nan"), 1.0]})
+    pq.write_table(table, tmp_path / "odd[bold]n.parquet")
+    shown = call("info", tmp_path).output
+    assert "timestamp[us]" in shown and "a[x]" in shown and "odd[bold]n.parquet" in shown and "[/]" in shown
+    shown = call("peek", tmp_path, "--columns", "[/],nan").output
+    assert "\x1b" not in shown and "\\x1b]0;pwned" in shown and "[red]b[/]" in shown and "odd[bold]n" in shown
+    told = of_json("peek", tmp_path, "--columns", "nan")
+    assert [one["values"]["nan"] for one in told] == [None, 1.0]
+    found = call("peek", tmp_path)  # a time that Python has no word for
+    assert found.exit_code == 2 and "Traceback" not in found.output and found.stderr.startswith("midepoch: ")
+
+
+def test_steps_left_by_ends_and_states_of_ranks(state: Path, tmp_path: Path) -> None:
+    assert of_json("inspect", state, "--batch-size", 32)["steps_left"] == 8
+    assert of_json("inspect", state, "--batch-size", 32, "--ends", "drop")["steps_left"] == 7
+    one = json.loads(state.read_text())
+    (tmp_path / "ranks.json").write_text(json.dumps([{**one, "position": 300}, {**one, "epoch": 1, "position": 0}]))
+    told = of_json("inspect", tmp_path / "ranks.json")
+    assert told["epoch"] == 1 and told["next_row"] is not None

@@ -20,6 +20,7 @@ from midepoch.flow import state as flow_states
 from midepoch.known import of_index
 from midepoch.loader.batches import Plan
 from midepoch.loader.loader import Loader
+from midepoch.loader.options import ENDS
 from midepoch.loader.stream import StreamLoader
 from midepoch.order import Cut
 from midepoch.stream import Stream
@@ -91,20 +92,21 @@ def describe(
 ) -> StateSummary:
     """A state, or the list of those of all ranks, in words. Raises StateError if it is none.
 
-    With a ``batch_size`` (of a rank) also how many steps are left of the epoch.
+    ``ends`` is as for a loader. With a ``batch_size`` (of a rank) also how many steps are left of the epoch.
     """
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("a list of the states of all ranks is empty.")
     found = [states.parse(one) for one in several]
-    first = found[0]
+    first, chosen = found[0], several[0]
     is_stream = bool(first["flow"])
     if is_stream:
         position, rows = sum(one["position"] for one in found), first["epoch_outputs"] or None
         if len({one["known"] for one in found}) < len(found):
             position = first["position"]  # of ranks that run all lanes together: each knows of all
     else:
-        first = states.parse(states.one_of(several, Cut()))
+        chosen = states.one_of(several, Cut())
+        first = states.parse(chosen)
         position, rows = first["position"], first["rows"]
     whole = not first["workers"] and first["shard"] is None
     return StateSummary(
@@ -116,7 +118,7 @@ def describe(
         pipeline=first["pipeline"],
         data=first["data"],
         lanes=first["lanes"],
-        next_row=_next(several[0], index_dir) if whole and not is_stream else None,
+        next_row=_next(chosen, index_dir) if whole and not is_stream else None,
         steps_left=_steps_left(first, batch_size, world_size, ends) if batch_size and not is_stream else None,
         whose=None if whole else _whose(first),
         changes=tuple(states.changes_in(first["changes"])),
@@ -138,6 +140,8 @@ def _next(state: Any, index_dir: Any) -> str | None:
 
 
 def _steps_left(state: Mapping[str, Any], batch_size: int, world_size: int, ends: str | None) -> int:
+    if ends is not None and ends not in ENDS:
+        raise ValueError(f"ends must be one of {', '.join(ENDS)}, got {ends!r}")
     return len(Plan.of(state["epoch"], state["position"], state["rows"], batch_size * world_size, ends))
 
 
@@ -155,6 +159,8 @@ def _sources(parts: str) -> tuple[str, ...]:
         tree = json.loads(parts)
     except ValueError:
         raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.") from None
+    if not isinstance(tree, dict):
+        raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.")
     weights = tree.get("weights") or [None] * len(tree.get("parts", ()))
     found = []
     for part, weight in zip(tree.get("parts", ()), weights, strict=False):

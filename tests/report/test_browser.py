@@ -53,6 +53,7 @@ class Page:
         return self.page.locator(selector).inner_text()
 
     def close(self) -> None:
+        self.said = self.page.locator("body").inner_text()
         self._context.close()
         assert self.problems == []
 
@@ -127,6 +128,25 @@ def test_data_alone(browser: Any, labelled_files: str, tmp_path: Path) -> None:
     assert found.count("#layout-svg rect") == 4 and found.count("#consumption") == 0
     assert "shuffled by window" in found.text("#shuffle")
     found.close()
+
+
+def test_one_mark_and_very_many(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    list(midepoch.from_files(labelled_files).loader(100, audit=tmp_path / "run"))
+    numbers = collect(tmp_path / "run")
+    (tmp_path / "one.html").write_text(render(numbers))
+    (run,) = numbers["runs"]
+    assert len(run["speed"]) == 1 and len(run["speed"][0]["points"]) == 1
+    run["speed"] = [
+        {**run["speed"][0], "rank": rank, "points": [[1e9 + i, 5.0, 0.5, 1.0] for i in range(600)]}
+        for rank in range(300)
+    ]
+    run["epochs"] = [{**run["epochs"][0], "epoch": epoch} for epoch in range(1000)]
+    (tmp_path / "many.html").write_text(render(numbers))
+    for name, drawn in (("one", 1), ("many", 300)):
+        found = Page(browser, (tmp_path / f"{name}.html").as_uri())
+        assert found.count("#speed-svg .curve") == drawn and found.count("#shuffle") == 1
+        found.close()
+        assert ("The last 60 of 1,000 epochs" in found.said) == (name == "many")
 
 
 def test_a_run_in_progress(browser: Any, labelled_files: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import midepoch
+from midepoch.order import Layout, Order, Selection, Shuffle
 from midepoch.report.quality import quality
 
 
@@ -46,6 +47,12 @@ def test_a_small_window_mixes_less_than_a_large_one(labelled_files: str) -> None
 def test_by_label(labelled_files: str) -> None:
     found = judged(labelled_files, label="label")
     assert found["classes"] == "label" and found["mine"]["imbalance"]["mean"] == pytest.approx(0.75)
+
+
+def test_labels_that_alternate() -> None:
+    order, layout = Order(Selection.of_ranges([(0, 32_768)]), Shuffle(1, "rows")), Layout(*[np.array([0, 32_768])] * 2)
+    found = quality(order, layout, 0, batch=256, labels=lambda rows: (rows % 2).tolist())
+    assert found["mine"]["imbalance"]["mean"] < 0.1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import midepoch
 from midepoch.audit import Ledger
 from midepoch.cli.app import app
-from midepoch.errors import ColumnError, DataNotFoundError
+from midepoch.errors import ColumnError, DataNotFoundError, StateError
 from midepoch.report import collect, render
 from midepoch.report.consumption import _MOST_RANKS
 from midepoch.report.watch import Watch, is_own
@@ -42,9 +42,9 @@ def test_a_run(run_folder: Path) -> None:
     ]
     curves = {(one["start"], one["epoch"], one["rank"]): one["points"] for one in run["speed"]}
     assert {rank for _, _, rank in curves} == {0, 1, 2}
-    assert all(speed > 0 and 0 <= waited <= 1 for points in curves.values() for _, speed, waited in points)
-    assert found["data"]["rows"] == 1000 and [file["rows"] for file in found["data"]["list"]] == [250] * 4
-    assert found["shuffle"]["batch"] == 30 and found["shuffle"]["epoch"] == 1
+    assert all(speed > 0 and 0 <= waited <= 1 for points in curves.values() for _, speed, waited, _ in points)
+    assert run["data"]["rows"] == 1000 and [file["rows"] for file in run["data"]["list"]] == [250] * 4
+    assert run["shuffle"]["batch"] == 30 and run["shuffle"]["epoch"] == 1
     (step,) = found["checkpoints"]["steps"]
     assert step["step"] == 20 and step["problem"] is None and found["checkpoints"]["read"]
 
@@ -93,6 +93,37 @@ def test_data(labelled_files: str) -> None:
         collect("run", label="label")
 
 
+def test_a_run_of_a_slice_is_judged_by_its_own_labels(labelled_files: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(labelled_files)
+    loader = ds.slice(500, 1000).shuffle(seed=1, scope="rows").loader(50, audit=tmp_path / "run")  # labels 2 and 3
+    batches = [batch["label"].tolist() for batch in loader]
+    (run,) = collect(tmp_path / "run", ds, label="label")["runs"]
+    off = [abs(batch.count(2) / 50 - 0.5) for batch in batches]
+    assert run["shuffle"]["mine"]["imbalance"]["values"] == pytest.approx(off, abs=1e-3)
+    with pytest.raises(StateError, match="the data is not that of the run"):
+        collect(tmp_path / "run", midepoch.from_files(str(tmp_path / "p0.parquet")))
+
+
+def test_what_was_begun_anew_was_made_again(labelled_files: str, tmp_path: Path) -> None:
+    for attempt in "12":
+        loader = midepoch.from_files(labelled_files).loader(50, audit=Ledger(tmp_path / "run", attempt=attempt))
+        for _ in range(6):
+            next(loader)
+    (run,) = collect(tmp_path / "run")["runs"]
+    (epoch,) = run["epochs"]
+    pieces = [(piece["from"], piece["to"], piece["start"], piece["again"]) for piece in epoch["pieces"]]
+    assert epoch["again"] == 300 and sorted(pieces) == [(0, 300, 0, True), (0, 300, 1, False)]
+    assert [one["kept"] for one in run["passes"]] == [False, True]
+
+
+def test_several_loaders_have_each_their_own(labelled_files: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(labelled_files)
+    for name, rows in (("train", 900), ("eval", 100)):
+        list(ds.take(rows).loader(50, audit=Ledger(tmp_path / "run", name=name)))
+    found = collect(tmp_path / "run")
+    assert [(run["name"], run["data"]["rows"]) for run in found["runs"]] == [("train", 900), ("eval", 100)]
+
+
 def test_many_files_are_drawn_together(labelled_files: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midepoch.report.contents._MOST_FILES", 2)
     drawn = collect(dataset=midepoch.from_files(labelled_files))["data"]
@@ -115,7 +146,7 @@ def test_command(run_folder: Path, labelled_files: str, tmp_path: Path) -> None:
     told = json.loads(call("report", *paths, "--shuffle", 1, "--scope", "window", "--window", 2, "--json").stdout)
     assert told["shuffle"]["window"] == 2 and not told["runs"]
     told = json.loads(call("report", run_folder, "--data", labelled_files, "--label", "label", "--json").stdout)
-    assert told["data"]["blocks"] == 40 and told["shuffle"]["label"] == "label"
+    assert told["runs"][0]["data"]["blocks"] == 40 and told["runs"][0]["shuffle"]["label"] == "label"
     for wrong, why in (
         (["report", run_folder, "--shuffle", 1], "a run has the order that it has"),
         (["report", *paths, "--scope", "rows"], "--shuffle"),
@@ -171,6 +202,13 @@ def test_watch_needs_a_token_elsewhere(run_folder: Path) -> None:
     own = Watch(dict, "127.0.0.1", 0, token="mine")
     assert not own.admits("127.0.0.1", "") and own.admits("127.0.0.1", "mine")
     own.__exit__(None, None, None)
+
+
+def test_watch_refuses_what_is_no_name() -> None:
+    watch = Watch(dict, "::1", 0)
+    assert watch.address == f"http://[::1]:{watch.port}/"
+    assert watch.admits("[::1]:80", "") and not watch.admits("[", "") and not watch.admits(None, "")
+    watch.__exit__(None, None, None)
 
 
 def test_watch_tells_of_a_run_that_cannot_be_read() -> None:

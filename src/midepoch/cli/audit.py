@@ -91,10 +91,10 @@ def _show_proof(run: Run, several: bool) -> None:
     table.add_column(no_wrap=True)
     for one in run.epochs:
         cells = [f"{getattr(one, name):,}" for name in names]
-        cells = [f"[red]{cell}[/]" if i in (3, 4) and cell != "0" else cell for i, cell in enumerate(cells)]
+        shown = [common.styled(cell, "red" if i in (3, 4) and cell != "0" else "") for i, cell in enumerate(cells)]
         so_far = "complete" if one.complete else "exact so far"
         good = one.exact and not run.problems
-        table.add_row(*cells, f"[green]{so_far}[/]" if good else "[red]not exact[/]")
+        table.add_row(*shown, common.styled(so_far, "green") if good else common.styled("not exact", "red"))
     common.console.print(table)
     worlds = " → ".join(map(str, run.worlds))
     common.console.print(f"{run.attempts} start{'s' * (run.attempts != 1)}; ranks: {worlds}")
@@ -104,7 +104,7 @@ def _show_proof(run: Run, several: bool) -> None:
                 f"epoch {one.epoch}: lost or repeated at positions {', '.join(map(str, one.examples))}, …"
             )
     for problem in run.problems:
-        common.console.print(f"[red]{problem}[/]")
+        common.say((problem, "red"))
 
 
 def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> None:

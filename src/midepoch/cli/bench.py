@@ -107,6 +107,5 @@ def _show(trials: list[Trial], limit: Limit | None, advice: Advice) -> None:
             f"limit: {limit.rows_per_second:,.0f} rows/s, {limit.bytes_per_second / 1e9:,.3f} GB/s ({limit.how})"
         )
     best = advice.best
-    common.console.print(
-        f"[bold]recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})[/]: {advice.why}"
-    )
+    chosen = f"recommended: loader(batch_size={best.batch_size}, num_workers={best.num_workers})"
+    common.say((chosen, "bold"), f": {advice.why}")

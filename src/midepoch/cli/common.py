@@ -4,38 +4,75 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from midepoch.errors import MidepochError
+from midepoch.plain import plain
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-console = Console(soft_wrap=True, highlight=False)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+class _Console(Console):  # type: ignore[misc]
+    """Shows names and values as they are: what looks like markup is none, what a terminal would obey is spelt out."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def printable(text: str) -> str:
+    """Without characters that a terminal obeys.
+
+    >>> printable("a\\x1b]0;b\\n")
+    'a\\\\x1b]0;b\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+
+
+console = _Console(soft_wrap=True, highlight=False, markup=False)
+errors = _Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def explained(command: F) -> F:
-    """Errors of midepoch, and bad arguments, as a line instead of a traceback."""
+    """What goes wrong, as a line instead of a traceback. ``MIDEPOCH_DEBUG=1`` shows all of it."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> Any:
         try:
             return command(*arguments, **options)
-        except (MidepochError, ValueError, TypeError, OSError, ImportError) as problem:
-            sys.stderr.write(f"midepoch: {problem}\n")
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as problem:
+            if os.environ.get("MIDEPOCH_DEBUG"):
+                raise
+            told = isinstance(problem, (MidepochError, ValueError, TypeError, OSError, ImportError)) and str(problem)
+            sys.stderr.write(f"midepoch: {printable(told or f'{type(problem).__name__}: {problem}')}\n")
             raise typer.Exit(2) from None
 
     return run  # type: ignore[return-value]
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
+
+
+def say(*parts: str | tuple[str, str]) -> None:
+    """A line of texts, each plain or with a style."""
+    console.print(Text.assemble(*((printable(part), "") if isinstance(part, str) else part for part in parts)))
+
+
+def styled(text: str, style: str) -> Text:
+    """A text in a colour."""
+    return Text(printable(text), style)
 
 
 def bytes_text(size: float) -> str:

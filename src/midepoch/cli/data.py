@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from midepoch.load import from_files, load_dataset, load_from_disk
 from midepoch.loader.loader import Loader
 from midepoch.loader.stream import StreamLoader
 from midepoch.sources.splits import parse_split
+from midepoch.state import check
 from midepoch.stream import Stream
 
 Data = Annotated[
@@ -105,3 +107,27 @@ def made_by(name: str) -> Dataset | Loader | Stream | StreamLoader:
     if not isinstance(made, (Dataset, Loader, Stream, StreamLoader)):
         raise TypeError(f"{name} must return a dataset, stream or loader of midepoch, got {type(made).__name__}")
     return made
+
+
+def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> Any:
+    """The files, in the order that the state tells of, so that only the data itself can differ."""
+    one = state[0] if isinstance(state, list) else state
+    check(one)
+    if one.get("_filters") or one.get("_partitioning"):
+        raise ValueError("the data was filtered or partitioned: --data cannot tell how. Use --dataset.")
+    if re.fullmatch(r"\d+:\d+", one["selection"]) is None:
+        raise ValueError("rows were selected in a way that --data cannot tell. Use --dataset.")
+    ds = open_data(paths, storage=storage)
+    start, stop = map(int, one["selection"].split(":"))
+    if stop <= len(ds):
+        ds = ds.slice(start, stop)
+    if one["scope"] != "none":
+        ds = ds.shuffle(one["seed"], one["scope"], one["window"])
+    for kind in one["pipeline"].split(","):
+        if kind != "none":
+            ds = ds.map(_nothing, batched="batched" in kind)
+    return ds
+
+
+def _nothing(_: Any) -> Any:
+    return {}

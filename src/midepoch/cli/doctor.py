@@ -28,7 +28,7 @@ def doctor(as_json: common.AsJson = False) -> None:
     else:
         table = Table("", "what", "found", "what to do")
         for one in findings:
-            table.add_row(f"[{_COLOURS[one.verdict]}]{one.verdict}[/]", one.what, one.found, one.remedy)
+            table.add_row(common.styled(one.verdict, _COLOURS[one.verdict]), one.what, one.found, one.remedy)
         common.console.print(table)
     if any(one.verdict == "bad" for one in findings):
         raise typer.Exit(1)

@@ -78,10 +78,11 @@ def _spread(sizes: Any) -> dict[str, float]:
 def _show(about: dict[str, Any]) -> None:
     say = common.console.print
     chosen = "" if about["rows"] == about["rows_in_files"] else f" of {about['rows_in_files']:,} in the files"
-    say(
-        f"[bold]{about['rows']:,} rows[/]{chosen} in {about['files']:,} file{'s' * (about['files'] != 1)}, "
+    common.say(
+        (f"{about['rows']:,} rows", "bold"),
+        f"{chosen} in {about['files']:,} file{'s' * (about['files'] != 1)}, "
         f"{about['blocks']:,} blocks, {common.bytes_text(about['bytes'])}; "
-        f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}"
+        f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}",
     )
     say(f"fingerprint {about['fingerprint']}")
     columns = Table("column", "type", "nulls", title="columns", title_justify="left")

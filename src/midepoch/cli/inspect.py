@@ -12,7 +12,7 @@ from rich.table import Table
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.health import health
 from midepoch.cli import common
-from midepoch.cli.data import Made, Storage, made_by, open_data
+from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
 from midepoch.describe import Difference, describe, differences
 from midepoch.errors import CheckpointNotFoundError, StateError
@@ -31,6 +31,7 @@ def inspect(
     part: Part = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a rank and step, to count steps left.")] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks, to count steps left.")] = 1,
+    ends: Annotated[str, typer.Option(help="drop, pad or uneven, as for the loader.")] = "uneven",
     as_json: common.AsJson = False,
 ) -> None:
     """Say in words where a state or checkpoint stands: epoch, percent, next file and row, steps left.
@@ -40,7 +41,7 @@ def inspect(
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
     """
     found, number = open_state(state, step, part, ranks=world_size)
-    told = describe(found, batch_size=batch_size, world_size=world_size)
+    told = describe(found, batch_size=batch_size, world_size=world_size, ends=ends)
     if as_json:
         common.print_json({"step": number, **asdict(told), "share": told.share})
         return
@@ -79,7 +80,7 @@ def diff(
     other: Any = (
         made_by(dataset)
         if dataset is not None
-        else open_data(data, storage=storage)
+        else data_of_state(data, mine, storage)
         if data
         else open_state(str(second), other_step, part).state
     )
@@ -103,16 +104,15 @@ def _show(found: list[Difference], problem: str | None, against_data: bool) -> N
     if found:
         table = Table("field", "first", "second", "what it means")
         for one in found:
-            table.add_row(one.field, _short(one.first), _short(one.second), one.cause or "[dim]does not matter[/]")
+            table.add_row(one.field, _short(one.first), _short(one.second), one.cause or "does not matter")
         common.console.print(table)
     if problem is not None:
-        common.console.print("[red]would not resume[/]:", end=" ")
-        common.console.print(problem, markup=False)
+        common.say(("would not resume", "red"), f": {problem}")
     elif against_data:
-        common.console.print("[green]would resume[/]")
+        common.say(("would resume", "green"))
     else:
         same = "the same place" if not found else "the same data, order and pipeline"
-        common.console.print(f"[green]{same}[/]: one can be loaded where the other can")
+        common.say((same, "green"), ": one can be loaded where the other can")
 
 
 def _short(value: Any) -> str:
@@ -149,7 +149,7 @@ def verify(
         for name in ("step", "saved", "ranks", "parts", "size", ""):
             table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
         for each in found:
-            good = "[green]whole[/]" if each.problem is None else f"[red]{each.problem}[/]"
+            good = common.styled(each.problem or "whole", "green" if each.problem is None else "red")
             saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?"
             size = "?" if each.bytes is None else common.bytes_text(each.bytes)
             table.add_row(str(each.step), saved_at, str(each.world_size or "?"), ", ".join(each.parts), size, good)

@@ -57,7 +57,7 @@ def peek(
         for at, row, place, value in zip(positions, rows, places, values, strict=True)
     ]
     if as_json:
-        common.print_json(_plain(found))
+        common.print_json(found)
     else:
         _show(found)
 
@@ -70,7 +70,7 @@ def _show(found: list[dict[str, Any]]) -> None:
         table.add_column(overflow="fold")
         for name, value in one["values"].items():
             table.add_row(name, _short(value))
-        common.console.print(table, markup=False)
+        common.console.print(table)
 
 
 def _short(value: Any) -> str:
@@ -80,14 +80,3 @@ def _short(value: Any) -> str:
         return f"{len(value):,} bytes"
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 4 * _TEXT else f"{text[: 4 * _TEXT]}… ({len(text):,} characters)"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can have it: bytes as their number, dates as text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if isinstance(value, bytes):
-        return {"bytes": len(value)}
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.cli.data import Made, Storage, made_by, open_data
+from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
 from midepoch.loader.stream import StreamLoader
 from midepoch.plan import ResumePlan, plan_resume
-from midepoch.state import check
 from midepoch.stream import Stream
 
 _RANKS, _ROWS = 8, 12
@@ -50,7 +48,7 @@ def plan(
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --batch-size 48 --dataset train.py:make_loader[/]
     """
     state, which = open_state(checkpoint, step, part, ranks=world_size)
-    made = made_by(dataset) if dataset is not None else _opened(data, state, storage) if data else None
+    made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage) if data else None
     if isinstance(made, (Stream, StreamLoader)):
         raise TypeError(f"{dataset} makes a stream: what comes next is not known before it runs. Use midepoch diff.")
     found = plan_resume(
@@ -71,40 +69,15 @@ def plan(
         raise typer.Exit(1)
 
 
-def _opened(paths: list[str], state: Any, storage: list[str] | None) -> Any:
-    """The files, in the order that the state tells of, so that only the data itself can differ."""
-    one = state[0] if isinstance(state, list) else state
-    check(one)
-    if one.get("_filters") or one.get("_partitioning"):
-        raise ValueError("the data was filtered or partitioned: --data cannot tell how. Use --dataset.")
-    if re.fullmatch(r"\d+:\d+", one["selection"]) is None:
-        raise ValueError("rows were selected in a way that --data cannot tell. Use --dataset.")
-    ds = open_data(paths, storage=storage)
-    start, stop = map(int, one["selection"].split(":"))
-    if stop <= len(ds):
-        ds = ds.slice(start, stop)
-    if one["scope"] != "none":
-        ds = ds.shuffle(one["seed"], one["scope"], one["window"])
-    for kind in one["pipeline"].split(","):
-        if kind != "none":
-            ds = ds.map(_nothing, batched="batched" in kind)
-    return ds
-
-
-def _nothing(_: Any) -> Any:
-    return {}
-
-
 def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
-    say = common.console.print
+    say = common.say
     if not plan.accepted:
-        say("[red]refused[/]: the state would not be loaded.")
-        say(plan.problem or "", markup=False)
+        say(("refused", "red"), ": the state would not be loaded.")
+        say(plan.problem or "")
         return
     against = {"dataset": "checked against the dataset", "index": "its data was found by its fingerprint"}
-    say(
-        f"[green]accepted[/]{f' (step {step})' if step is not None else ''}: {against.get(plan.checked, 'not checked')}"
-    )
+    which = f" (step {step})" if step is not None else ""
+    say(("accepted", "green"), f"{which}: {against.get(plan.checked, 'not checked')}")
     share = 100 * plan.position / max(1, plan.rows)
     say(f"epoch {plan.epoch}, position {plan.position:,} of {plan.rows:,} ({share:.1f} %)")
     say(
@@ -116,11 +89,12 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
     if plan.padded:
         say(f"the last step is padded with {plan.padded:,} rows")
     if plan.ranks_left_out:
-        say(f"[yellow]the last step has no row for {plan.ranks_left_out} of {ranks} ranks: use ends drop or pad[/]")
+        left_out = f"the last step has no row for {plan.ranks_left_out} of {ranks} ranks: use ends drop or pad"
+        say((left_out, "yellow"))
     for note in plan.notes:
-        say(f"[yellow]{note}[/]")
+        say((note, "yellow"))
     if plan.batches:
-        say(_rows_table(plan, ranks))
+        common.console.print(_rows_table(plan, ranks))
     table = Table(title="until the end of the epoch", title_justify="left")
     for name in ("machine", "ranks", "rows", "blocks", "about MB"):
         table.add_column(name, justify="right")
@@ -128,7 +102,7 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         size = "?" if one.bytes is None else f"{one.bytes / 1e6:,.1f}"
         blocks = "?" if one.blocks is None else f"{one.blocks:,}"
         table.add_row(str(number), "{} to {}".format(*one.ranks), f"{one.rows:,}", blocks, size)
-    say(table)
+    common.console.print(table)
 
 
 def _rows_table(plan: ResumePlan, ranks: int) -> Table:

@@ -110,7 +110,7 @@ def watch(
 
     ledger_folder(run)
     with Watch(look, host, port, token) as server:
-        common.console.print(f"{server.address}  (Ctrl-C ends it)", markup=False)
+        common.console.print(f"{server.address}  (Ctrl-C ends it)")
         if open_browser:
             webbrowser.open(server.address)
         server.serve()

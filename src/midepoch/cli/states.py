@@ -38,7 +38,7 @@ def open_state(where: str, step: int | None = None, part: str | None = None, *, 
         try:
             return Chosen(_read(saved, number, part), number)
         except CheckpointDamagedError as problem:
-            common.errors.print(f"[yellow]step {number} would be passed over: {problem}[/]")
+            common.errors.print(common.styled(f"step {number} would be passed over: {problem}", "yellow"))
     raise CheckpointDamagedError(f"all steps in {where} are damaged.")
 
 

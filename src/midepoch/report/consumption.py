@@ -17,8 +17,9 @@ _MOST_POINTS = 600
 def of_run(run: Run) -> dict[str, Any]:
     """All that the ledger tells, as plain numbers."""
     starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
-    kept = {id(one) for one in run.generations}
+    kept = set(map(_key, run.generations))
     order = run.order
+    pieces = _pieces(run, starts, kept)
     return {
         "folder": run.folder.name,
         "name": run.streams[run.stream],
@@ -44,28 +45,33 @@ def of_run(run: Run) -> dict[str, Any]:
                 "exact": proof.exact,
                 "complete": proof.complete,
                 "examples": list(proof.examples),
-                "pieces": _pieces(run, proof.epoch, starts),
+                "pieces": pieces[proof.epoch],
             }
             for proof in run.epochs
         ],
-        "passes": [_pass(one, starts[one.shape.attempt], id(one) in kept) for one in run.every],
+        "passes": [_pass(one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
         "speed": _speed(run, starts),
     }
 
 
-def _pieces(run: Run, epoch: int, starts: dict[str, int]) -> list[dict[str, Any]]:
-    """The positions that each pass handed over: kept, and what was made again after a crash."""
-    found = []
-    for one in run.generations:
-        if one.shape.epoch != epoch:
-            continue
+def _key(one: Generation) -> Any:
+    """By which a pass is known, also in the history that the weights have."""
+    return one.shape, one.beginning
+
+
+def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[dict[str, Any]]]:
+    """By epoch, the positions that each pass handed over: kept, and what was made again after a crash."""
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for one in [*run.generations, *(one for one in run.every if _key(one) not in kept)]:
         about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
-        for piece in pieces_of(one):
-            share = 1.0 if piece.residues is None else len(piece.residues) / piece.modulus
-            found.append({**about, "from": piece.start, "to": piece.stop, "share": share, "again": False})
-        made = max(map(one.made, one.steps))
-        if made > one.until:
-            found.append({**about, "from": one.until, "to": made, "share": 1.0, "again": True})
+        here, made = found[one.shape.epoch], max(map(one.made, one.steps))
+        gone = one.shape.start if _key(one) not in kept else one.until
+        if _key(one) in kept:
+            for piece in pieces_of(one):
+                share = 1.0 if piece.residues is None else len(piece.residues) / piece.modulus
+                here.append({**about, "from": piece.start, "to": piece.stop, "share": share, "again": False})
+        if made > gone:
+            here.append({**about, "from": gone, "to": made, "share": 1.0, "again": True})
     return found
 
 
@@ -86,7 +92,7 @@ def _pass(one: Generation, start: int, kept: bool) -> dict[str, Any]:
 
 
 def _speed(run: Run, starts: dict[str, int]) -> list[dict[str, Any]]:
-    """By pass and rank: [time, rows/s, share of the time waited], between two marks."""
+    """By pass and rank: [time, rows/s, share of the time waited, seconds], between two marks."""
     found = []
     for one in run.every:
         ranks = one.shape.ranks
@@ -107,7 +113,7 @@ def _curve(began: float, marks: tuple[tuple[int, int, int], ...], rows: float) -
         steps, span, waited = mark[0] - last[0], mark[1] - last[1], mark[2] - last[2]
         if span > 0 and steps > 0:
             share = round(min(1.0, waited / span), 4)
-            points.append([round(began + mark[1] / 1000, 3), round(1000 * steps * rows / span, 2), share])
+            points.append([round(began + mark[1] / 1000, 3), round(1000 * steps * rows / span, 2), share, span / 1000])
             last = mark
     return points
 
@@ -120,7 +126,12 @@ def _all_together(curves: dict[int, list[list[float]]]) -> list[list[float]]:
             spans[int(point[0] // 10)].append(point)
     ranks = len(curves)
     return [
-        [10.0 * span, sum(point[1] for point in points) * ranks / len(points), sum(p[2] for p in points) / len(points)]
+        [
+            10.0 * span,
+            sum(point[1] for point in points) * ranks / len(points),
+            sum(point[2] for point in points) / len(points),
+            sum(point[3] for point in points),
+        ]
         for span, points in sorted(spans.items())
     ]
 

@@ -15,7 +15,8 @@ from midepoch.audit import Run, read_runs
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.health import health
 from midepoch.dataset import Dataset
-from midepoch.errors import DataNotFoundError, MidepochError
+from midepoch.errors import DataNotFoundError, MidepochError, StateError
+from midepoch.order import Order, Selection
 from midepoch.report.consumption import of_run
 from midepoch.report.quality import quality
 
@@ -53,9 +54,9 @@ def collect(
     found: dict[str, Any] = {
         "title": str(run) if run is not None else _title(dataset),
         "made": time.time(),
-        "runs": [of_run(one) for one in runs],
-        "data": _layout(dataset) if dataset is not None else _layout_of_run(runs[0]),
-        "shuffle": _shuffle(runs[0] if runs else None, dataset, label, batch_size),
+        "runs": [_of_run(one, dataset, label) for one in runs],
+        "data": _layout(dataset) if dataset is not None and not runs else None,
+        "shuffle": _shuffle(dataset, label, batch_size) if dataset is not None and not runs else None,
         "checkpoints": None,
     }
     where = checkpoints if checkpoints is not None else _beside(run)
@@ -120,26 +121,37 @@ def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _shuffle(run: Run | None, ds: Dataset | None, label: str | None, batch: int) -> dict[str, Any] | None:
-    labels = None if label is None or ds is None else _labels(ds, label)
-    if run is not None:
-        last = run.generations[-1]
-        found = quality(
-            run.order.order, run.order.layout, last.shape.epoch, batch=last.shape.global_batch, labels=labels
+def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
+    """What the ledger tells, and its data; more of that if the dataset is given, and is the one."""
+    order, last = run.order, run.generations[-1].shape
+    mine = ds is not None and ds.pipeline.source.fingerprint == order.about["data"]
+    if ds is not None and not mine and len(run.streams) == 1:
+        raise StateError(
+            f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
+            f"{order.about['data']}."
         )
-    else:
-        assert ds is not None
-        if not len(ds):
-            return None
-        found = quality(ds.pipeline.order, ds.pipeline.source.layout, ds.epoch, batch=batch, labels=labels)
-    return {**found, "label": label}
+    labels = _labels(ds, label, order.order.selection) if ds is not None and mine and label is not None else None
+    shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
+    return {
+        **of_run(run),
+        "data": _layout(ds) if ds is not None and mine else _layout_of_run(run),
+        "shuffle": {**shuffle, "label": label if labels is not None else None},
+    }
 
 
-def _labels(ds: Dataset, label: str) -> Callable[[Int64Array], Any]:
-    """The values of a column at rows of the dataset, before any shuffle."""
-    order = replace(ds.pipeline.order, shuffle=None, lanes=1)
-    plain = Dataset(replace(ds.pipeline, order=order)).select_columns([label]).with_format("arrow")
-    return lambda rows: plain[rows.tolist()][label].to_pylist()
+def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:
+    if not len(ds):
+        return None
+    order = ds.pipeline.order
+    labels = None if label is None else _labels(ds, label, order.selection)
+    return {**quality(order, ds.pipeline.source.layout, ds.epoch, batch=batch, labels=labels), "label": label}
+
+
+def _labels(ds: Dataset, label: str, selection: Selection) -> Callable[[Int64Array], Any]:
+    """The values of a column at rows of a selection of the files."""
+    everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
+    plain = Dataset(replace(ds.pipeline, order=everything)).select_columns([label]).with_format("arrow")
+    return lambda rows: plain[selection.source_rows(rows).tolist()][label].to_pylist()
 
 
 def _beside(run: str | Path | None) -> Path | None:

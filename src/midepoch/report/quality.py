@@ -84,7 +84,8 @@ def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64
     starts = np.unique(np.linspace(0, whole - 1, min(whole, _BATCHES)).astype(np.int64)) * batch
     positions = (starts[:, None] + np.arange(batch)).ravel()
     classes = of_row(order.chosen(positions)).reshape(len(starts), batch)
-    some = of_row(np.unique(np.linspace(0, rows - 1, min(rows, 4 * _RUN)).astype(np.int64)))
+    # Drawn, and not every n-th: labels may alternate.
+    some = of_row(np.arange(rows) if rows <= 4 * _RUN else np.random.default_rng(0).integers(0, rows, 4 * _RUN))
     count = int(max(classes.max(), some.max())) + 1
     everywhere = np.bincount(some, minlength=count) / len(some)
     shares = np.stack([np.bincount(one, minlength=count) / batch for one in classes])

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from midepoch.errors import MidepochError
+from midepoch.plain import plain
 from midepoch.report.page import render
 
 _log = logging.getLogger("midepoch")
@@ -42,8 +44,11 @@ class Watch:
         class Handler(_Handler):
             watch_ = watch
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        self._server = Server((host, port), Handler)
 
     @property
     def port(self) -> int:
@@ -76,15 +81,17 @@ class Watch:
         """Whether a request may be answered: by its token, or on this machine's own address by the name asked for."""
         if self.token is not None:
             return hmac.compare_digest(given.encode(), self.token.encode())
-        name = urlsplit(f"//{host or ''}").hostname or ""
-        return is_own(name)
+        try:
+            return is_own(urlsplit(f"//{host or ''}").hostname or "")
+        except ValueError:
+            return False
 
     def numbers(self) -> bytes:
         """What there is to see, as JSON. One look for all who ask within a second."""
         with self._lock:
             now = time.monotonic()
             if self._found is None or now - self._found[0] > _FRESH:
-                found = json.dumps(self._look(), separators=(",", ":"), allow_nan=False).encode()
+                found = json.dumps(plain(self._look()), separators=(",", ":"), allow_nan=False).encode()
                 self._found = (time.monotonic(), found)
             return self._found[1]
 
