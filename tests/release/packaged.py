@@ -40,7 +40,7 @@ def check_wheel(wheel: Path) -> str:
     assert {name for name in code if name.endswith(".py")} == there, "the wheel is not of these sources"
     assert about["License-Expression"] == "Apache-2.0"
     assert about["Requires-Python"] == ">=3.10"
-    assert set(about.get_all("Provides-Extra") or ()) >= EXTRAS
+    assert set(about.get_all("Provides-Extra") or ()) == EXTRAS
     core = [one for one in about.get_all("Requires-Dist") or () if "extra ==" not in one]
     assert {one.split(">")[0] for one in core} == {"numpy", "pyarrow"}, core
     return version
