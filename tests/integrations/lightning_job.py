@@ -178,3 +178,6 @@ def main(folder: Path, where: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+    if torch.distributed.is_initialized():  # or a rank that ends first may take the other with it
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
