@@ -7,9 +7,11 @@ the first page that had to be waited for until touching finds everything in memo
 
 from __future__ import annotations
 
+import os
 import queue
 import resource
 import threading
+import weakref
 from collections import deque
 
 from midepoch.loader.batches import BatchMaker, Made, Plan, Read
@@ -66,7 +68,7 @@ class _Toucher:
         self._todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._left = 0
-        self._closed = False
+        self._closed = threading.Event()
 
     @property
     def needed(self) -> bool:
@@ -83,13 +85,15 @@ class _Toucher:
             ]
             for thread in self._threads:
                 thread.start()
+            # They must not be at work when the process ends: see ThreadedBatches.
+            weakref.finalize(self, _end, self._threads, self._todo, self._closed, os.getpid())
         self._left -= 1
         self._todo.put(read)
 
     def _run(self) -> None:
         before = _faults()
         while (read := self._todo.get()) is not None:
-            if self._closed:
+            if self._closed.is_set():
                 continue
             read.touch()
             if (faults := _faults()) != before:
@@ -98,12 +102,20 @@ class _Toucher:
 
     def close(self) -> None:
         threads, self._threads = self._threads, []
-        self._closed = bool(threads)
-        for _ in threads:
-            self._todo.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():  # the garbage collector may run in one of them
-                thread.join()
+        _end(threads, self._todo, self._closed, os.getpid())
+
+
+def _end(
+    threads: list[threading.Thread], todo: queue.SimpleQueue[Read | None], closed: threading.Event, process: int
+) -> None:
+    if process != os.getpid() or not threads:
+        return
+    closed.set()
+    for _ in threads:
+        todo.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # the garbage collector may run in one of them
+            thread.join()
 
 
 def _faults() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -34,13 +36,7 @@ class ThreadedBatches:
             if self._over:
                 return None
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_read_ahead,
-                    args=(self._chunks, self._ready, self._room, self._stop),
-                    name="midepoch-read",
-                    daemon=True,
-                )
-                self._thread.start()
+                self._start()
             found = self._ready.get()
             if found is None or isinstance(found, BaseException):
                 self._over = True
@@ -51,12 +47,29 @@ class ThreadedBatches:
             self._chunk.extend(found)
         return self._maker.make(self._plan, self._chunk.popleft())
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=_read_ahead,
+            args=(self._chunks, self._ready, self._room, self._stop),
+            name="midepoch-read",
+            daemon=True,
+        )
+        self._thread.start()
+        # Also at the end of the process: a daemon that is in C++ code then takes the whole process with it (SIGABRT).
+        self._end = weakref.finalize(self, _end, self._thread, self._stop, self._room, os.getpid())
+
     def close(self) -> None:
-        self._stop.set()
-        self._room.release()
-        # The garbage collector may run in the reading thread itself, and end this there.
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread is not None:
+            self._end()
+
+
+def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> None:
+    if process != os.getpid():
+        return  # a fork: the thread is not here, and its locks may be held for ever
+    stop.set()
+    room.release()
+    if thread is not threading.current_thread():  # the garbage collector may run in the reading thread itself
+        thread.join()
 
 
 def _read_ahead(

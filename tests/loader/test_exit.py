@@ -1,0 +1,47 @@
+"""A process that ends while its loader reads ahead ends as it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+# Registered before anything else, so called after everything else: what still runs then may be in C++ code when the
+# interpreter goes, and takes the process with it ("terminate called without an active exception", SIGABRT).
+SCRIPT = """
+import atexit, sys, threading
+atexit.register(lambda: print("left:", [t.name for t in threading.enumerate() if t.name.startswith("midepoch")]))
+import midepoch
+from midepoch.loader import direct
+
+kind, path = sys.argv[1:]
+ds = midepoch.from_files(path).shuffle(seed=1).with_format("numpy")
+if kind == "map":
+    ds = ds.map(dict)
+if kind == "touched":
+    faults = iter(range(10**9))
+    direct._faults = lambda: next(faults)
+batches = iter(ds.loader(2))
+for _ in range(4):
+    next(batches)
+print("ran:", bool([t for t in threading.enumerate() if t.name.startswith("midepoch")]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["fetched", "map", "touched"])
+def test_nothing_reads_on_when_the_process_ends(kind: str, tmp_path: Path) -> None:
+    table = pa.table({"id": np.arange(4000)})
+    if kind == "touched":
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    else:
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    command = [sys.executable, "-c", SCRIPT, kind, str(next(tmp_path.glob("a.*")))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ran: True\nleft: []\n"
