@@ -40,7 +40,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The settings for a real object store; what lies in the folder "store" of a page lies in it."""
-    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "bucket").mkdir(parents=True)  # rclone is slow with one that comes later
     with s3.Server(tmp_path / "store") as server:
         yield {
             "AWS_ACCESS_KEY_ID": s3.KEY,
