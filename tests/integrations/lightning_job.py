@@ -33,6 +33,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "limited stream": {"max_epochs": 4, "limit_train_batches": 3},
     "reloaded stream": {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
 }
+SOME = ("rows", "workers", "limited", "stream")
 RANKS: dict[str, dict[str, Any]] = {"ranks": {"max_epochs": 2}, "ranks of a stream": {"max_epochs": 3}}
 
 
@@ -156,15 +157,16 @@ def fit(data: ResumableData, steps: int, **how: Any) -> Any:
 
 def main(folder: Path, where: str) -> None:
     rank = os.environ.get("RANK", "0")
-    for case, options in {"alone": ALONE, "ranks": RANKS}[where].items():
+    some = {case: ALONE[case] for case in SOME}
+    for case, options in {"all": ALONE, "alone": some, "ranks": RANKS}[where].items():
         result = {"whole": run(folder, case, options)}
-        if where == "alone":
+        if where != "ranks":
             run(folder, case, options, fails_at=4)
             run(folder, case, options, max_steps=2)
         for checkpoint in sorted(folder.glob(f"{case}/*.ckpt")):
             result[checkpoint.stem] = run(folder, case, options, checkpoint)
         (folder / f"{case}-{rank}.json").write_text(json.dumps(result))
-    if where == "alone":
+    if where != "ranks":
         (folder / "refusals.json").write_text(
             json.dumps(
                 {
