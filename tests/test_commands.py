@@ -262,3 +262,21 @@ def test_steps_left_by_ends_and_states_of_ranks(state: Path, tmp_path: Path) -> 
     (tmp_path / "ranks.json").write_text(json.dumps([{**one, "position": 300}, {**one, "epoch": 1, "position": 0}]))
     told = of_json("inspect", tmp_path / "ranks.json")
     assert told["epoch"] == 1 and told["next_row"] is not None
+
+
+def test_what_a_tired_person_types(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text('{"a": 1}\n')
+    told = refused("info", tmp_path)
+    assert "different formats" in told
+    assert of_json("info", tmp_path, "--format", "parquet")["rows"] == 300  # the way out that the message names
+    assert "there is no folder" in refused("report", files[0], "-o", tmp_path / "nowhere" / "x.html")
+    loader = midepoch.from_files(str(files[0])).filter(_even).loader(4)
+    (tmp_path / "stream.json").write_text(json.dumps(loader.state_dict()))
+    assert "Use --dataset" in refused("diff", tmp_path / "stream.json", "--data", files[0])
+
+
+def test_doctor_asks_for_what_the_package_asks_for() -> None:
+    from midepoch.examination import _least
+
+    asked = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert all(f"{name}>={_least()[name]}" in asked for name in ("numpy", "pyarrow", "datasets", "jax"))

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Data, Made, Split, Storage, made_by, open_data
+from midepoch.cli.data import DATA, Config, Format, Made, Split, Storage, made_by, open_data
 from midepoch.dataset import Dataset
 from midepoch.loader.remedy import cores
 from midepoch.progress import shown
@@ -18,7 +18,7 @@ from midepoch.trial import Advice, Limit, Trial, advise, find_limit, try_setting
 
 
 def bench(
-    data: Annotated[list[str] | None, Data.__metadata__[0]] = None,
+    data: Annotated[list[str] | None, DATA] = None,
     split: Split = None,
     config: Config = None,
     batch_sizes: Annotated[str, typer.Option("--batch-size", help="Rows a batch; several, with commas.")] = "64,256",
@@ -31,6 +31,7 @@ def bench(
     scope: Annotated[str | None, typer.Option(help="Of the shuffle: rows, window or files.")] = None,
     dataset: Made = None,
     storage: Storage = None,
+    format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Measure rows/s and GB/s by workers and batch size, beside what the machine can do, and recommend a setting.
@@ -41,7 +42,7 @@ def bench(
     """
     if (dataset is None) == (not data):
         raise ValueError("give the data, or a function that makes it with --dataset")
-    ds: Any = made_by(dataset) if dataset is not None else open_data(data or [], split, config, storage)
+    ds: Any = made_by(dataset) if dataset is not None else open_data(data or [], split, config, storage, format)
     if not isinstance(ds, (Dataset, Stream)):
         raise TypeError(
             f"{dataset} must make a dataset or stream, not a loader: workers and batch sizes are tried here"

@@ -22,13 +22,14 @@ from midepoch.sources.splits import parse_split
 from midepoch.state import check
 from midepoch.stream import Stream
 
-Data = Annotated[
-    list[str],
-    typer.Argument(
-        help="Files, globs or a folder, on disk or in an object store; a folder of save_to_disk; or the name of a "
-        "Hugging Face dataset that was loaded before.",
-        show_default=False,
-    ),
+DATA = typer.Argument(
+    help="Files, globs or a folder, on disk or in an object store; a folder of save_to_disk; or the name of a Hugging "
+    "Face dataset that was loaded before.",
+    show_default=False,
+)
+Data = Annotated[list[str], DATA]
+Format = Annotated[
+    str | None, typer.Option("--format", help="Of the files, where they do not tell: parquet, csv, jsonl, orc, arrow.")
 ]
 Split = Annotated[str | None, typer.Option(help="A split, or a part of one: 'train[:10%]'.")]
 Config = Annotated[str | None, typer.Option(help="The configuration of a Hugging Face dataset.")]
@@ -47,6 +48,7 @@ def open_data(
     split: str | None = None,
     config: str | None = None,
     storage: Sequence[str] | None = None,
+    format: str | None = None,
     **options: Any,
 ) -> Dataset:
     """The dataset that the arguments of a command name. ``options`` go to whatever opens it."""
@@ -59,7 +61,8 @@ def open_data(
         return load_dataset(data[0], config, split=split, **options)
     if split is not None and ("[" not in split or not split.endswith("]")):
         raise ValueError(f"files have no splits: --split can only choose a part, as 'train[:10%]', got {split!r}")
-    ds = from_files(data[0] if len(data) == 1 else list(data), storage_options=_pairs(storage) or None, **options)
+    given = {"format": format, "storage_options": _pairs(storage) or None, **options}
+    ds = from_files(data[0] if len(data) == 1 else list(data), **given)
     return ds if split is None else _part(ds, split)
 
 
@@ -113,6 +116,10 @@ def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> An
     """The files, in the order that the state tells of, so that only the data itself can differ."""
     one = state[0] if isinstance(state, list) else state
     check(one)
+    if one.get("flow"):
+        raise ValueError(
+            f"this is the state of a stream ({one['pipeline']}): --data cannot tell its steps. Use --dataset."
+        )
     if one.get("_filters") or one.get("_partitioning"):
         raise ValueError("the data was filtered or partitioned: --data cannot tell how. Use --dataset.")
     if re.fullmatch(r"\d+:\d+", one["selection"]) is None:

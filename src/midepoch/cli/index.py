@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Data, Split, Storage, open_data
+from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
 from midepoch.sources.index import default_index_dir
 
 
@@ -19,6 +19,7 @@ def index(
     force: Annotated[bool, typer.Option(help="Make it again, though there is one.")] = False,
     index_dir: Annotated[str | None, typer.Option(help="Where indexes are kept. [default: $MIDEPOCH_CACHE]")] = None,
     storage: Storage = None,
+    format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Make the index of some data, with progress, or check the one there is.
@@ -29,7 +30,7 @@ def index(
     """
     began = time.monotonic()
     options = {} if index_dir is None else {"index_dir": index_dir}
-    ds = open_data(data, split, config, storage, force_reindex=force, **options)
+    ds = open_data(data, split, config, storage, format, force_reindex=force, **options)
     source = ds.pipeline.source
     found: dict[str, Any] = {
         "files": len(source.files),

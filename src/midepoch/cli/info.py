@@ -8,7 +8,7 @@ import numpy as np
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Data, Split, Storage, open_data
+from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
 from midepoch.dataset import Dataset
 
 _FILES = 20
@@ -19,6 +19,7 @@ def info(
     split: Split = None,
     config: Config = None,
     storage: Storage = None,
+    format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Show files, blocks, rows, bytes, columns, and how evenly rows are spread.
@@ -29,7 +30,7 @@ def info(
 
     [bold]midepoch info HuggingFaceFW/fineweb-edu --config sample-10BT --split train[/]
     """
-    ds = open_data(data, split, config, storage)
+    ds = open_data(data, split, config, storage, format)
     about = tell(ds)
     if as_json:
         common.print_json(about)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.cli.data import Config, Data, Split, Storage, open_data
+from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
 
 _TEXT = 60
 
@@ -26,6 +26,7 @@ def peek(
     window: Annotated[int | None, typer.Option(help="Of the shuffle: blocks a window.")] = None,
     epoch: Annotated[int, typer.Option(min=0, help="Which epoch's order.")] = 0,
     storage: Storage = None,
+    format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Show rows at a position, as a training run would get them, and where they lie.
@@ -38,7 +39,7 @@ def peek(
     """
     if shuffle is None and (scope is not None or window is not None):
         raise ValueError("--scope and --window are of a shuffle: give its seed with --shuffle")
-    ds = open_data(data, split, config, storage)
+    ds = open_data(data, split, config, storage, format)
     if columns is not None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")])
     if shuffle is not None:

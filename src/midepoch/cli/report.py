@@ -11,7 +11,7 @@ import typer
 
 from midepoch.audit.passes import ledger_folder
 from midepoch.cli import common
-from midepoch.cli.data import Config, Split, Storage, open_data
+from midepoch.cli.data import Config, Format, Split, Storage, open_data
 from midepoch.errors import DataNotFoundError
 from midepoch.report import collect, render
 from midepoch.report.watch import Watch
@@ -43,6 +43,7 @@ def report(
     split: Split = None,
     config: Config = None,
     storage: Storage = None,
+    format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Draw a run or a dataset: layout, what was consumed, restarts, speed, shuffle quality, checkpoints. One HTML file.
@@ -51,13 +52,15 @@ def report(
 
     [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
     """
+    if not output.parent.is_dir():
+        raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} into.")
     is_run = len(target) == 1 and _is_run(target[0])
     if shuffle is None and (scope is not None or window is not None):
         raise ValueError("--scope and --window are of a shuffle: give its seed with --shuffle")
     if is_run and shuffle is not None:
         raise ValueError("a run has the order that it has: --shuffle is for data")
     paths = data if is_run else target
-    ds = open_data(paths, split, config, storage) if paths else None
+    ds = open_data(paths, split, config, storage, format) if paths else None
     if ds is not None and shuffle is not None:
         ds = ds.shuffle(shuffle, scope, window)
     found = collect(
