@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -18,8 +19,8 @@ from midepoch.loader.remedy import cores
 from midepoch.sources.index import default_index_dir
 from midepoch.world import find_world
 
-_LEAST = {"numpy": "1.24", "pyarrow": "20", "torch": "2.1", "datasets": "2.19", "jax": "0.4.34", "ray": "2.40"}
 _NEEDED = ("numpy", "pyarrow")
+_SHOWN = (*_NEEDED, "torch", "datasets", "jax", "ray")
 _OTHERS = ("torchdata", "transformers", "accelerate", "lightning", "orbax-checkpoint", "fsspec", "cloudpickle", "typer")
 _OPEN_FILES = 4096
 _ROOM = 5 << 30
@@ -45,18 +46,28 @@ def _versions() -> Iterator[Finding]:
     fits = sys.version_info >= (3, 10)
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield Finding("good" if fits else "bad", "Python", text, "" if fits else "3.10 or newer is needed")
-    for name in ("midepoch", *_LEAST, *_OTHERS):
+    bounds = _least()
+    for name in ("midepoch", *_SHOWN, *_OTHERS):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in _NEEDED:
                 yield Finding("bad", name, "not installed", f"pip install {name}")
             continue
-        least = _LEAST.get(name)
+        least = bounds.get(name)
         if least is not None and _numbers(version) < _numbers(least):
             yield Finding("bad" if name in _NEEDED else "mind", name, version, f"{least} or newer is needed")
         else:
             yield Finding("good", name, version)
+
+
+def _least() -> dict[str, str]:
+    """The lowest version of each package that midepoch asks for, by its own metadata."""
+    found: dict[str, str] = {}
+    for asked in importlib.metadata.requires("midepoch") or ():
+        if (bound := re.match(r"([\w-]+)(?:\[[^\]]*\])?\s*>=\s*([\d.]+)", asked)) is not None:
+            found.setdefault(bound[1], bound[2])
+    return found
 
 
 def _numbers(version: str) -> list[int]:
