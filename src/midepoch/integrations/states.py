@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from midepoch.checkpoint import disk
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, WorldError
 from midepoch.loader.common import AnyLoader
+from midepoch.sources.storage import atomic_write
 
 
 def for_all_ranks(loader: AnyLoader, state: Any) -> Any:
@@ -31,12 +31,8 @@ def for_all_ranks(loader: AnyLoader, state: Any) -> Any:
 
 def write_state(path: Path, state: Any) -> None:
     """Write a state: it is there whole or not at all, whatever is killed whenever."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     disk.make_durably(path.parent)
-    disk.remove(temporary)
-    with disk.written(temporary) as sink:
-        sink.write(memoryview(json.dumps(state).encode()))
-    os.replace(temporary, path)
+    atomic_write(path, json.dumps(state).encode())
     disk.sync(path.parent)
 
 
