@@ -34,6 +34,11 @@ class Bar:
         self._first: int | None = None  # what was done before: of a resumed epoch, for one
         self._drawn = 0
 
+    @property
+    def due(self) -> bool:
+        """Whether somebody looks, and it is time to draw again."""
+        return self._watched and time.monotonic() >= self._due
+
     def update(self, done: int, total: int | None = None, more: str = "") -> None:
         """So much is done, of so much if that is known."""
         if self._first is None:

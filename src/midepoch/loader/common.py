@@ -112,10 +112,10 @@ class AnyLoader(Resumable):
         done, batches, epoch = whole(done, "progress(done=…)"), iter(self), self.epoch
         with Bar(f"epoch {epoch}", "batches", patience=0.0) as bar:
             for number, batch in enumerate(batches, done + 1):
-                stats = self.stats()
-                left = self._batches_left(batches, number)
-                speed = f"{stats.rows_per_second:,.0f} rows/s, waited {100 * stats.waited_share:.0f} %"
-                bar.update(number, None if left is None else number + left, speed)
+                if number == done + 1 or bar.due:
+                    stats, left = self.stats(), self._batches_left(batches, number)
+                    speed = f"{stats.rows_per_second:,.0f} rows/s, waited {100 * stats.waited_share:.0f} %"
+                    bar.update(number, None if left is None else number + left, speed)
                 yield batch
 
     def _batches_left(self, batches: Iterator[Any], number: int) -> int | None:  # noqa: ARG002
