@@ -603,3 +603,9 @@ def test_a_look_moves_nothing(numbers: Numbers) -> None:
     stream = a.filter(always)
     next(iter(stream))
     assert len(list(midepoch.mix([a, stream], seed=1))) > 0
+
+
+def test_what_a_collate_function_returns_is_handed_over_also_if_it_is_none(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files)
+    for made in (ds, ds.filter(lambda row: row["id"] >= 0)):
+        assert list(made.loader(10, collate_fn=lambda rows: None)) == [None] * 4

@@ -17,6 +17,8 @@ from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.present import Presenter
 from midepoch.resumable import HasState
 
+_NOTHING = object()
+
 
 class Loading(Protocol):
     """The loader behind a pass."""
@@ -169,11 +171,11 @@ class StreamPass(HasState):
             began = perf_counter()
             value = self._presented(deal)
             self._loader.meter.spent.present += perf_counter() - began
-            if value is not None:
+            if value is not _NOTHING:
                 return deal, value
 
     def _presented(self, deal: Any) -> Any:
-        """The batch of a deal; None if all of it is for other ranks."""
+        """The batch of a deal (of a collate function: whatever it returns); _NOTHING if all of it is for others."""
         if deal is Steps.PADDING:
             return self._presenter.padding(self._something())
         if len(deal.items):
@@ -181,7 +183,7 @@ class StreamPass(HasState):
             return self._presenter.batch(deal.items)
         if self._loader.options.ends == "pad":
             return self._presenter.padding(deal.some)
-        return None
+        return _NOTHING
 
     def _something(self) -> Items:
         """Some outputs to pad with: the last ones, or, after a resume, what the epoch began with."""
