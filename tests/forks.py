@@ -90,7 +90,10 @@ class Forks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.communicate()
+        # It waits for the next request, and would for ever if asked to end by the end of its input: whatever this process
+        # has forked since, and still runs, holds that open as well.
+        with self._process:
+            self._process.kill()
 
 
 def serve(modules: Sequence[str]) -> None:

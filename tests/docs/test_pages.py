@@ -41,7 +41,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The settings for a real object store; what lies in the folder "store" of a page lies in it."""
     (tmp_path / "store" / "bucket").mkdir(parents=True)  # rclone is slow with one that comes later
-    with s3.Server(tmp_path / "store") as server:
+    # Pages fill it before they read it. One that remembers nothing takes seconds to find what was written through it.
+    with s3.Server(tmp_path / "store", "--dir-cache-time=1s") as server:
         yield {
             "AWS_ACCESS_KEY_ID": s3.KEY,
             "AWS_SECRET_ACCESS_KEY": s3.SECRET,
