@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 
+import launch
 import midepoch
 from forks import Forks
-from launch import Launch, torchrun
+from launch import Launch, Program, torchrun
 from midepoch.audit import Ledger
 from midepoch.checkpoint import PipelineCheckpoint
 from proxy import Proxy
@@ -117,6 +118,12 @@ def torch_forks() -> Iterator[Forks]:
 def launched(request: pytest.FixtureRequest, torch_forks: Forks) -> Launch:
     """Runs a script as ranks, in the environment that torchrun makes, or by torchrun itself, which takes 3 s a rank."""
     return torchrun if request.param == "torchrun" else torch_forks.ranks
+
+
+@pytest.fixture(params=["forked", pytest.param("started", marks=pytest.mark.slow)])
+def program(request: pytest.FixtureRequest, torch_forks: Forks) -> Program:
+    """Runs a script alone or as ranks, and tells how it ended."""
+    return launch.program if request.param == "started" else torch_forks.program
 
 
 @pytest.fixture

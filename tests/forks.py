@@ -61,6 +61,13 @@ class Forks:
         ]
 
     def ranks(self, size: int, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+        """A script as ``size`` ranks of torch, which end well."""
+        done = self.world(size, *command, cwd=cwd, env=env)
+        assert not any(one.returncode for one in done), "\n".join(one.stderr[-3000:] for one in done)
+
+    def world(
+        self, size: int, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> list[subprocess.CompletedProcess[str]]:
         """A script as ``size`` ranks of torch, in the environment that torchrun makes, around a store of our own.
 
         torchrun is one more Python that imports torch, and starts a new one for each rank: 3 s each.
@@ -81,8 +88,14 @@ class Forks:
             **(env or {}),
         }
         each = [dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) for rank in range(size)]
-        done = self.run(*[command] * size, cwd=cwd, env=here, envs=each, together=True)
-        assert not any(one.returncode for one in done), "\n".join(one.stderr[-3000:] for one in done)
+        return self.run(*[command] * size, cwd=cwd, env=here, envs=each, together=True)
+
+    def program(self, size: int, script: Path, *arguments: str) -> int:
+        """A script alone or as ``size`` ranks, to its end: the first exit status that is not 0. It says what went wrong."""
+        command = [str(script), *arguments]
+        done = self.world(size, *command) if size > 1 else self.run(command)
+        sys.stderr.write("".join(one.stderr[-6000:] for one in done if one.returncode))
+        return next((one.returncode for one in done if one.returncode), 0)
 
     def __enter__(self) -> Forks:
         return self

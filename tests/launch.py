@@ -1,4 +1,4 @@
-"""torchrun, for real: an agent that starts ranks."""
+"""Programs as users start them: alone, or by torchrun, an agent that starts ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "JAX_PLATFORMS": "cpu"}
+
+PATIENCE = 600
+"""Seconds after which a program is killed: it hangs."""
+
+Program = Callable[..., int]
+"""(size, script, *arguments): its exit status"""
 
 Launch = Callable[..., None]
 """(size, script, *arguments, cwd=None, env=None)"""
@@ -29,8 +37,19 @@ def torchrun(size: int, *command: str, cwd: Path | None = None, env: dict[str, s
     """A script as so many ranks on this machine, to their end."""
     process = launch("--standalone", f"--nproc-per-node={size}", *command, cwd=cwd, env=env, error=subprocess.PIPE)
     try:
-        _, said = process.communicate(timeout=900)
+        _, said = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, said[-6000:]
+    finally:
+        end(process)
+
+
+def program(size: int, script: Path, *arguments: str) -> int:
+    """A script in a process of its own, or as ranks, to its end; its exit status. Of ranks none is left behind."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if size > 1 else []
+    command = [sys.executable, *launcher, str(script), *arguments]
+    process = subprocess.Popen(command, env={**os.environ, **QUIET}, start_new_session=True, text=True)
+    try:
+        return process.wait(timeout=PATIENCE)
     finally:
         end(process)
 

@@ -16,7 +16,7 @@ def chaos(kills: int, seed: int) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "chaos", f"--kills={kills}", f"--seed={seed}"]
     environment = {**os.environ, "CHAOS_VERBOSE": "1"}
     tests = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     last = done.stdout.splitlines()[-1]
     assert re.match(rf"{kills} kills in \d+ pipelines, \d+ s: 0 lost, 0 repeated", last), last

@@ -12,22 +12,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from programs import run
 
 import midepoch
+from launch import Program
 
 HERE = Path(__file__).parent
 ROWS, BATCH = 26, 4
 Read = Callable[..., dict[str, Any]]
 
 
-def runs_of(name: str, folder: Path, alone: str = "alone") -> Read:
+def runs_of(program: Program, name: str, folder: Path, alone: str = "alone") -> Read:
     """Run a job on two ranks and alone (which goes on with what two ranks saved); what it noted, by case and rank."""
     values = np.random.default_rng(0).standard_normal((ROWS, 4), dtype=np.float32)
     pq.write_table(pa.table({"id": np.arange(ROWS), "x": list(values)}), folder / "data.parquet")
     job = HERE / f"{name}_job.py"
-    assert run(job, str(folder), "ranks", ranks=2) == 0
-    assert run(job, str(folder), alone) == 0
+    assert program(2, job, str(folder), "ranks") == 0
+    assert program(1, job, str(folder), alone) == 0
 
     def read(case: str, rank: int = 0) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / f"{case}-{rank}.json").read_text())
@@ -68,8 +68,8 @@ def flat(steps: list[list[list[int]]]) -> list[list[int]]:
     return [batch for step in steps for batch in step]
 
 
-def test_transformers(tmp_path: Path) -> None:
-    read = runs_of("trainer", tmp_path)
+def test_transformers(program: Program, tmp_path: Path) -> None:
+    read = runs_of(program, "trainer", tmp_path)
     for case in ("epochs", "steps", "accumulated"):
         batches = flat(read(case)["whole"]["rows"])
         assert batches == uninterrupted(tmp_path, len(batches)), case
@@ -101,8 +101,8 @@ def test_transformers(tmp_path: Path) -> None:
     assert "loader_options" in refused["a loader"]
 
 
-def test_accelerate(tmp_path: Path) -> None:
-    read = runs_of("accelerate", tmp_path)
+def test_accelerate(program: Program, tmp_path: Path) -> None:
+    read = runs_of(program, "accelerate", tmp_path)
     for case in ("rows", "workers"):
         assert read(case)["whole"]["rows"] == uninterrupted(tmp_path, 10)
         assert [index for index, (_, last) in enumerate(read(case)["whole"]["stands"]) if last] == [6]
@@ -126,8 +126,8 @@ def test_accelerate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alone", ["alone", pytest.param("all", marks=pytest.mark.slow)])
-def test_lightning(alone: str, tmp_path: Path) -> None:
-    read = runs_of("lightning", tmp_path, alone)
+def test_lightning(alone: str, program: Program, tmp_path: Path) -> None:
+    read = runs_of(program, "lightning", tmp_path, alone)
     for case in ("rows", "workers", "limited", *(("accumulated",) if alone == "all" else ())):
         rows = read(case)["whole"]["rows"]
         assert rows == uninterrupted(tmp_path, len(rows)), case

@@ -79,7 +79,7 @@ def run(ray_folder: Path, script: Path, *arguments: str) -> str:
         env={**inherited, **QUIET, "RAY_TMPDIR": str(ray_folder)},
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
