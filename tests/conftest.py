@@ -31,6 +31,9 @@ settings.register_profile(
 )
 settings.load_profile("midepoch")
 
+# The tests are about processes and bytes, many at a time: on the CPU, also where there is a GPU. tests/gpu asks for it.
+if not os.environ.get("MIDEPOCH_TEST_GPU"):
+    os.environ.update(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
