@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import launch
 import midepoch
+import ports
 from forks import Forks
 from launch import Launch, Program, torchrun
 from midepoch.audit import Ledger
@@ -132,11 +133,7 @@ def program(request: pytest.FixtureRequest, torch_forks: Forks) -> Program:
 @pytest.fixture
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return ports.free()
 
 
 @pytest.fixture

@@ -235,9 +235,9 @@ def test_help_has_examples(command: str) -> None:
 
 def test_the_command_itself(files: list[Path]) -> None:
     command = Path(sys.executable).with_name("midepoch")
-    found = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    found = subprocess.run([command, "--version"], capture_output=True, text=True, check=True, timeout=300)
     assert found.stdout == f"midepoch {midepoch.__version__}\n"
-    script = subprocess.run([command, "--show-completion", "bash"], capture_output=True, text=True)
+    script = subprocess.run([command, "--show-completion", "bash"], capture_output=True, text=True, timeout=300)
     assert "complete" in script.stdout + script.stderr
 
 

@@ -86,14 +86,14 @@ def test_every_name_is_documented() -> None:
 
 def test_import_is_light() -> None:
     code = "import sys, midepoch; print([m for m in ('numpy', 'pyarrow', 'torch', 'datasets', 'pandas', 'jax') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
 
 
 def test_datasets_and_streams_do_not_import_what_few_use() -> None:
     """pyarrow.compute takes 50 ms: only who filters by an expression needs it, and has imported it then."""
     code = "import sys, midepoch.load, midepoch.stream; print([m for m in ('pyarrow.compute', 'torch', 'pandas') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
 
 
@@ -110,6 +110,6 @@ def test_every_error_is_in_the_tree() -> None:
 @pytest.mark.parametrize("rows", [6_000, pytest.param(24_000, marks=pytest.mark.slow)])
 def test_demo_proves_it(rows: int) -> None:
     command = [sys.executable, "-m", "midepoch.demo", f"--rows={rows}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit for bit those of the uninterrupted run: yes" in done.stdout

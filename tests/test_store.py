@@ -111,7 +111,12 @@ def run_ranks(arguments: list[dict[str, Any]], workers: int, lanes: int) -> list
         for rank, each in enumerate(arguments)
     ]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    return [json.loads(process.communicate(timeout=240)[0]) for process in processes]
+    try:
+        return [json.loads(process.communicate(timeout=300)[0]) for process in processes]
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
 
 
 def test_ranks_and_workers_of_a_machine_share_what_was_fetched(
@@ -383,5 +388,5 @@ def test_a_web_server_is_read_by_listing_too(tmp_path: Path) -> None:
         ):
             assert [row["id"] for row in midepoch.from_files(what)] == list(range(200))
     finally:
-        server.terminate()
-        server.communicate()
+        with server:
+            server.kill()

@@ -225,7 +225,7 @@ def test_who_fails_before_the_meeting_is_not_waited_for(case: str, tmp_path: Pat
             raise RuntimeError("no state")
 
     def save(rank: int) -> Any:
-        checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=30)
+        checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300)
         if case == "begin of rank 0" and rank == 0:
 
             def begin(*_: Any) -> None:
@@ -238,11 +238,13 @@ def test_who_fails_before_the_meeting_is_not_waited_for(case: str, tmp_path: Pat
 
     started = time.monotonic()
     said = ranks(3, save)
-    assert time.monotonic() - started < 20, said
+    assert time.monotonic() - started < 200, said
     assert all("Error" in text for text in said), said
     assert PipelineCheckpoint(tmp_path).steps() == []
     assert (
-        ranks(3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=30).save(Numbers(), step=1))
+        ranks(
+            3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300).save(Numbers(), step=1)
+        )
         == ["1"] * 3
     )
 
@@ -263,7 +265,7 @@ def test_ranks_restore_from_a_folder_that_they_cannot_write_to(tmp_path: Path, m
 
     monkeypatch.setattr(local.LocalBoard, "put", refuse)
     assert (
-        ranks(3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=30).restore_latest())
+        ranks(3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300).restore_latest())
         == ["3"] * 3
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +14,12 @@ from typing import Any
 import pytest
 from counting import Numbers
 
+import ports
 from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
+from midepoch.checkpoint.local import LocalBoard
+from midepoch.checkpoint.ranks import Leader
+from midepoch.world import World
 
 JOB = Path(__file__).with_name("rank_job.py")
 ROWS = 48
@@ -297,9 +300,7 @@ def test_under_jax_with_several_processes(data: str, tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(JAX)
     for how, size in (("save", 2), ("restore", 3)):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(ports.free())
         processes = [
             subprocess.Popen(
                 [sys.executable, str(path), str(rank), str(size), port, str(tmp_path), how, data],
@@ -309,6 +310,25 @@ def test_under_jax_with_several_processes(data: str, tmp_path: Path) -> None:
             )
             for rank in range(size)
         ]
-        for process in processes:
-            out, err = process.communicate(timeout=120)
-            assert "done files\n" in out and "done orbax\n" in out, err[-3000:]
+        try:
+            for process in processes:
+                out, err = process.communicate(timeout=300)
+                assert "done files\n" in out and "done orbax\n" in out, err[-3000:]
+        finally:
+            for process in processes:
+                with process:
+                    process.kill()
+
+
+def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it says so and dies in the very moment in which rank 0 looks."""
+    board = LocalBoard(tmp_path)
+    leader = Leader(board, "save-1", World(0, 2), timeout=60, token="t")
+    leader._here = {1: ("n", {})}
+
+    def dies(_note: Any) -> bool:
+        board.put("save-1/done-1-n", b'{"says": "all written"}')
+        return True
+
+    monkeypatch.setattr("midepoch.checkpoint.ranks._is_dead", dies)
+    assert leader.gather() == {1: "all written"}

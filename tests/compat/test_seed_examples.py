@@ -277,7 +277,9 @@ def test_ddp(tmp_path: Path, prepared: str, launched: Launch) -> None:
 
 
 def test_module_shows_instant_loading() -> None:
-    done = subprocess.run([sys.executable, "-m", "fast_hf_loader_simple"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "fast_hf_loader_simple"], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "datasets was imported" in done.stdout
     assert "datasets was not imported" in done.stdout

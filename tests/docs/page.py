@@ -141,7 +141,12 @@ def _bash(text: str, programs: str | None, where: str) -> str:
     path = os.pathsep.join(filter(None, (programs, os.environ.get("PATH"))))
     environment = {**os.environ, "PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], capture_output=True, text=True, env=environment, check=False
+        ["bash", "-euo", "pipefail", "-c", text],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=300,
     )
     if done.returncode:
         raise PageError(f"{where} ends with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -42,6 +42,6 @@ def test_nothing_reads_on_when_the_process_ends(kind: str, tmp_path: Path) -> No
     else:
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     command = [sys.executable, "-c", SCRIPT, kind, str(next(tmp_path.glob("a.*")))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ran: True\nleft: []\n"

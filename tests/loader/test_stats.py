@@ -202,7 +202,7 @@ run.finish()
 def test_wandb_shows_them_beside_the_loss(files: str, tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     command = [sys.executable, "-W", "ignore", "-c", WANDB, files, str(tmp_path / "wandb")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("summary")]
     summary = json.loads(line.removeprefix("summary"))

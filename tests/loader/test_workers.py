@@ -141,7 +141,8 @@ import sys, time, multiprocessing, midepoch
 ds = midepoch.from_files(sys.argv[1]).shuffle(seed=1).with_format("numpy")
 loader = ds.loader(2, num_workers=3, prefetch=4)
 iterator = iter(loader)
-next(iterator)
+for _ in range(3):  # one of each worker, which then has come so far that Ctrl-C is not for it
+    next(iterator)
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 for batch in iterator:
     time.sleep(600)  # a signal ends it, however late

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,14 @@ def workers() -> list[int]:
     return found
 
 
+def busy() -> list[int]:
+    """The same, waited for: on a slow machine none may be at work in this very moment."""
+    end = time.monotonic() + 1
+    while not (found := workers()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
 def index(folder: Path, lose_a_node: Callable[[], None]) -> None:
     """Of FOLDER/lake into FOLDER/by-ray; FOLDER/index.json tells what happened."""
     seen: list[tuple[int, int]] = []
@@ -39,7 +48,7 @@ def index(folder: Path, lose_a_node: Callable[[], None]) -> None:
     def shown(_what: str, _unit: str) -> Iterator[Callable[[int, int], None]]:
         def report(done: int, total: int) -> None:
             seen.append((done, total))
-            if not killed and (running := workers()):
+            if not killed and (running := busy()):
                 os.kill(running[0], signal.SIGKILL)
                 killed.append(running[0])
             elif killed and not lost and done > total // 3:

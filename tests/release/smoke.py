@@ -212,16 +212,18 @@ def cli(folder: Path) -> None:
     ds = midepoch.from_files(write(folder)).with_format("numpy")
     list(ds.loader(7, audit=folder / "run"))
     command = str(Path(sys.executable).parent / "midepoch")
-    said = subprocess.run([command, "audit", str(folder / "run")], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [command, "audit", str(folder / "run")], capture_output=True, text=True, check=True, timeout=300
+    ).stdout
     assert "100" in said, said
-    subprocess.run([command, "report", str(folder / "run"), "-o", str(folder / "report.html")], check=True)
+    subprocess.run([command, "report", str(folder / "run"), "-o", str(folder / "report.html")], check=True, timeout=300)
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 
 def demo(folder: Path) -> None:
     """It needs torch and hf as well, and says so."""
     command = [sys.executable, "-m", "midepoch.demo", "--rows", "6000"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     if importlib.util.find_spec("torch") and importlib.util.find_spec("datasets"):
         assert "bit for bit those of the uninterrupted run: yes" in done.stdout, done.stdout + done.stderr
     else:

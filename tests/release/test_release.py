@@ -21,7 +21,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     # The wheel is built from the source distribution: what is not in that is not in either.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return folder
 
@@ -35,7 +35,7 @@ def test_the_core_alone(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     target, others = tmp_path / "installed", tmp_path / "others"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
-    subprocess.run([*command, "--disable-pip-version-check", str(wheel)], check=True)
+    subprocess.run([*command, "--disable-pip-version-check", str(wheel)], check=True, timeout=300)
     others.mkdir()
     packages = Path(sysconfig.get_path("platlib"))
     for name in ("numpy", "numpy.libs", "pyarrow", "pyarrow.libs"):
@@ -45,12 +45,19 @@ def test_the_core_alone(built: Path, tmp_path: Path) -> None:
     script.write_text(Path(__file__).with_name("smoke.py").read_text())
     environment = {"PYTHONPATH": f"{target}:{others}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-S", str(script), "core"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-S", str(script), "core"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout == "  core: ok\n", done.stderr
     assert (target / "bin" / "midepoch").exists()
     asked = "import sys; from midepoch.cli import main; main()"
-    done = subprocess.run([sys.executable, "-S", "-c", asked], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", asked], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     assert re.search(r'needs (typer|rich): pip install "midepoch\[cli\]"', done.stderr)
 

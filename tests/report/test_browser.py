@@ -22,11 +22,14 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this mac
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
 
+PATIENCE = 180_000
+"""Milliseconds: it starts while other tests have the machine."""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as found:
-        started = found.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        started = found.chromium.launch(executable_path=BROWSER, args=FLAGS, timeout=PATIENCE)
         yield started
         started.close()
 
@@ -39,6 +42,7 @@ class Page:
         self._context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
         )
+        self._context.set_default_timeout(PATIENCE)
         self.page = self._context.new_page()
         self.page.on("console", lambda said: self.problems.append(said.text) if said.type != "log" else None)
         self.page.on("pageerror", lambda problem: self.problems.append(str(problem)))
@@ -162,7 +166,7 @@ def test_a_run_in_progress(browser: Any, labelled_files: str, tmp_path: Path) ->
         assert found.page.locator(".tile", has_text="steps").locator("b").inner_text() == "2"
         for _ in range(40):
             next(loader)
-        found.page.locator(".tile", has_text="steps").locator("b", has_text="42").wait_for(timeout=30_000)
+        found.page.locator(".tile", has_text="steps").locator("b", has_text="42").wait_for()
         found.close()
     finally:
         watch.close()

@@ -85,7 +85,7 @@ def test_second_load_asks_nobody(parquet: Path, tmp_path: Path) -> None:
     index_dir = str(tmp_path / "ix")
     midepoch.load_dataset("parquet", split="train", index_dir=index_dir, **arguments(parquet))
     command = [sys.executable, "-c", SECOND_LOAD, json.dumps(arguments(parquet)), index_dir]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
     assert found == {"rows": 30, "touched": [], "modules": []}
 
 

@@ -110,7 +110,7 @@ def test_jax(tmp_path: Path) -> None:
     path = write_arrow(tmp_path / "a.arrow", TABLE, 3)
     (tmp_path / "script.py").write_text(JAX)
     command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.stdout.strip() == "ok", done.stderr
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from midepoch.checkpoint.files import Sink, Source
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointNotFoundError
+from midepoch.processes import started
 
 
 class VanishedError(CheckpointNotFoundError):
@@ -101,7 +102,7 @@ class Process:
 
     @staticmethod
     def here() -> Process:
-        return Process(_machine(), os.getpid(), _started(os.getpid()))
+        return Process(_machine(), os.getpid(), started(os.getpid()))
 
     @staticmethod
     def of(note: Any) -> Process | None:
@@ -115,7 +116,7 @@ class Process:
 
     def is_dead(self) -> bool:
         """Whether it is known not to live any more: of another machine's processes nothing is known."""
-        return self.machine == _machine() and _started(self.pid) != self.started
+        return self.machine == _machine() and started(self.pid) != self.started
 
 
 @lru_cache(1)
@@ -132,25 +133,3 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")  # containers of one machine have numbers of their own
     except OSError:
         return ""
-
-
-def _started(pid: int) -> str:
-    """When a process started, in ticks since the machine did; empty if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        if os.path.isdir("/proc/self"):
-            return ""
-        return _exists(pid)
-    fields = stat.rsplit(")", 1)[-1].split()
-    return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-def _exists(pid: int) -> str:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        pass
-    return "running"

@@ -98,6 +98,8 @@ class Leader:
         waiting = _Waiting(self.timeout, self.board.patience)
         done: dict[int, Any] = {}
         while True:
+            # Looked at first: who is dead now has said before whatever it had to say.
+            dead = [rank for rank, (_, note) in self._here.items() if rank not in done and _is_dead(note)]
             for rank, (number, _) in self._here.items():
                 if rank not in done and (note := _read(self.board, f"{self.group}/done-{rank}-{number}")):
                     done[rank] = note
@@ -106,8 +108,8 @@ class Leader:
                     raise RankError(f"rank {rank}: {note['error']}")
             if len(done) == len(self._here):
                 return {rank: note.get("says") for rank, note in done.items()}
-            for rank, (_, note) in self._here.items():
-                if rank not in done and _is_dead(note):
+            for rank in dead:
+                if rank not in done:
                     raise RankError(f"rank {rank} of {self.world.size} has died.")
             if not waiting.pause():
                 late = sorted(set(self._here) - set(done))

@@ -20,9 +20,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.processes import alive
 from midepoch.read.turns import Turns
 from midepoch.sources.source import CacheSpec
-from midepoch.sources.storage import alive
 
 try:
     import fcntl

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from midepoch.processes import alive
+
 try:
     import fcntl
 except ImportError:  # not on Windows: two processes then may build the same index twice, which is harmless
@@ -57,14 +59,3 @@ def _sweep(path: Path) -> None:
         pid = left.name.rsplit(".", 2)[1]
         if pid.isdigit() and not alive(int(pid)):
             left.unlink(missing_ok=True)
-
-
-def alive(pid: int) -> bool:
-    """Whether there is a process of this number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

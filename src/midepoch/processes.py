@@ -1,0 +1,40 @@
+"""Whether a process is there: by the kernel's files where there are any, which also tell of those that have ended and
+only wait to be buried.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this number runs, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # somebody else's
+    fields = _fields(pid)
+    return fields is None or not _ended(fields)
+
+
+def started(pid: int) -> str:
+    """When a process started, in ticks since the machine did; empty if there is none."""
+    fields = _fields(pid)
+    if fields is None:
+        return "" if os.path.isdir("/proc/self") or not alive(pid) else "running"
+    return "" if _ended(fields) else fields[19]
+
+
+def _fields(pid: int) -> list[str] | None:
+    """What the kernel says of a process, behind its name; None where it says nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()
+    except OSError:
+        return None
+
+
+def _ended(fields: list[str]) -> bool:
+    return fields[0] in ("Z", "X")
