@@ -347,6 +347,40 @@ def test_fsspec(tmp_path: Path) -> None:
     assert len(midepoch.from_files(f"/{name}", filesystem=memory)) == 20
 
 
+@pytest.mark.parametrize("through", ["memory", "a folder of it"])
+def test_memory_gives_everybody_their_own_bytes(through: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """fsspec's has one position in a file for all who read it, and here several threads do."""
+    import fsspec
+    from fsspec.implementations.dirfs import DirFileSystem
+
+    memory, name, rows = fsspec.filesystem("memory"), f"lake{time.time_ns()}", 20_000
+    table = pa.table({"id": range(rows), "same": range(rows), "wide": np.random.default_rng(0).random(rows)})
+    with memory.open(
+        f"/{name}/a.parquet", "wb"
+    ) as file:  # no sums and no compression: nothing but the values would tell
+        pq.write_table(table, file, row_group_size=250, compression="none", use_dictionary=False)
+    filesystem = memory if through == "memory" else DirFileSystem(f"/{name}", memory)
+    where = f"/{name}" if through == "memory" else "a.parquet"
+    for seed in range(3):
+        ds = midepoch.from_files(where, filesystem=filesystem, index_dir=tmp_path).shuffle(seed=seed, window=3)
+        seen: list[int] = []
+        for batch in ds.with_format("numpy").loader(100):
+            assert (batch["id"] == batch["same"]).all()
+            seen += batch["id"].tolist()
+        assert sorted(seen) == list(range(rows))
+    assert "trying again" not in caplog.text
+
+
+def test_a_file_of_the_same_size_that_fsspec_says_is_newer_is_indexed_again(tmp_path: Path) -> None:
+    import fsspec
+
+    memory, path = fsspec.filesystem("memory"), f"/lake{time.time_ns()}/a.parquet"
+    for first in (0, 100):
+        with memory.open(path, "wb") as file:
+            pq.write_table(pa.table({"id": pa.array(range(first, first + 10), pa.int64())}), file, compression="none")
+        assert midepoch.from_files(path, filesystem=memory, index_dir=tmp_path)[3]["id"] == first + 3
+
+
 @pytest.mark.parametrize("kind", ["arrow", "csv", "jsonl", "orc"])
 def test_other_formats_in_a_store(bucket: Path, proxy: Proxy, kind: str) -> None:
     from conftest import write_arrow

@@ -5,12 +5,15 @@ What is secret stays in memory: paths are kept without user names, passwords and
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.errors import MidepochError
@@ -60,7 +63,7 @@ def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
     scheme = path.split("://", 1)[0] + "://" if "://" in path else ""
     inner = path.split("://", 1)[-1]
     if not isinstance(filesystem, fs.FileSystem):
-        filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+        filesystem = fs.PyFileSystem(_Handler(filesystem))
     if isinstance(filesystem, fs.LocalFileSystem):
         return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
     return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.rstrip("/")
@@ -160,8 +163,35 @@ def _fsspec(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tu
         ) from None
     keep = scheme in ("http", "https")  # there the path is the whole address
     return Store(
-        fs.PyFileSystem(fs.FSSpecHandler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry
+        fs.PyFileSystem(_Handler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry
     ), inner
+
+
+class _Handler(fs.FSSpecHandler):  # type: ignore[misc]
+    """fsspec's file systems, as pyarrow wants them."""
+
+    def open_input_stream(self, path: str) -> Any:
+        return self._opened(path)
+
+    def open_input_file(self, path: str) -> Any:
+        return self._opened(path)
+
+    @staticmethod
+    def _create_file_info(path: str, info: dict[str, Any]) -> fs.FileInfo:
+        """With the time of the last change, for which every file system has a name of its own."""
+        times = (
+            info.get(name) for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+        )
+        found = next((time for time in times if isinstance(time, (datetime, int, float))), None)
+        return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": found})
+
+    def _opened(self, path: str) -> Any:
+        if not self.fs.isfile(path):
+            raise FileNotFoundError(path)
+        file = self.fs.open(path, mode="rb")
+        # Whoever opens a file of fsspec's memory gets one and the same object, with one position for all: two that read
+        # at the same time would get each other's bytes.
+        return pa.BufferReader(file.getvalue()) if isinstance(file, io.BytesIO) else pa.PythonFile(file, mode="r")
 
 
 def _without(problem: Exception, options: Mapping[str, Any]) -> str:
