@@ -77,7 +77,7 @@ def test_audit_finds_what_is_wrong_and_says_what_cannot_be_looked_at(small_files
     found = call("audit", tmp_path)
     assert found.exit_code == 1 and "not exact" in found.output and "positions 6, 7, 8, 9" in found.output
     found = call("audit", tmp_path / "nothing")
-    assert found.exit_code == 2 and "there is no ledger in" in found.stderr
+    assert found.exit_code == 2 and "there is no ledger in" in found.output
     assert call("audit", tmp_path, "--step", 99).exit_code == 2
     assert call("audit", tmp_path, "--step", 1, "--row", 1).exit_code == 2
 
@@ -138,7 +138,7 @@ def test_plan_says_what_it_cannot_know(
 ) -> None:
     options = ["--world-size", 2, "--batch-size", 3]
     nothing = call("plan", "--checkpoint", tmp_path / "none", *options)
-    assert nothing.exit_code == 2 and "there is no checkpoint in" in nothing.stderr
+    assert nothing.exit_code == 2 and "there is no checkpoint in" in nothing.output
     (tmp_path / "x.json").write_text("{}")
     assert call("plan", "--checkpoint", tmp_path / "x.json", *options).exit_code == 2
     monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "empty"))

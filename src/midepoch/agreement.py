@@ -69,6 +69,16 @@ def all_said(key: str, rank: int, count: int, value: str) -> list[str]:
         ) from None
 
 
+def unsay(key: str, rank: int) -> None:
+    """Take back what this rank has said under a key, once all have heard it: a run of weeks would fill the store."""
+    name = f"midepoch/{key}/{rank}"
+    with suppress(Exception):  # a store that cannot: it stays
+        if (store := _store()) is not None:
+            store.delete_key(name)
+        else:
+            sys.modules["jax._src.distributed"].global_state.client.key_value_delete(name)
+
+
 def _wait(store: Any, names: list[str]) -> None:
     try:
         store.wait(names, timedelta(seconds=_LONG))

@@ -114,17 +114,21 @@ class Background:
 
     def wait(self) -> None:
         """Wait for the end; raises what went wrong, once."""
+        if (problem := self.ended()) is not None:
+            raise problem
+
+    def ended(self) -> BaseException | None:
+        """Wait for the end; what went wrong, once."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
-            return
+            return None
         thread.join()
         with self._lock:
             if self._thread is not thread:  # another caller was here first
-                return
+                return None
             problem, self._thread, self._problem = self._problem, None, None
             _unfinished.discard(self)
-        if problem is not None:
-            raise problem
+        return problem
 
     def report(self) -> None:
         """Wait for the end, and log what nobody has asked for."""

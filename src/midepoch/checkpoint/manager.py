@@ -99,13 +99,17 @@ class PipelineCheckpoint:
         Python, numpy and torch. ``keep`` holds for this call. With ``async_save`` it returns when all has been copied;
         an error is raised by the next call. Raises CheckpointSaveError, and leaves what was there as it was.
         """
-        self._background.wait()
         rules = self._keep if keep is None else keep_from(keep, "save(keep=…)")
         world = self._world
+        if world.size == 1:
+            self._background.wait()
+        earlier: BaseException | None = None
         number = self._next_step(world) if step is None else whole(step, "save(step=…)")
         group = self._meeting(f"save-{number}", world)
         memory: dict[str, Any] = {}
         try:
+            # What went wrong before may have done so on this rank alone: the others save this step, and so does it.
+            earlier = self._background.ended()
             job = self._job(number, pipeline, model, optimizer, metadata, extra, rng, world)
             job.group = group
             if self._async:
@@ -118,6 +122,8 @@ class PipelineCheckpoint:
             self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
         else:
             self._run(job, world, rules, memory)
+        if earlier is not None:
+            raise earlier
         return number
 
     def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[str, Any]) -> None:

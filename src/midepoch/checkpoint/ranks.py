@@ -159,10 +159,11 @@ class Follower:
         return found
 
     def _leave(self) -> None:
-        self.board.remove([self._name(what) for what in ("join", "answer", "here", "done")])
-        outcome = f"{self.group}/outcome-{self.token}"
-        if self.board.names(self.group) == [outcome]:  # the last to leave
-            self.board.remove([outcome])
+        with suppress(Exception):  # it is only tidying
+            self.board.remove([self._name(what) for what in ("join", "answer", "here", "done")])
+            outcome = f"{self.group}/outcome-{self.token}"
+            if self.board.names(self.group) == [outcome]:  # the last to leave
+                self.board.remove([outcome])
 
     def _wait_for(self, name: str, what: str) -> dict[str, Any]:
         waiting = _Waiting(self.timeout, self.board.patience)

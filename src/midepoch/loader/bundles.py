@@ -90,7 +90,7 @@ class BundlePool(Pool):
         while len(self._sent[number]) >= self._slots:
             self._hear_from(number)
         asked = _Asked(bundle, number)
-        self._tell(number, self._mine[number], pickle.dumps(bundle))
+        self._tell(number, pickle.dumps(bundle))
         self._sent[number].append(asked)
         return asked
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 
+from midepoch.ending import join
 from midepoch.loader.batches import BatchMaker, Made, Plan, Read
 
 _TOUCHED = 256
@@ -113,9 +114,7 @@ def _end(
     closed.set()
     for _ in threads:
         todo.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():  # the garbage collector may run in one of them
-            thread.join()
+    join(threads)
 
 
 def _faults() -> int:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from midepoch.agreement import Occasions, all_said, first_said
+from midepoch.agreement import Occasions, all_said, first_said, unsay
 from midepoch.errors import WorldError
 from midepoch.loader.batches import Plan
 from midepoch.loader.options import Options
@@ -82,6 +82,7 @@ class EqualSteps:
     def __init__(self, cut: Cut, what: str) -> None:
         self._cut, self._what, self._name = cut, what, ""
         self._passes = self._rounds = self.ahead = 0
+        self._said = ""
 
     def begin(self) -> None:
         """A pass begins, on all ranks."""
@@ -94,4 +95,8 @@ class EqualSteps:
         """How many of the next ``ahead`` steps each rank has, this one so many. Raises WorldError if one stays away."""
         self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
         key = f"steps/{self._name}/{self._passes}/{self._rounds}"
-        return [int(said) for said in all_said(key, self._cut.index, self._cut.count, str(steps))]
+        found = [int(said) for said in all_said(key, self._cut.index, self._cut.count, str(steps))]
+        if self._said:  # who has spoken now has heard what was said before
+            unsay(self._said, self._cut.index)
+        self._said = key
+        return found

@@ -10,7 +10,7 @@ from typing import Any
 from midepoch import state as states
 from midepoch.audit.ledger import Ledger
 from midepoch.checks import whole
-from midepoch.errors import MidepochError, WorkerError
+from midepoch.errors import MidepochError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.common import AnyLoader
 from midepoch.loader.direct import DirectBatches
@@ -178,7 +178,8 @@ class Loader(AnyLoader):
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
         if not options.num_workers or self._maker.decodes_only:
             return ThreadedBatches(self._maker, plan, options.prefetch)
-        self._pool = self._pool or WorkerPool(self._pipeline, options)
+        if self._pool is None or not self._pool.is_here:
+            self._pool = WorkerPool(self._pipeline, options)
         self._pool.begin(plan)
         return self._pool
 
@@ -253,11 +254,15 @@ class _Batches(HasState):
             if made is None:
                 self.close()
                 raise StopIteration
-            value = None if made.empty else finish(made.value, self._format)
-            if self._pin is not None:
-                value = self._pin(value)
-            if self._ledger is not None and not made.step:
-                self._begin_record(self._ledger)
+            try:
+                value = None if made.empty else finish(made.value, self._format)
+                if self._pin is not None:
+                    value = self._pin(value)
+                if self._ledger is not None and not made.step:
+                    self._begin_record(self._ledger)
+            except BaseException as problem:
+                self._fail(problem)
+                raise
             # The cursor moves here and nowhere else: when the batch is handed over.
             loader = self._loader
             loader._delivered = loader._stood = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
@@ -275,23 +280,18 @@ class _Batches(HasState):
     def _begin_record(self, ledger: Ledger) -> None:
         """The entries of a pass in the ledger begin with its first batch."""
         plan, loader = self._plan, self._loader
-        try:
-            ledger.begin(
-                loader._pipeline,
-                how=loader._how,
-                stood=loader._stood,
-                epoch=plan.epoch,
-                start=plan.start,
-                end=plan.end,
-                global_batch=plan.global_batch,
-                ends=loader._options.ends,
-                workers=loader._options.num_workers,
-                waited=self._meter.waited,
-            )
-        except OSError as problem:
-            self._failure = problem  # the batch is not handed over, and none after it
-            self.close()
-            raise
+        ledger.begin(
+            loader._pipeline,
+            how=loader._how,
+            stood=loader._stood,
+            epoch=plan.epoch,
+            start=plan.start,
+            end=plan.end,
+            global_batch=plan.global_batch,
+            ends=loader._options.ends,
+            workers=loader._options.num_workers,
+            waited=self._meter.waited,
+        )
         loader._how = "on"
 
     def _refuse_to_drift(self, made: Made) -> None:
@@ -322,13 +322,18 @@ class _Batches(HasState):
                 self._source = self._loader._source(self._plan)
             made = self._source.next(self._step)
         except BaseException as problem:
-            if isinstance(problem, WorkerError):
-                self._loader._close_pool()
-            self._failure = problem
-            self.close()
+            self._fail(problem)
             raise
         self._step += 1
         return made
+
+    def _fail(self, problem: BaseException) -> None:
+        """Nothing comes after this: the batch that was not handed over would be passed over. Workers go, too: a signal
+        may have come between a message and its book-keeping.
+        """
+        self._failure = problem
+        self._loader._close_pool()
+        self.close()
 
     def _end_if_complete(self, loader: Loader) -> None:
         """The end was not asked for, but nothing of it is left for this rank: the next pass is the next epoch's."""

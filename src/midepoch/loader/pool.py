@@ -11,7 +11,9 @@ import random
 import select
 import signal
 import sys
+import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -25,8 +27,21 @@ from midepoch.loader.transport import Receiver, Sender
 from midepoch.order.keys import derive
 from midepoch.pipeline import Pipeline
 
-_PARENT_CHECK = 2.0
-"""Seconds between looks at whether the main process is still there, for when its end of the pipe was inherited."""
+_CHECK = 2.0
+"""Seconds between looks at whether the process at the other end is still there, for when its end of the pipe was
+inherited by somebody else."""
+
+_starting = threading.Lock()
+"""Workers are started one after the other: whatever is forked meanwhile would hold their ends of the pipes open."""
+
+
+def _start_anew() -> None:
+    global _starting
+    _starting = threading.Lock()  # a fork has it from the thread that forked, which holds it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 class Job(Protocol):
@@ -40,50 +55,99 @@ class Pool:
 
     def __init__(self, job: Job, count: int, start_method: str | None) -> None:
         context: Any = multiprocessing.get_context(start_method)
-        pipes = [context.Pipe() for _ in range(count)]
-        self._mine = [mine for mine, _ in pipes]
-        self._receivers = [Receiver(mine) for mine in self._mine]
+        self._mine: list[Connection] = []
+        self._receivers: list[Receiver] = []
+        self._polls: list[select.poll] = []
+        self._unread: list[deque[Any]] = [deque() for _ in range(count)]  # received while something was told
         self._processes: list[Any] = []
         self._owner = os.getpid()
-        forked = context.get_start_method() == "fork"
-        what = job if forked else _packed(job)
+        what = None if context.get_start_method() == "fork" else _packed(job)
         try:
-            for number, (_, theirs) in enumerate(pipes):
-                others = [end for pair in pipes for end in pair if end is not theirs] if forked else []
-                process = context.Process(
-                    target=_work,
-                    args=(theirs, others, what, number),
-                    name=f"midepoch-worker-{number}",
-                    daemon=True,
-                )
-                with without_main(process), _quiet_tokenizers():
-                    process.start()
-                self._processes.append(process)
+            with _starting:
+                for number in range(count):
+                    self._start(context, number, job if what is None else None, what)
+            if what is not None:
+                # Not as an argument, which would be written to whoever is born, for ever if that one dies.
+                for number in range(count):
+                    self._send(number, what.data)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, context: Any, number: int, job: Job | None, what: Packed | None) -> None:
+        mine, theirs = context.Pipe()
+        self._mine.append(mine)
+        self._receivers.append(Receiver(mine))
+        self._polls.append(select.poll())
+        process = context.Process(
+            target=_work,
+            args=(theirs, [] if job is None else list(self._mine), job, number),
+            name=f"midepoch-worker-{number}",
+            daemon=True,
+        )
+        needs_main = what is None or what.needs_main
+        try:
+            with contextlib.nullcontext() if needs_main else without_main(), _quiet_tokenizers():
+                process.start()
         finally:
-            for _, theirs in pipes:
-                theirs.close()
+            theirs.close()
+        self._processes.append(process)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the workers are those of this process, not of one that it was forked from."""
+        return self._owner == os.getpid()
 
     def _receive(self, number: int) -> Any:
         """The next message of a worker: the number of the run it belongs to, what was made, what went wrong."""
+        return self._unread[number].popleft() if self._unread[number] else self._received(number)
+
+    def _received(self, number: int) -> Any:
         try:
+            self._wait(number, select.POLLIN)
             return self._receivers[number].receive()
         except (EOFError, OSError):
             raise WorkerError(self._obituary(number)) from None
+        except TypeError:
+            if not self._mine[number].closed:
+                raise
+            raise WorkerError(self._obituary(number)) from None  # by another thread, in the middle
+
+    def _wait(self, number: int, what: int) -> int:
+        """Until one of these things can be done with a pipe; EOFError if its worker has died without being heard."""
+        if not self.is_here:
+            raise MidepochError(
+                "these workers belong to the process that this one was forked from: make a loader of its own here."
+            )
+        poll = self._polls[number]
+        poll.register(self._mine[number].fileno(), what)
+        while not (found := poll.poll(_CHECK * 1000)):
+            if not self._processes or (self._processes[number].exitcode is not None and not poll.poll(0)):
+                raise EOFError
+        return int(found[0][1])
 
     def _raise(self, number: int, problem: tuple[Exception, str]) -> None:
         error, text = problem
         raise error from WorkerError(f"in worker {number} (pid {self._processes[number].pid}):\n{text}")
 
-    def _tell(self, number: int, connection: Connection, message: bytes) -> None:
+    def _tell(self, number: int, message: bytes) -> None:
+        """Send a worker something short. One that cannot send is not listening: what it has to say is taken first."""
         try:
-            connection.send_bytes(message)
+            while not self._wait(number, select.POLLOUT | select.POLLIN) & select.POLLOUT:
+                self._unread[number].append(self._receivers[number].receive())
+        except (EOFError, OSError):
+            raise WorkerError(self._obituary(number)) from None
+        self._send(number, message)
+
+    def _send(self, number: int, message: bytes) -> None:
+        try:
+            self._mine[number].send_bytes(message)
         except OSError:
             raise WorkerError(self._obituary(number)) from None
 
     def _obituary(self, number: int) -> str:
+        if not self._processes:
+            return "the workers were ended, by close() in another thread, while a batch was waited for."
         process = self._processes[number]
         process.join(timeout=5)
         code = process.exitcode
@@ -99,8 +163,8 @@ class Pool:
 
     def close(self) -> None:
         """End the workers. They hear it as the end of their pipes; one that is busy is terminated."""
-        if os.getpid() != self._owner:
-            return  # a forked copy: the workers are not its children
+        if not self.is_here:
+            return  # the workers are not its children
         for connection in self._mine:
             connection.close()
         for process in self._processes:
@@ -151,16 +215,22 @@ def _packed(job: Job) -> Packed:
         ) from problem
 
 
-def _work(connection: Connection, others: Sequence[Connection], what: Any, number: int) -> None:
+def _work(connection: Connection, others: Sequence[Connection], job: Job | None, number: int) -> None:
     """The life of a worker: quiet on Ctrl-C (the main process tells it to go), gone when the pipe ends."""
     gc.freeze()  # what came with a fork is never garbage here: looking at it would copy its pages
     for number_ in signal.valid_signals():  # handlers of the training script are not for its workers
         if callable(signal.getsignal(number_)):
             signal.signal(number_, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the training script may ignore: it ends workers
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for other in others:  # or a worker would keep alive the pipe of a dead main process
         other.close()
-    job: Job = what.unpacked()[0] if isinstance(what, Packed) else what
+    if job is None:
+        try:
+            (job,) = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
@@ -184,7 +254,7 @@ class Worker:
 
     def _hear(self) -> bytes:
         """The next message from the main process; MainIsGone if it is."""
-        while not self._waiting(_PARENT_CHECK):
+        while not self._waiting(_CHECK):
             if os.getppid() != self._parent:
                 raise MainIsGone
         try:

@@ -23,9 +23,6 @@ class Packed:
     data: bytes
     needs_main: bool
 
-    def unpacked(self) -> Any:
-        return pickle.loads(self.data)
-
 
 def packed(*what: Any) -> Packed:
     """These objects, by value where possible. Raises what pickle raises."""
@@ -38,12 +35,8 @@ def packed(*what: Any) -> Packed:
 
 
 @contextmanager
-def without_main(process: Any) -> Iterator[None]:
-    """While a process is started: no main script for it to import, unless it needs one."""
-    needed = [each for each in process._args if isinstance(each, Packed)]
-    if not needed or needed[0].needs_main:
-        yield
-        return
+def without_main() -> Iterator[None]:
+    """While a process is started: no main script for it to import."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
-from midepoch.errors import MidepochError, WorkerError
+from midepoch.errors import MidepochError
 from midepoch.flow.chunk import Items
 from midepoch.flow.lanes import Deal, Lanes, Place
 from midepoch.flow.stages import Packing
@@ -144,7 +144,7 @@ class StreamPass(HasState):
             deal, value = self._made()
         except BaseException as problem:
             self._failure = problem
-            self.close(anyway=isinstance(problem, WorkerError))
+            self.close(anyway=True)  # a signal may have come between a message of a worker and its book-keeping
             raise
         if deal is None:
             self._end()

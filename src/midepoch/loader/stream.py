@@ -201,6 +201,8 @@ class StreamLoader(AnyLoader):
         self._delivered = Place(epoch)
 
     def _make_bundles(self) -> Bundles:
+        if isinstance(self._bundles, BundlePool) and not self._bundles.is_here:
+            self._bundles = None
         if self._bundles is None:
             what, options = self._what, self._options
             if options.num_workers and not what.spec.plain:

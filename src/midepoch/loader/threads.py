@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from midepoch.ending import join
 from midepoch.loader.batches import BatchMaker, Made, Plan
 
 
@@ -68,8 +69,7 @@ def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaph
         return  # a fork: the thread is not here, and its locks may be held for ever
     stop.set()
     room.release()
-    if thread is not threading.current_thread():  # the garbage collector may run in the reading thread itself
-        thread.join()
+    join([thread])
 
 
 def _read_ahead(

@@ -32,8 +32,9 @@ class WorkerPool(Pool):
         """Drop whatever is under way and make this plan's batches."""
         self._run += 1
         self._owed = [0] * len(self._mine)
-        for number, connection in enumerate(self._mine):
-            self._tell(number, connection, pickle.dumps((self._run, plan)))
+        for number, unread in enumerate(self._unread):
+            unread.clear()
+            self._tell(number, pickle.dumps((self._run, plan)))
 
     def next(self, step: int) -> Made:
         """The given step; steps must be asked for in order. Raises what the worker raised, or WorkerError."""
@@ -46,7 +47,7 @@ class WorkerPool(Pool):
             self._raise(number, problem)
         self._owed[number] += 1
         if self._owed[number] >= self._credit_step:
-            self._tell(number, self._mine[number], _MORE * self._owed[number])
+            self._tell(number, _MORE * self._owed[number])
             self._owed[number] = 0
         return made  # type: ignore[no-any-return]
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch.ending import join
 from midepoch.order.epoch import Uses
 from midepoch.read.cache import BlockCache
 from midepoch.read.kept import KeptBlocks
@@ -249,6 +250,4 @@ class _Ahead:
         with self._moved:
             self._stop = True
             self._moved.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=10)
+        join(self._threads)

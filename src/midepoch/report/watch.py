@@ -35,7 +35,8 @@ class Watch:
 
     def __init__(self, look: Callable[[], dict[str, Any]], host: str, port: int, token: str | None = None) -> None:
         self._look, self._host = look, host
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._serves = self._closed = False
         self._found: tuple[float, bytes] | None = None
         self._local = is_own(host)
         self.token = token or (None if self._local else secrets.token_urlsafe(24))
@@ -62,11 +63,18 @@ class Watch:
 
     def serve(self) -> None:
         """Until interrupted or closed."""
+        with self._turn:
+            if self._closed:
+                return
+            self._serves = True
         with suppress(KeyboardInterrupt):
             self._server.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
-        self._server.shutdown()
+        with self._turn:
+            self._closed = True
+        if self._serves:  # or it would wait for ever for the end of that
+            self._server.shutdown()
         self._server.server_close()
 
     def __enter__(self) -> Watch:
