@@ -397,3 +397,27 @@ def test_steps_are_whole_numbers_everywhere(step: Any, tmp_path: Path) -> None:
             call(step)
     with pytest.raises((CheckpointNotFoundError, CheckpointDamagedError)):
         checkpoint.restore(step=7)
+
+
+def test_a_save_that_failed_on_one_rank_does_not_put_the_ranks_out_of_step(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        checkpoint = PipelineCheckpoint(tmp_path, async_save=True, rank=rank, world_size=2, timeout=300)
+        prune, told = checkpoint._prune, []
+
+        def fails_once(*arguments: Any) -> None:
+            checkpoint._prune = prune  # type: ignore[method-assign]
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        for step in range(1, 6):
+            if rank == 1 and step == 2:
+                checkpoint._prune = fails_once  # type: ignore[method-assign]
+            try:
+                checkpoint.save(Numbers(step), step=step)
+            except OSError as problem:
+                told.append((step, problem.errno))
+        checkpoint.wait()
+        return told
+
+    said = ranks(2, run)
+    assert said == ["[]", f"[(3, {errno.ESTALE})]"], "told by the call after it, which saves all the same"
+    assert PipelineCheckpoint(tmp_path).steps() == [1, 2, 3, 4, 5]

@@ -195,24 +195,21 @@ def test_threads_of_ours_are_not_waited_for_by_each_other(caplog: pytest.LogCapt
 
 
 KILLED = """
-import os, sys, threading, time
+import os, sys
+from multiprocessing import util
 import numpy as np
 import midepoch
 
-def children():
-    return [int(pid) for task in os.listdir("/proc/self/task")
-            for pid in open(f"/proc/self/task/{task}/children").read().split()]
+start = util.spawnv_passfds
 
-def kill():
-    while True:
-        for child in children():
-            if b"spawn_main" in open(f"/proc/{child}/cmdline", "rb").read():
-                os.kill(child, 9)
-                return
-        time.sleep(0.001)
+def killed(path, arguments, fds):
+    pid = start(path, arguments, fds)
+    if "--multiprocessing-fork" in map(os.fsdecode, arguments):  # not the process that looks after resources
+        os.kill(pid, 9)
+    return pid
 
+util.spawnv_passfds = killed
 ds = midepoch.from_files(sys.argv[1]).select(np.random.default_rng(1).permutation(20_000)).with_format("python").map(dict)
-threading.Thread(target=kill, daemon=True).start()
 try:
     list(ds.loader(64, num_workers=1, multiprocessing_context="spawn"))
 except midepoch.WorkerError as problem:

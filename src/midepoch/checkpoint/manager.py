@@ -97,7 +97,8 @@ class PipelineCheckpoint:
         Each of ``pipeline``, ``model``, ``optimizer`` and the values of ``extra`` has a state of its own (``get_state``
         or ``state_dict``, a flax module) or is a tree of values and arrays. ``rng``: also the random generators of
         Python, numpy and torch. ``keep`` holds for this call. With ``async_save`` it returns when all has been copied;
-        an error is raised by the next call. Raises CheckpointSaveError, and leaves what was there as it was.
+        an error is raised by the next call (of several ranks one may have failed alone: there, after that call has
+        saved its own step). Raises CheckpointSaveError, and leaves what was there as it was.
         """
         rules = self._keep if keep is None else keep_from(keep, "save(keep=…)")
         world = self._world
