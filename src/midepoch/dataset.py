@@ -295,7 +295,8 @@ class Dataset(Stages, Resumable):
 
     def _at(self, engine: Engine, places: Any) -> Any:
         cut, epoch = self.pipeline.cut, self.epoch
-        return engine.transform(epoch, engine.read(engine.chosen(epoch, places * cut.count + cut.index)))
+        with engine.turn():
+            return engine.transform(epoch, engine.read(engine.chosen(epoch, places * cut.count + cut.index)))
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
         """torch asks a map-style dataset for batches in this way; this one is iterable and must not be asked."""

@@ -41,6 +41,7 @@ def make_loader(
     if not pipeline.rows:
         raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
+    is_shard = pipeline.cut.count > 1  # of which the rows are known already
     cut, together = cut_of(pipeline.cut, rank, world_size, data_parallel)
     ends = ends_of(drop_last, ends)
     if ends is None and not (together and cut.count > 1):  # those would wait for one that is left without a batch
@@ -63,7 +64,8 @@ def make_loader(
         if not drop_last:
             raise
         _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
-    if pipeline.source.fetched and not (pipeline.lanes_given or pipeline.lanes_kept or cursor.position):
+    settled = is_shard or pipeline.lanes_given or pipeline.lanes_kept or cursor.position
+    if pipeline.source.fetched and not settled:
         pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
     alike = together and (data_parallel is None or spans_all(data_parallel))
     ledger = ledger_of(audit)

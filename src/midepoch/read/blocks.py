@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataNotFoundError
+from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_ipc import message_block
@@ -32,6 +33,7 @@ class Blocks:
         if buffer is None:
             file = self._source.files[number]
             try:
+                changed = os.stat(file.path).st_mtime_ns != file.mtime_ns
                 buffer = pa.memory_map(file.path).read_buffer()
             except FileNotFoundError:
                 raise DataNotFoundError(f"{file.path} has gone since the dataset was opened.") from None
@@ -41,6 +43,11 @@ class Blocks:
                 raise CorruptBlockError(
                     f"{file.path} has {buffer.size} bytes but had {file.size} when it was indexed: "
                     "the data has changed. Open the dataset again."
+                )
+            if changed:
+                raise DataChangedError(
+                    f"{file.path} has changed since it was indexed (it was written to). Open the dataset again to use "
+                    "the new contents; a state saved before will then be refused if they are others."
                 )
             self._maps[number] = buffer
         return buffer

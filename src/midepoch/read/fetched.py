@@ -57,7 +57,8 @@ class FetchedBlocks:
         if sharers > 1 or spec.chosen:
             # By what the files are here and now: the fingerprint alone may be that of a file with other values.
             files = [f"{file.path} {file.size} {file.mtime_ns} {file.etag}" for file in source.files]
-            text = "\0".join([source.fingerprint, *self._columns, *files])
+            chosen = source.access.filter if source.access is not None else None
+            text = "\0".join([source.fingerprint, chosen.digest if chosen else "", *self._columns, *files])
             key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
             self._cache = BlockCache(spec, key, self._plan.next_use)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.errors import MidepochError
-from midepoch.sources.stores import Retry, Store
+from midepoch.sources.stores import Retry, Store, is_local
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 
@@ -188,10 +189,55 @@ class _Handler(fs.FSSpecHandler):  # type: ignore[misc]
     def _opened(self, path: str) -> Any:
         if not self.fs.isfile(path):
             raise FileNotFoundError(path)
-        file = self.fs.open(path, mode="rb")
+        if getattr(self.fs, "async_impl", False) or is_local(self.fs):
+            return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
+        lock = self.fs.__dict__.setdefault("_midepoch_lock", threading.RLock())
+        with lock:
+            file = self.fs.open(path, mode="rb")
         # Whoever opens a file of fsspec's memory gets one and the same object, with one position for all: two that read
-        # at the same time would get each other's bytes.
-        return pa.BufferReader(file.getvalue()) if isinstance(file, io.BytesIO) else pa.PythonFile(file, mode="r")
+        # at the same time would get each other's bytes. Files of an archive are such parts of one file.
+        if isinstance(file, io.BytesIO):
+            return pa.BufferReader(file.getvalue())
+        return pa.PythonFile(_InTurn(file, lock), mode="r")
+
+
+class _InTurn:
+    """A file that is read while no other of its file system is, from a position that is its own."""
+
+    def __init__(self, file: Any, lock: threading.RLock) -> None:
+        self._file, self._lock, self._at = file, lock, 0
+        self.closed = False
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET:
+            self._at = offset
+        elif whence == os.SEEK_CUR:
+            self._at += offset
+        else:
+            with self._lock:
+                self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        with self._lock:
+            self._file.seek(self._at)
+            found: bytes = self._file.read(size)
+        self._at += len(found)
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+        with self._lock:
+            self._file.close()
 
 
 def _without(problem: Exception, options: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 
+# Anything but comparisons of columns with values, joined by "and" and "or".
+_MAY_PASS_NAN = re.compile(r"!=|\w\(|\)\s*[=<>]|[=<>]\s*\(|true|false|nan", re.IGNORECASE)
+
+
 @dataclass(frozen=True, eq=False)
 class Filter:
     """An expression, and a text that names it in indexes and states."""
@@ -24,8 +29,13 @@ class Filter:
 
     @property
     def never_nan(self) -> bool:
-        """Whether NaN cannot pass: the statistics of a file leave it out."""
-        return not any(word in self.text for word in ("is_nan", "!=", "invert", "is_finite", "is_inf"))
+        """Whether NaN surely cannot pass, which statistics of a file leave out: not through plain comparisons."""
+        return _MAY_PASS_NAN.search(self.text) is None
+
+    @property
+    def digest(self) -> str:
+        """Tells apart what has the same text, as a number of 32 and of 64 bits."""
+        return hashlib.blake2b(pickle.dumps(self.expression), digest_size=8).hexdigest()
 
     def columns(self, schema: pa.Schema) -> list[str]:
         """The columns that the expression asks for; pyarrow does not tell, but complains about each that is missing."""
@@ -65,7 +75,7 @@ def _named(expression: pc.Expression) -> Filter:
     """With its text, and a digest where that was shortened."""
     text = str(expression)
     if "..." in text:
-        text += " " + hashlib.blake2b(pickle.dumps(expression), digest_size=8).hexdigest()
+        text += f" {Filter(expression, text).digest}"
     return Filter(expression, text)
 
 

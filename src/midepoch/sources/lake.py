@@ -58,7 +58,7 @@ class Request:
     def key(self) -> str:
         """Nothing secret is in it, not even as a hash."""
         parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
-        parts += [self.partitioning or "", str(self.skip_damage)]
+        parts += [self.filter.digest if self.filter else "", self.partitioning or "", str(self.skip_damage)]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -92,6 +92,15 @@ def open_lake(
             _log.warning("the index cannot be kept in %s (%s): it will be made again next time", path.parent, problem)
             return index
     return read_index(path) or index
+
+
+def has_index(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
+    """Whether ``open_lake`` would find an index that holds: what an older one says of the format decides nothing."""
+    path = request.index_path(index_dir)
+    if force or not path.exists():
+        return False
+    index = read_index(path)
+    return index is not None and (not validate or _fresh(index, request.find()))
 
 
 def _with(index: Index, footers: Footers) -> Index:
@@ -159,9 +168,15 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
 
 def _below(given: Sequence[str], path: str) -> str:
     """A file's path below what the user gave: folders above that are no partitions."""
-    bases = [re.split(r"[*?\[]", text)[0].rstrip("/") for text in given]
+    bases = [_base(text) for text in given]
     base = max((each for each in bases if path.startswith(each)), key=len, default="")
     return path[len(base) :] if path != base else path.rsplit("/", 1)[-1]
+
+
+def _base(text: str) -> str:
+    """The folder in which a glob begins; what is no glob, as it is."""
+    plain, *glob = re.split(r"[*?\[]", text, maxsplit=1)
+    return (plain.rpartition("/")[0] if glob else plain).rstrip("/")
 
 
 def _scanned(store: Store, form: str, skip_damage: bool, entry: Entry) -> Scanned:
@@ -172,13 +187,17 @@ def _quiet(done: int, total: int) -> None:
     """No progress is shown."""
 
 
+def _holds_floats(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or any(_holds_floats(kind.field(i).type) for i in range(kind.num_fields))
+
+
 class _Counter:
     """Counts the rows of each block that pass a filter, reading no column but those that it asks for."""
 
     def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema, skip_damage: bool) -> None:
         self._store, self._form, self._filter, self._schema = store, format_named(form), chosen, schema
         self._columns, self._skip_damage = chosen.columns(schema), skip_damage
-        floats = any(pa.types.is_floating(schema.field(name).type) for name in self._columns)
+        floats = any(_holds_floats(schema.field(name).type) for name in self._columns)
         self._prunes = not floats or chosen.never_nan
 
     def count(self, file: tuple[Entry, Scanned, Values]) -> list[int]:

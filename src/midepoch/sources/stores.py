@@ -78,8 +78,11 @@ class Store:
 
     @property
     def forked_is_fatal(self) -> bool:
-        """Whether the file system has threads that do not survive a fork."""
-        return not self.local and not isinstance(self.given, fs.PyFileSystem)
+        """Whether the file system has threads that do not survive a fork, or files whose position it would share."""
+        if isinstance(self.given, fs.PyFileSystem):
+            inner = getattr(self.given.handler, "fs", None)
+            return inner is not None and not is_local(inner) and not _is_of_kind(inner, "memory")
+        return not self.local
 
     @property
     def local(self) -> bool:
@@ -290,6 +293,18 @@ class _Checked:
 
     def writable(self) -> bool:
         return False
+
+
+def is_local(filesystem: Any) -> bool:
+    """Whether a file system of fsspec's is the disk: every file that it opens is one of its own."""
+    return _is_of_kind(filesystem, "file")
+
+
+def _is_of_kind(filesystem: Any, kind: str) -> bool:
+    protocol = getattr(filesystem, "protocol", ())
+    if "dir" in protocol and hasattr(filesystem, "fs"):  # a folder of another file system
+        return _is_of_kind(filesystem.fs, kind)
+    return kind in ((protocol,) if isinstance(protocol, str) else tuple(protocol))
 
 
 def _local_entry(path: str) -> Entry:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +72,8 @@ def scan_lines(
     if entry.size and not schemas and at > start:
         raise FormatError(f"{name}: no rows were found in {entry.size} bytes.")
     found.schema, found.decoded_bytes = widest(name, schemas, text=quoted is not None), float(at - start)
+    for schema in schemas:
+        found.nullable |= _lacking(found.schema, schema)
     found.fingerprint = digest.hexdigest()
     with store.open(entry) as file:
         found.etag = file.etag
@@ -99,8 +102,15 @@ def _blocks(store: Store, entry: Entry, start: int, quoted: bytes | None, digest
             if len(rest) >= BLOCK_BYTES and (cut := _last_row_end(rest, quoted)):
                 yield rest[:cut]
                 rest = rest[cut:]
-    if rest.strip(b"\r\n \t"):
+    if _holds_rows(rest, quoted):
         yield rest
+
+
+def _holds_rows(rest: bytes, quoted: bytes | None) -> bool:
+    """Not if there is nothing but white space; but in CSV a line of spaces, or of tabs that separate, is a row."""
+    if rest.strip(b"\r\n \t"):
+        return True
+    return quoted is not None and (quoted in rest or re.search(rb"[ \t]\r?\n", rest) is not None)
 
 
 def _last_row_end(data: bytes, quoted: bytes | None) -> int:
@@ -182,6 +192,22 @@ def _nulls(table: pa.Table) -> set[tuple[str, ...]]:
         for chunk in column.chunks:
             look((name,), chunk)
     return found
+
+
+def _lacking(whole: Iterable[pa.Field], part: Iterable[pa.Field], path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    """Paths of what one block lacks, and so has nulls for, of what there is in all."""
+    mine, found = {field.name: field.type for field in part}, set()
+    for field in whole:
+        here = (*path, field.name)
+        if field.name not in mine:
+            found.add(here)
+        elif pa.types.is_struct(field.type) and pa.types.is_struct(mine[field.name]):
+            found |= _lacking(_fields(field.type), _fields(mine[field.name]), here)
+    return found
+
+
+def _fields(kind: pa.DataType) -> list[pa.Field]:
+    return [kind.field(i) for i in range(kind.num_fields)]
 
 
 def widest(name: str, schemas: list[pa.Schema], *, text: bool = False) -> pa.Schema:
