@@ -81,7 +81,7 @@ class Store:
         """Whether the file system has threads that do not survive a fork, or files whose position it would share."""
         if isinstance(self.given, fs.PyFileSystem):
             inner = getattr(self.given.handler, "fs", None)
-            return inner is not None and not is_local(inner) and not _is_of_kind(inner, "memory")
+            return inner is not None and not _is_of_kind(inner, "file", "memory")
         return not self.local
 
     @property
@@ -295,16 +295,17 @@ class _Checked:
         return False
 
 
-def is_local(filesystem: Any) -> bool:
-    """Whether a file system of fsspec's is the disk: every file that it opens is one of its own."""
-    return _is_of_kind(filesystem, "file")
+def has_files_apart(filesystem: Any) -> bool:
+    """Whether every file that a file system of fsspec's opens is known to be one of its own: of a disk, of the Hub."""
+    return _is_of_kind(filesystem, "file", "hf")
 
 
-def _is_of_kind(filesystem: Any, kind: str) -> bool:
+def _is_of_kind(filesystem: Any, *kinds: str) -> bool:
     protocol = getattr(filesystem, "protocol", ())
-    if "dir" in protocol and hasattr(filesystem, "fs"):  # a folder of another file system
-        return _is_of_kind(filesystem.fs, kind)
-    return kind in ((protocol,) if isinstance(protocol, str) else tuple(protocol))
+    protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
+    if "dir" in protocols and hasattr(filesystem, "fs"):  # a folder of another file system
+        return _is_of_kind(filesystem.fs, *kinds)
+    return any(kind in protocols for kind in kinds)
 
 
 def _local_entry(path: str) -> Entry:
