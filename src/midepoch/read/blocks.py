@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from pathlib import Path
 
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
-from midepoch.sources.arrow_ipc import message_block
+from midepoch.sources.arrow_ipc import message_block, scan
 
 HEAP_BYTES = 256 << 20
 """How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
@@ -33,7 +34,7 @@ class Blocks:
         if buffer is None:
             file = self._source.files[number]
             try:
-                changed = os.stat(file.path).st_mtime_ns != file.mtime_ns
+                touched = os.stat(file.path).st_mtime_ns != file.mtime_ns
                 buffer = pa.memory_map(file.path).read_buffer()
             except FileNotFoundError:
                 raise DataNotFoundError(f"{file.path} has gone since the dataset was opened.") from None
@@ -44,10 +45,10 @@ class Blocks:
                     f"{file.path} has {buffer.size} bytes but had {file.size} when it was indexed: "
                     "the data has changed. Open the dataset again."
                 )
-            if changed:
+            if touched and scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
                 raise DataChangedError(
-                    f"{file.path} has changed since it was indexed (it was written to). Open the dataset again to use "
-                    "the new contents; a state saved before will then be refused if they are others."
+                    f"{file.path} has changed since it was indexed (it has other contents). Open the dataset again to "
+                    "use them; a state saved before will then be refused."
                 )
             self._maps[number] = buffer
         return buffer

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.errors import MidepochError
-from midepoch.sources.stores import Retry, Store, has_files_apart
+from midepoch.sources.stores import Retry, Store, has_files_apart, inner_of
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 
@@ -189,9 +189,9 @@ class _Handler(fs.FSSpecHandler):  # type: ignore[misc]
     def _opened(self, path: str) -> Any:
         if not self.fs.isfile(path):
             raise FileNotFoundError(path)
-        if getattr(self.fs, "async_impl", False) or has_files_apart(self.fs):
+        if has_files_apart(self.fs):
             return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
-        lock = self.fs.__dict__.setdefault("_midepoch_lock", threading.RLock())
+        lock = inner_of(self.fs).__dict__.setdefault("_midepoch_lock", threading.RLock())
         with lock:
             file = self.fs.open(path, mode="rb")
         # Whoever opens a file of fsspec's memory gets one and the same object, with one position for all: two that read

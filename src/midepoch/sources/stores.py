@@ -296,16 +296,27 @@ class _Checked:
 
 
 def has_files_apart(filesystem: Any) -> bool:
-    """Whether every file that a file system of fsspec's opens is known to be one of its own: of a disk, of the Hub."""
-    return _is_of_kind(filesystem, "file", "hf")
+    """Whether every file that a file system of fsspec's opens is known to be one of its own: of a disk, of the Hub, of
+    what makes a request for every read.
+    """
+    inner = inner_of(filesystem)
+    return bool(getattr(inner, "async_impl", False)) or _is_of_kind(inner, "file", "hf")
+
+
+def inner_of(filesystem: Any) -> Any:
+    """The file system of fsspec's in which another one is a folder; itself, if it is none."""
+    while "dir" in _protocols(filesystem) and hasattr(filesystem, "fs"):
+        filesystem = filesystem.fs
+    return filesystem
 
 
 def _is_of_kind(filesystem: Any, *kinds: str) -> bool:
-    protocol = getattr(filesystem, "protocol", ())
-    protocols = (protocol,) if isinstance(protocol, str) else tuple(protocol)
-    if "dir" in protocols and hasattr(filesystem, "fs"):  # a folder of another file system
-        return _is_of_kind(filesystem.fs, *kinds)
-    return any(kind in protocols for kind in kinds)
+    return any(kind in _protocols(inner_of(filesystem)) for kind in kinds)
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    found = getattr(filesystem, "protocol", ())
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _local_entry(path: str) -> Entry:
