@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
 import midepoch
 from conftest import write_arrow
+from midepoch.sources import lake as lake_module
 
 
 def ids(batches: Any, name: str = "id") -> list[Any]:
@@ -47,6 +50,33 @@ def test_files_of_an_archive(workers: int, tmp_path: Path) -> None:
     assert sorted(seen) == list(range(3 * rows))
 
 
+@pytest.mark.parametrize("chain", ["zip", "simplecache", "handler"])
+def test_other_ways_to_files_in_memory(chain: str, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    rows, memory, name = 20_000, fsspec.filesystem("memory"), f"silent{os.getpid()}"
+    table = pa.table({"id": np.arange(rows), "seven": 7 * np.arange(rows)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=500, compression="none", use_dictionary=False)
+    memory.pipe(f"/{name}/a.parquet", sink.getvalue().to_pybytes())
+    with memory.open(f"/{name}/all.zip", "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.parquet", sink.getvalue().to_pybytes())
+    options: dict[str, Any] = {"index_dir": tmp_path / "ix"}
+    where = f"/{name}/a.parquet"
+    if chain == "handler":
+        options["filesystem"] = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(memory))
+    else:
+        where = (
+            f"zip://a.parquet::memory://{name}/all.zip" if chain == "zip" else f"simplecache::memory://{name}/a.parquet"
+        )
+    ds = midepoch.from_files(where, **options).with_format("numpy").shuffle(seed=1, window=3)
+    for workers in (0, 0, 2) if chain == "zip" else (0, 0):
+        seen: list[int] = []
+        for batch in ds.map(dict, batched=True).loader(500, num_workers=workers):
+            assert (batch["seven"] == 7 * batch["id"]).all()
+            seen += batch["id"].tolist()
+        assert sorted(seen) == list(range(rows))
+
+
 def test_rows_asked_for_by_several_threads(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": range(20_000)}), tmp_path / "a.parquet", row_group_size=1000)
     ds = midepoch.from_files(tmp_path / "a.parquet", cache_bytes=20_000)  # of which a few blocks are kept at a time
@@ -54,6 +84,11 @@ def test_rows_asked_for_by_several_threads(tmp_path: Path) -> None:
     asked = [rng.integers(0, 20_000, 8).tolist() for _ in range(400)]
     with ThreadPoolExecutor(4) as pool:
         assert [found["id"] for found in pool.map(ds.__getitem__, asked)] == asked
+
+        def asks(row: dict[str, Any]) -> dict[str, Any]:  # another thread, and waits for it
+            return {"next": pool.submit(ds.__getitem__, row["id"] + 1).result(60)["id"]}
+
+        assert ds.map(asks)[7]["next"] == 8
 
 
 def test_a_shard_is_the_same_rows_for_all(tmp_path: Path) -> None:
@@ -116,6 +151,7 @@ def test_an_index_that_was_left_over_decides_nothing(tmp_path: Path) -> None:
         for name in ("old", "new")
     ]
     assert found[0] == found[1]
+    assert len(midepoch.from_files(folder, index_dir=tmp_path / "old", validate=False)) == 12
 
 
 FLOATS = [[5.0, float("nan")], [1.0, 2.0], [8.0, float("nan")]]
@@ -144,6 +180,28 @@ def test_filters_lose_no_row(expression: pc.Expression, tmp_path: Path) -> None:
     assert [row["id"] for row in ds] == table.filter(expression)["id"].to_pylist()
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        pc.field("finance") < 5,
+        (pc.field("finance") < 5) & (pc.field("flag") == True),  # noqa: E712
+        pc.field("finance").is_valid() & (pc.field("finance") <= 5) | (pc.field("finance") == 3.0),
+    ],
+    ids=str,
+)
+def test_statistics_still_answer_plain_comparisons(
+    expression: pc.Expression, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"finance": np.arange(200.0), "flag": [True] * 200})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    counted: list[int] = []
+    real = lake_module.decoder
+    monkeypatch.setattr(lake_module, "decoder", lambda *given: counted.append(1) or real(*given))
+    ds = midepoch.from_files(tmp_path / "a.parquet", filters=expression)
+    assert [row["finance"] for row in ds] == table.filter(expression)["finance"].to_pylist()
+    assert len(counted) == 1, "of 20 blocks"
+
+
 def test_filters_of_one_text(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.parquet", tmp_path / "cache"
     x = np.array([0.1, 0.2, 0.05, 0.1], np.float32)
@@ -160,7 +218,13 @@ def test_filters_of_one_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("b.tsv", "a\tb\n\t\n\t\n"), ("b.csv", "a,b\n , \n"), ("b.csv", "a\n \n  \n"), ("b.csv", "a,b\n1,2\n\n\n")],
+    [
+        ("b.tsv", "a\tb\n\t\n\t\n"),
+        ("b.csv", "a,b\n , \n"),
+        ("b.csv", "a\n \n  \n"),
+        ("b.csv", "a,b\n1,2\n\n\n"),
+        ("b.csv", "a\n1\n \n"),
+    ],
 )
 def test_rows_of_nothing_but_blanks(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
@@ -220,14 +284,11 @@ def test_what_a_map_writes_into_its_input_shows_nowhere(tmp_path: Path) -> None:
     assert [(row["x"], row["words"]) for row in kept] == [(i, [i]) for i in range(11)]
 
 
-def test_columns_that_a_map_passes_on_are_not_one(tmp_path: Path) -> None:
+def test_empty_lists_of_a_map_are_arrays(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(4)}), tmp_path / "a.parquet")
-    ds = midepoch.from_files(tmp_path / "a.parquet").with_format("numpy")
-    ds = ds.map(lambda b: {"y": b["x"] * 10}, batched=True)
-    ds = ds.map(lambda b: {"z": b["y"]}, batched=True)
-    (batch,) = ds.loader(4)
-    batch["z"] += 1
-    assert batch["y"].tolist() == [0, 10, 20, 30]
+    ds = midepoch.from_files(tmp_path / "a.parquet").map(lambda row: {"y": [1.5] * (row["x"] % 3)})
+    assert [value.tolist() for value in next(iter(ds.loader(4)))["y"]] == [[], [1.5], [1.5, 1.5], []]
+    assert ds.with_format("numpy")[0]["y"].shape == (0,)
 
 
 def test_whole_numbers_that_no_array_holds(tmp_path: Path) -> None:

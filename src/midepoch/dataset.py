@@ -295,8 +295,9 @@ class Dataset(Stages, Resumable):
 
     def _at(self, engine: Engine, places: Any) -> Any:
         cut, epoch = self.pipeline.cut, self.epoch
-        with engine.turn():
-            return engine.transform(epoch, engine.read(engine.chosen(epoch, places * cut.count + cut.index)))
+        with engine.turn():  # not while functions of the user run, which may wait for other threads
+            read = engine.read(engine.chosen(epoch, places * cut.count + cut.index))
+        return engine.transform(epoch, read)
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
         """torch asks a map-style dataset for batches in this way; this one is iterable and must not be asked."""

@@ -83,6 +83,8 @@ def from_files(
         with suppress(DifferentSchemasError):  # then they cannot be mapped as one, and are read like the others
             index = _index([Path(entry.path) for entry in find().entries], index_dir, force_reindex, on_error)
             source = Source((index,))
+            with suppress(OSError):  # one of other files that were here: nobody would make it anew
+                request.index_path(folder).unlink(missing_ok=True)
     if source is None:
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)

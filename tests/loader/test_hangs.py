@@ -194,6 +194,19 @@ def test_threads_of_ours_are_not_waited_for_by_each_other(caplog: pytest.LogCapt
     assert not other.is_alive()
 
 
+def test_what_was_left_behind_is_not_used_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes back would put its block where the next pass looks for another one."""
+    loader = kinds(path, "rows").loader(100)
+    ids(loader, 2)
+    maker = loader._maker
+    assert loader._maker is maker is not None
+    monkeypatch.setattr("midepoch.loader.threads.join", lambda threads: False)
+    ids(loader, 2)
+    assert loader._maker is None
+    monkeypatch.undo()
+    assert ids(loader, 2) == list(range(200))
+
+
 KILLED = """
 import os, sys
 from multiprocessing import util

@@ -56,8 +56,9 @@ class DirectBatches:
                 self._keep = 0
             self._located.extend(chunk)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._toucher.close()
+        return True
 
 
 class _Toucher:

@@ -352,8 +352,8 @@ class _Batches(HasState):
         if isinstance(self._source, WorkerPool):
             if not self._loader._options.persistent_workers:
                 self._loader._close_pool()
-        elif self._source is not None:
-            self._source.close()
+        elif self._source is not None and not self._source.close():
+            self._loader._maker = None  # a thread may come back to it
         self._source = None
 
     def __del__(self) -> None:

@@ -60,7 +60,7 @@ class Pool:
         self._polls: list[select.poll] = []
         self._unread: list[deque[Any]] = [deque() for _ in range(count)]  # received while something was told
         self._processes: list[Any] = []
-        self._owner = os.getpid()
+        self._owner, self._closed = os.getpid(), False
         what = None if context.get_start_method() == "fork" else _packed(job)
         try:
             with _starting:
@@ -122,7 +122,7 @@ class Pool:
         poll = self._polls[number]
         poll.register(self._mine[number].fileno(), what)
         while not (found := poll.poll(_CHECK * 1000)):
-            if not self._processes or (self._processes[number].exitcode is not None and not poll.poll(0)):
+            if self._closed or (self._processes[number].exitcode is not None and not poll.poll(0)):
                 raise EOFError
         return int(found[0][1])
 
@@ -146,7 +146,7 @@ class Pool:
             raise WorkerError(self._obituary(number)) from None
 
     def _obituary(self, number: int) -> str:
-        if not self._processes:
+        if self._closed:
             return "the workers were ended, by close() in another thread, while a batch was waited for."
         process = self._processes[number]
         process.join(timeout=5)
@@ -165,6 +165,7 @@ class Pool:
         """End the workers. They hear it as the end of their pipes; one that is busy is terminated."""
         if not self.is_here:
             return  # the workers are not its children
+        self._closed = True
         for connection in self._mine:
             connection.close()
         for process in self._processes:

@@ -59,17 +59,17 @@ class ThreadedBatches:
         # Also at the end of the process: a daemon that is in C++ code then takes the whole process with it (SIGABRT).
         self._end = weakref.finalize(self, _end, self._thread, self._stop, self._room, os.getpid())
 
-    def close(self) -> None:
-        if self._thread is not None:
-            self._end()
+    def close(self) -> bool:
+        """Whether nobody reads on: if so, the maker can be used by others."""
+        return self._thread is None or self._end() is not False
 
 
-def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> None:
+def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
     if process != os.getpid():
-        return  # a fork: the thread is not here, and its locks may be held for ever
+        return True  # a fork: the thread is not here, and its locks may be held for ever
     stop.set()
     room.release()
-    join([thread])
+    return join([thread])
 
 
 def _read_ahead(

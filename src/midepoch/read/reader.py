@@ -169,11 +169,12 @@ class Reader:
         return _BY_ADDRESS if all(able) else _BY_TAKE
 
     def _batch(self, block: int) -> pa.RecordBatch:
-        if self._last is None or self._last[0] != block:
+        last = self._last
+        if last is None or last[0] != block:
             batch, _ = self._blocks.get(block)
             columns = [batch.column(i) for i in self._numbers]
-            self._last = (block, pa.RecordBatch.from_arrays(columns, schema=self.schema))
-        return self._last[1]
+            last = self._last = (block, pa.RecordBatch.from_arrays(columns, schema=self.schema))
+        return last[1]
 
     def _slices(
         self, rows: Int64Array, blocks: Int64Array, breaks: Int64Array, kept: npt.NDArray[np.bool_] | None

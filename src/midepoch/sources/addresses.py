@@ -63,6 +63,8 @@ def _refuse_credentials(path: str) -> None:
 def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
     scheme = path.split("://", 1)[0] + "://" if "://" in path else ""
     inner = path.split("://", 1)[-1]
+    if isinstance(filesystem, fs.PyFileSystem) and type(filesystem.handler) is fs.FSSpecHandler:
+        filesystem = filesystem.handler.fs
     if not isinstance(filesystem, fs.FileSystem):
         filesystem = fs.PyFileSystem(_Handler(filesystem))
     if isinstance(filesystem, fs.LocalFileSystem):
@@ -187,18 +189,23 @@ class _Handler(fs.FSSpecHandler):  # type: ignore[misc]
         return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": found})
 
     def _opened(self, path: str) -> Any:
-        if not self.fs.isfile(path):
-            raise FileNotFoundError(path)
         if has_files_apart(self.fs):
-            return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
-        lock = inner_of(self.fs).__dict__.setdefault("_midepoch_lock", threading.RLock())
+            return pa.PythonFile(self._found(path), mode="r")
+        # Not by getattr: those that keep copies of other file systems have a way of their own with attributes.
+        own = object.__getattribute__(inner_of(self.fs), "__dict__")
+        lock = own.setdefault("_midepoch_lock", threading.RLock())
         with lock:
-            file = self.fs.open(path, mode="rb")
+            file = self._found(path)
         # Whoever opens a file of fsspec's memory gets one and the same object, with one position for all: two that read
         # at the same time would get each other's bytes. Files of an archive are such parts of one file.
         if isinstance(file, io.BytesIO):
             return pa.BufferReader(file.getvalue())
         return pa.PythonFile(_InTurn(file, lock), mode="r")
+
+    def _found(self, path: str) -> Any:
+        if not self.fs.isfile(path):
+            raise FileNotFoundError(path)
+        return self.fs.open(path, mode="rb")
 
 
 class _InTurn:

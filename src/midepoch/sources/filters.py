@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # Anything but comparisons of columns with values, joined by "and" and "or".
-_MAY_PASS_NAN = re.compile(r"!=|\w\(|\)\s*[=<>]|[=<>]\s*\(|true|false|nan", re.IGNORECASE)
+_MAY_PASS_NAN = re.compile(r"!=|\w\(|\)\s*[=<>]|[=<>]\s*\(")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Filter:
     @property
     def never_nan(self) -> bool:
         """Whether NaN surely cannot pass, which statistics of a file leave out: not through plain comparisons."""
-        return _MAY_PASS_NAN.search(self.text) is None
+        return _MAY_PASS_NAN.search(self.text.replace("is_valid(", "(")) is None
 
     @property
     def digest(self) -> str:

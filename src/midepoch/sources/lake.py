@@ -58,7 +58,8 @@ class Request:
     def key(self) -> str:
         """Nothing secret is in it, not even as a hash."""
         parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
-        parts += [self.filter.digest if self.filter else "", self.partitioning or "", str(self.skip_damage)]
+        parts += [self.partitioning or "", str(self.skip_damage)]
+        parts += [self.filter.digest] if self.filter else []
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -5,6 +5,7 @@ Every message that leaves here has been searched for the values of the options t
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
@@ -81,7 +82,7 @@ class Store:
         """Whether the file system has threads that do not survive a fork, or files whose position it would share."""
         if isinstance(self.given, fs.PyFileSystem):
             inner = getattr(self.given.handler, "fs", None)
-            return inner is not None and not _is_of_kind(inner, "file", "memory")
+            return inner is not None and not _is_of_kind(inner, "file", "memory") and not _is_in_memory(inner)
         return not self.local
 
     @property
@@ -301,6 +302,11 @@ def has_files_apart(filesystem: Any) -> bool:
     """
     inner = inner_of(filesystem)
     return bool(getattr(inner, "async_impl", False)) or _is_of_kind(inner, "file", "hf")
+
+
+def _is_in_memory(filesystem: Any) -> bool:
+    """Whether it is an archive in memory, of which a fork has a copy and no other process anything."""
+    return isinstance(getattr(inner_of(filesystem), "fo", None), io.BytesIO)
 
 
 def inner_of(filesystem: Any) -> Any:

@@ -38,12 +38,12 @@ class FilterRows(Function):
     def _rows(self, given: Batch, run: RunContext) -> list[int]:
         if not (self.with_indices or self.with_generator or self.fn_kwargs):
             # Without a call of our own for each row. Where one fails, it is asked for again below, row by row.
-            function, columns = self.function, self.input_columns
+            function, columns, first = self.function, self.input_columns, self.fresh(given)
             try:
                 if columns is not None and len(columns) == 1 and self.input_format == "python":
-                    values = present(given, "python")[columns[0]]
+                    values = present(first, "python")[columns[0]]
                     return [i for i, value in enumerate(values) if function(value)]
-                rows = present_rows(given, self.input_format)
+                rows = present_rows(first, self.input_format)
                 if columns is None:
                     return [i for i, row in enumerate(rows) if function(row)]
             except Exception:

@@ -6,6 +6,7 @@ Two stages, so that worker processes need neither torch nor JAX: ``present`` mak
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -30,8 +31,6 @@ def check_format(kind: str | None) -> str | None:
 
 def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
     """The columns in a format; for torch and JAX as numpy arrays, for ``finish`` to turn into tensors."""
-    if not batch.owned:
-        batch = _unshared(batch)
     if kind == "arrow":
         arrays = [arrow_column(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
@@ -42,8 +41,6 @@ def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
 
 def present_rows(batch: Batch, kind: str) -> list[Any]:
     """One object a row, finished. What a map made is converted row by row, so that no row's type depends on another."""
-    if not batch.owned:
-        batch = _unshared(batch)
     if kind == "arrow":
         table: Any = present(batch, kind)
         return [table.slice(i, 1) for i in range(len(batch))]
@@ -59,8 +56,8 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
     return as_rows(present(batch, kind), len(batch))
 
 
-def _unshared(batch: Batch) -> Batch:
-    """With copies of what a map made: what is written into them must not show in the batch, nor at a second attempt."""
+def unshared(batch: Batch) -> Batch:
+    """With copies of what a map made: what is written into them does not show at a second attempt."""
     made = {name: c for name, c in batch.columns.items() if not isinstance(c, (pa.Array, Encoded))}
     if not made:
         return batch
@@ -71,21 +68,21 @@ _FIXED = (str, bytes, int, float, bool, complex, type(None))
 
 
 def _copied(value: Any) -> Any:
-    """A value that can be written into, as one of its own; what is of a kind that nobody knows, as it is."""
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.dtype != object else _objects([_copied(one) for one in value])
-    if isinstance(value, list):
+    """A value that can be written into, as one of its own."""
+    if type(value) is list:
         # Lists are of one kind, as a rule: of numbers or texts, of which there are many.
         first = next((one for one in value if one is not None), None)
         return value[:] if isinstance(first, _FIXED) else [_copied(one) for one in value]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {name: _copied(inner) for name, inner in value.items()}
     if type(value) is tuple:
         return tuple(_copied(one) for one in value)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return value
+    if isinstance(value, _FIXED):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what cannot be copied is what it is: a generator, a tensor in the middle of a graph
+        return value
 
 
 def _single(value: Any) -> Any:
@@ -101,7 +98,7 @@ def _numbers(value: Any) -> Any:
         array = np.asarray(value)
     except ValueError:  # ragged
         return value
-    if array.dtype.kind == "f" and all(type(one) is int for one in value):
+    if array.size and array.dtype.kind == "f" and all(type(one) is int for one in value):
         return value  # too large for any whole number of numpy's: as floats they would be others
     return array if array.dtype.kind in "biufc" else value
 

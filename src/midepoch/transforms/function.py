@@ -13,7 +13,7 @@ from midepoch.errors import MapError, MidepochError
 from midepoch.order.keys import derive
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
-from midepoch.transforms.formats import finish, present, present_rows
+from midepoch.transforms.formats import finish, present, present_rows, unshared
 
 _log = logging.getLogger("midepoch")
 
@@ -53,14 +53,18 @@ class Function:
         return f"{self.kind}({self.name})"
 
     def given(self, batch: Batch) -> Batch:
-        """The columns that the function gets. Not owned: what it writes into its input must not show in the batch."""
+        """The columns that the function gets. Not owned: what it writes into what was read shows nowhere."""
         used = self.input_columns if self.input_columns is not None else tuple(batch.columns)
         check_columns(used, list(batch.columns), self.call)
         return replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
 
+    def fresh(self, given: Batch) -> Batch:
+        """What is given to it at one attempt: where failures are skipped there may be another, of the same values."""
+        return unshared(given) if self.on_error == "skip" else given
+
     def on_rows(self, given: Batch, run: RunContext) -> list[tuple[int, Any]]:
         """(place, result) of every row; of those that do not fail, where failures are skipped."""
-        rows = present_rows(given, self.input_format)
+        rows = present_rows(self.fresh(given), self.input_format)
         results: list[tuple[int, Any]] = []
         for i, row in enumerate(rows):
             number = int(given.rows[i])
@@ -75,7 +79,7 @@ class Function:
 
     def on_group(self, group: Batch, run: RunContext) -> Any:
         """The result of one call for all rows. Raises what the function raises."""
-        presented = finish(present(group, self.input_format), self.input_format)
+        presented = finish(present(self.fresh(group), self.input_format), self.input_format)
         args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
         args += [[int(number) for number in group.rows]] if self.with_indices else []
         args += [[self._generator(run, group, i) for i in range(len(group))]] if self.with_generator else []

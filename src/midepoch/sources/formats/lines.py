@@ -102,15 +102,13 @@ def _blocks(store: Store, entry: Entry, start: int, quoted: bytes | None, digest
             if len(rest) >= BLOCK_BYTES and (cut := _last_row_end(rest, quoted)):
                 yield rest[:cut]
                 rest = rest[cut:]
-    if _holds_rows(rest, quoted):
+    if rest.strip(b"\r\n \t") or (quoted is not None and _holds_blanks(rest, quoted, skipped)):
         yield rest
 
 
-def _holds_rows(rest: bytes, quoted: bytes | None) -> bool:
-    """Not if there is nothing but white space; but in CSV a line of spaces, or of tabs that separate, is a row."""
-    if rest.strip(b"\r\n \t"):
-        return True
-    return quoted is not None and (quoted in rest or re.search(rb"[ \t]\r?\n", rest) is not None)
+def _holds_blanks(rest: bytes, quoted: bytes, head: bytes) -> bool:
+    """Whether white space is rows of CSV: tabs that separate, or, where there is one column, lines of spaces."""
+    return quoted in rest or (quoted not in head and re.search(rb"[ \t]\r?\n", rest) is not None)
 
 
 def _last_row_end(data: bytes, quoted: bytes | None) -> int:
