@@ -6,18 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from midepoch import html
 from midepoch.checks import whole
-from midepoch.engine import Engine
 from midepoch.flow.lanes import Place
 from midepoch.flow.spec import Spec, StageSpec
 from midepoch.flow.standing import What
 from midepoch.iterate import BatchIterator, RowIterator
 from midepoch.order import Cut, Selection, Shuffle
 from midepoch.pipeline import Pipeline, is_one_to_one
+from midepoch.random_access import RandomAccess
 from midepoch.read.blocks import plain_schema
 from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed, draw_seed
@@ -48,7 +47,7 @@ class Dataset(Stages, Resumable):
 
     def __init__(self, pipeline: Pipeline, cursor: Cursor | None = None, *, asked: bool = False) -> None:
         self._standing = self._standing_type(pipeline, cursor or Cursor(), asked)
-        self._engine: Engine | None = None
+        self._access: RandomAccess | None = None
         register_with_torch(Dataset)
 
     _standing_type: type[Standing] = Standing
@@ -84,8 +83,7 @@ class Dataset(Stages, Resumable):
         known = self.pipeline.known_columns
         if known is not None:
             return list(known)
-        engine = self._random_access()
-        return list(self._at(engine, np.arange(min(len(self), _LOOK))).columns)
+        return self._by_number().columns(self.epoch, min(len(self), _LOOK))
 
     @property
     def epoch(self) -> int:
@@ -271,33 +269,11 @@ class Dataset(Stages, Resumable):
 
     def __getitem__(self, key: Any) -> Any:
         """Row i of this epoch's order as ``list(ds)[i]`` would give it; a slice or list gives columns."""
-        engine, n = self._random_access(), len(self)
-        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-            if not -n <= key < n:
-                raise IndexError(f"row {key} is out of range: there are {n} rows")
-            found = engine.rows(self._at(engine, np.array([key % n])))
-            if not found:
-                raise IndexError(f"row {key} is one of those that are skipped")
-            return found[0]
-        if isinstance(key, slice):
-            return engine.columns(self._at(engine, np.arange(*key.indices(n), dtype=np.int64)))
-        if isinstance(key, str):
-            raise TypeError(f"ds[{key!r}] would read a whole column: use ds.select_columns({key!r}) and iterate")
-        if not isinstance(key, (list, tuple, range, np.ndarray)) or np.ndim(key) != 1:
-            raise TypeError(f"rows are asked for by a whole number, a slice or a list of numbers, not {key!r}")
-        rows = Selection.of_ranges([(0, n)]).select(np.asarray(key))
-        return engine.columns(self._at(engine, rows.source_rows(np.arange(len(rows)))))
+        return self._by_number().get(key, self.epoch, len(self))
 
-    def _random_access(self) -> Engine:
-        if self._engine is None:
-            self._engine = Engine(self.pipeline)
-        return self._engine
-
-    def _at(self, engine: Engine, places: Any) -> Any:
-        cut, epoch = self.pipeline.cut, self.epoch
-        with engine.turn():  # not while functions of the user run, which may wait for other threads
-            read = engine.read(engine.chosen(epoch, places * cut.count + cut.index))
-        return engine.transform(epoch, read)
+    def _by_number(self) -> RandomAccess:
+        self._access = self._access or RandomAccess(self.pipeline)
+        return self._access
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
         """torch asks a map-style dataset for batches in this way; this one is iterable and must not be asked."""
@@ -390,7 +366,7 @@ class Dataset(Stages, Resumable):
         ``allow=["pipeline"]`` lets a field differ all the same, which is recorded in ``changes`` and in the state.
         """
         self._standing.load(state, allow)
-        self._engine = self._pass = None
+        self._access = self._pass = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
@@ -412,5 +388,5 @@ class Dataset(Stages, Resumable):
         return {"standing": self._standing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._standing, self._engine = state["standing"], None
+        self._standing, self._access = state["standing"], None
         register_with_torch(Dataset)

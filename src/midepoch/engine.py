@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -57,7 +56,6 @@ class Engine:
         self._inherited: Reader | None = None
         self._narrow: Engine | None = None
         self._process = os.getpid()
-        self._turn = (os.getpid(), threading.RLock())
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
@@ -67,12 +65,6 @@ class Engine:
         self._names = list(pipeline.head)
         decoded = pipeline.source.decoded if pipeline.format != "arrow" or pipeline.has_map else frozenset()
         self._decoded = [name for name, source_name in pipeline.head.items() if source_name in decoded]
-
-    def turn(self) -> threading.RLock:
-        """To be held by callers that may be in several threads."""
-        if self._turn[0] != os.getpid():  # a fork: a thread that is not here may hold it
-            self._turn = (os.getpid(), threading.RLock())
-        return self._turn[1]
 
     def chunk_rows(self, most_bytes: int) -> int:
         """How many rows to read at once: enough to spread the cost of a call, within a number of bytes."""
