@@ -45,9 +45,12 @@ def torchrun(size: int, *command: str, cwd: Path | None = None, env: dict[str, s
 
 def program(size: int, script: Path, *arguments: str) -> int:
     """A script in a process of its own, or as ranks, to its end; its exit status. Of ranks none is left behind."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if size > 1 else []
-    command = [sys.executable, *launcher, str(script), *arguments]
-    process = subprocess.Popen(command, env={**os.environ, **QUIET}, start_new_session=True, text=True)
+    command = [str(script), *arguments]
+    if size > 1:
+        process = launch("--standalone", f"--nproc-per-node={size}", *command, env=QUIET)
+    else:
+        alone = [sys.executable, *command]
+        process = subprocess.Popen(alone, env={**os.environ, **QUIET}, start_new_session=True, text=True)
     try:
         return process.wait(timeout=PATIENCE)
     finally:

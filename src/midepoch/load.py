@@ -20,7 +20,7 @@ from midepoch.sources.files import Found, PathLike, check_format, find_files, pa
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import Index, default_index_dir, open_index
-from midepoch.sources.lake import Request, has_index, open_lake
+from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry
 
@@ -78,8 +78,7 @@ def from_files(
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
-    made = has_index(request, folder, force=force_reindex, validate=validate)
-    if store.local and not made and request.plain and find().format == "arrow":
+    if can_be_mapped(request, folder, force=force_reindex, validate=validate):
         with suppress(DifferentSchemasError):  # then they cannot be mapped as one, and are read like the others
             index = _index([Path(entry.path) for entry in find().entries], index_dir, force_reindex, on_error)
             source = Source((index,))

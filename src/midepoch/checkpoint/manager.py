@@ -118,6 +118,8 @@ class PipelineCheckpoint:
         except BaseException as problem:
             if world.size > 1:
                 saving.tell_failure(self._directory, group, world, problem)
+            if earlier is not None:
+                raise problem from earlier
             raise
         if self._async:
             self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))

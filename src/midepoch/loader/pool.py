@@ -65,7 +65,7 @@ class Pool:
         try:
             with _starting:
                 for number in range(count):
-                    self._start(context, number, job if what is None else None, what)
+                    self._start(context, number, job, what)
             if what is not None:
                 # Not as an argument, which would be written to whoever is born, for ever if that one dies.
                 for number in range(count):
@@ -74,14 +74,15 @@ class Pool:
             self.close()
             raise
 
-    def _start(self, context: Any, number: int, job: Job | None, what: Packed | None) -> None:
+    def _start(self, context: Any, number: int, job: Job, what: Packed | None) -> None:
+        """Start a worker: a fork has the job, and ends of pipes that it must close; others are told later."""
         mine, theirs = context.Pipe()
         self._mine.append(mine)
         self._receivers.append(Receiver(mine))
         self._polls.append(select.poll())
         process = context.Process(
             target=_work,
-            args=(theirs, [] if job is None else list(self._mine), job, number),
+            args=(theirs, list(self._mine), job, number) if what is None else (theirs, [], None, number),
             name=f"midepoch-worker-{number}",
             daemon=True,
         )

@@ -5,20 +5,17 @@ What is secret stays in memory: paths are kept without user names, passwords and
 
 from __future__ import annotations
 
-import io
 import os
-import threading
 from collections.abc import Mapping
-from datetime import datetime
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch.errors import MidepochError
-from midepoch.sources.stores import Retry, Store, has_files_apart, inner_of
+from midepoch.errors import DataNotFoundError, MidepochError
+from midepoch.sources.fsspec_files import Handler
+from midepoch.sources.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 
@@ -66,7 +63,7 @@ def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
     if isinstance(filesystem, fs.PyFileSystem) and type(filesystem.handler) is fs.FSSpecHandler:
         filesystem = filesystem.handler.fs
     if not isinstance(filesystem, fs.FileSystem):
-        filesystem = fs.PyFileSystem(_Handler(filesystem))
+        filesystem = fs.PyFileSystem(Handler(filesystem))
     if isinstance(filesystem, fs.LocalFileSystem):
         return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
     return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.rstrip("/")
@@ -159,92 +156,15 @@ def _fsspec(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tu
         raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
     try:
         filesystem, inner = fsspec.core.url_to_fs(path, **options)
+    except FileNotFoundError as problem:  # the archive that the files are in
+        raise DataNotFoundError(f"{_without(problem, options)}, in which {path} is to be found.") from None
     except (ImportError, ValueError) as problem:
         raise MidepochError(
             f"{scheme}:// cannot be opened: {_without(problem, options)}. s3://, gs:// and az:// are read natively, "
             "others by fsspec, which needs the package for them."
         ) from None
     keep = scheme in ("http", "https")  # there the path is the whole address
-    return Store(
-        fs.PyFileSystem(_Handler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry
-    ), inner
-
-
-class _Handler(fs.FSSpecHandler):  # type: ignore[misc]
-    """fsspec's file systems, as pyarrow wants them."""
-
-    def open_input_stream(self, path: str) -> Any:
-        return self._opened(path)
-
-    def open_input_file(self, path: str) -> Any:
-        return self._opened(path)
-
-    @staticmethod
-    def _create_file_info(path: str, info: dict[str, Any]) -> fs.FileInfo:
-        """With the time of the last change, for which every file system has a name of its own."""
-        times = (
-            info.get(name) for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-        )
-        found = next((time for time in times if isinstance(time, (datetime, int, float))), None)
-        return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": found})
-
-    def _opened(self, path: str) -> Any:
-        if has_files_apart(self.fs):
-            return pa.PythonFile(self._found(path), mode="r")
-        # Not by getattr: those that keep copies of other file systems have a way of their own with attributes.
-        own = object.__getattribute__(inner_of(self.fs), "__dict__")
-        lock = own.setdefault("_midepoch_lock", threading.RLock())
-        with lock:
-            file = self._found(path)
-        # Whoever opens a file of fsspec's memory gets one and the same object, with one position for all: two that read
-        # at the same time would get each other's bytes. Files of an archive are such parts of one file.
-        if isinstance(file, io.BytesIO):
-            return pa.BufferReader(file.getvalue())
-        return pa.PythonFile(_InTurn(file, lock), mode="r")
-
-    def _found(self, path: str) -> Any:
-        if not self.fs.isfile(path):
-            raise FileNotFoundError(path)
-        return self.fs.open(path, mode="rb")
-
-
-class _InTurn:
-    """A file that is read while no other of its file system is, from a position that is its own."""
-
-    def __init__(self, file: Any, lock: threading.RLock) -> None:
-        self._file, self._lock, self._at = file, lock, 0
-        self.closed = False
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_SET:
-            self._at = offset
-        elif whence == os.SEEK_CUR:
-            self._at += offset
-        else:
-            with self._lock:
-                self._at = self._file.seek(offset, whence)
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        with self._lock:
-            self._file.seek(self._at)
-            found: bytes = self._file.read(size)
-        self._at += len(found)
-        return found
-
-    def close(self) -> None:
-        self.closed = True
-        with self._lock:
-            self._file.close()
+    return Store(fs.PyFileSystem(Handler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry), inner
 
 
 def _without(problem: Exception, options: Mapping[str, Any]) -> str:

@@ -95,13 +95,16 @@ def open_lake(
     return read_index(path) or index
 
 
-def has_index(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
-    """Whether ``open_lake`` would find an index that holds: what an older one says of the format decides nothing."""
+def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
+    """Whether the files are plain Arrow files of this machine of which no index says that they have to be read like
+    others; one of other files that were here before says nothing.
+    """
     path = request.index_path(index_dir)
-    if force or not path.exists():
+    known = not force and path.exists()
+    if not (request.store.local and request.plain) or (known and not validate) or request.find().format != "arrow":
         return False
-    index = read_index(path)
-    return index is not None and (not validate or _fresh(index, request.find()))
+    index = read_index(path) if known else None
+    return index is None or not _fresh(index, request.find())
 
 
 def _with(index: Index, footers: Footers) -> Index:

@@ -5,7 +5,6 @@ Every message that leaves here has been searched for the values of the options t
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import random
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
+from midepoch.sources.fsspec_files import Handler
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
@@ -81,8 +81,7 @@ class Store:
     def forked_is_fatal(self) -> bool:
         """Whether the file system has threads that do not survive a fork, or files whose position it would share."""
         if isinstance(self.given, fs.PyFileSystem):
-            inner = getattr(self.given.handler, "fs", None)
-            return inner is not None and not _is_of_kind(inner, "file", "memory") and not _is_in_memory(inner)
+            return isinstance(self.given.handler, Handler) and not self.given.handler.survives_fork
         return not self.local
 
     @property
@@ -139,8 +138,8 @@ class Store:
 
     def _etag(self, path: str, native: pa.NativeFile) -> str:
         """The version of an open file, as far as the store tells."""
-        if isinstance(self.filesystem, fs.PyFileSystem) and hasattr(self.filesystem.handler, "fs"):
-            return _fsspec_etag(self.filesystem.handler.fs, path)
+        if isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, Handler):
+            return self.filesystem.handler.version(path)
         try:
             found = native.metadata()
         except (OSError, pa.ArrowException):
@@ -296,35 +295,6 @@ class _Checked:
         return False
 
 
-def has_files_apart(filesystem: Any) -> bool:
-    """Whether every file that a file system of fsspec's opens is known to be one of its own: of a disk, of the Hub, of
-    what makes a request for every read.
-    """
-    inner = inner_of(filesystem)
-    return bool(getattr(inner, "async_impl", False)) or _is_of_kind(inner, "file", "hf")
-
-
-def _is_in_memory(filesystem: Any) -> bool:
-    """Whether it is an archive in memory, of which a fork has a copy and no other process anything."""
-    return isinstance(getattr(inner_of(filesystem), "fo", None), io.BytesIO)
-
-
-def inner_of(filesystem: Any) -> Any:
-    """The file system of fsspec's in which another one is a folder; itself, if it is none."""
-    while "dir" in _protocols(filesystem) and hasattr(filesystem, "fs"):
-        filesystem = filesystem.fs
-    return filesystem
-
-
-def _is_of_kind(filesystem: Any, *kinds: str) -> bool:
-    return any(kind in _protocols(inner_of(filesystem)) for kind in kinds)
-
-
-def _protocols(filesystem: Any) -> tuple[str, ...]:
-    found = getattr(filesystem, "protocol", ())
-    return (found,) if isinstance(found, str) else tuple(found)
-
-
 def _local_entry(path: str) -> Entry:
     stat = os.stat(path)
     return Entry(path, stat.st_size, stat.st_mtime_ns)
@@ -332,11 +302,3 @@ def _local_entry(path: str) -> Entry:
 
 def _entry(info: fs.FileInfo) -> Entry:
     return Entry(info.path, info.size or 0, info.mtime_ns or 0)
-
-
-def _fsspec_etag(filesystem: Any, path: str) -> str:
-    try:
-        found = filesystem.info(path)
-    except Exception:
-        return ""
-    return str(found.get("ETag") or found.get("etag") or found.get("created") or "")

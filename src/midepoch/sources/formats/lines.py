@@ -73,7 +73,8 @@ def scan_lines(
         raise FormatError(f"{name}: no rows were found in {entry.size} bytes.")
     found.schema, found.decoded_bytes = widest(name, schemas, text=quoted is not None), float(at - start)
     for schema in schemas:
-        found.nullable |= _lacking(found.schema, schema)
+        if schema.names != found.schema.names or any(map(pa.types.is_struct, schema.types)):
+            found.nullable |= _lacking(found.schema, schema)
     found.fingerprint = digest.hexdigest()
     with store.open(entry) as file:
         found.etag = file.etag
