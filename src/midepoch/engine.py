@@ -176,6 +176,11 @@ class Engine:
         found = self._open_reader().locate(self.pipeline.order.selection.source_rows(chosen))
         return found and {name: found[source_name] for name, source_name in self.pipeline.head.items()}
 
+    def check(self) -> None:
+        """Look, once a second, whether mapped files have changed: before rows that were located are copied."""
+        if self._reader is not None:
+            self._reader.check()
+
     def read(self, chosen: Int64Array) -> Batch:
         """Rows as they lie, before any step."""
         return self._batch(self._open_reader().read(self.pipeline.order.selection.source_rows(chosen)), chosen)

@@ -1,16 +1,25 @@
-"""Gathering strings by address: the same as pyarrow's own take."""
+"""Reads at addresses: the same as pyarrow's own take, for any address, width and alignment, inside the buffers alone."""
 
 from __future__ import annotations
 
+import gc
+import mmap
+import weakref
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midepoch.read.memory import gather_bytes
+import midepoch
+from midepoch.read import memory as memory_module
+from midepoch.read.memory import HeldBuffers, Memory, _Group, grouped
 
 TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+BASES = (4096, 1 << 46, (1 << 47) - 4096, (1 << 48) - (1 << 20), 1 << 52, 1 << 56, (1 << 57) - 4096)
 
 
 def ranges(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -25,27 +34,148 @@ def test_gathers_what_take_gives(kind: pa.DataType, texts: list[str], data: st.D
     column = pa.array([*(text.encode() for text in texts), b"at least one byte"], pa.large_binary()).cast(kind)
     order = data.draw(st.lists(st.integers(0, len(texts)), min_size=1, max_size=40))
     starts, lengths = ranges(column)
-    found = gather_bytes(starts[order], lengths[order], None, kind)
+    found = Memory(column.buffers()[2:]).gather_bytes(starts[order], lengths[order], None, kind)
     assert found is not None
     found.validate(full=True)
     assert found.equals(column.take(pa.array(order)))
 
 
-def test_nulls_and_many_windows_of_memory() -> None:
-    """Arrays far apart in memory lie in other windows of 1 GiB: the views name them right."""
+def test_texts_of_many_buffers_and_nulls() -> None:
     far = [pa.array([f"{i} " + "x" * (1 << 20)]) for i in range(3)]
     spread = [pa.allocate_buffer(1 << 31) for _ in range(2)]  # never touched: address space only
     near = pa.array(["near", "text that is not short"])
     parts = [ranges(column) for column in (*far, near)]
     starts, lengths = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    found = gather_bytes(starts, lengths, pa.py_buffer(np.packbits([1, 1, 0, 1, 1], bitorder="little")), pa.string())
+    memory = Memory([column.buffers()[2] for column in (*far, near)])
+    nulls = pa.py_buffer(np.packbits([1, 1, 0, 1, 1], bitorder="little"))
+    found = memory.gather_bytes(starts, lengths, nulls, pa.string())
     assert found is not None
     wanted = [column[0].as_py() for column in far]
     assert found.to_pylist() == [*wanted[:2], None, "near", "text that is not short"]
     del spread
 
 
+def test_texts_in_a_buffer_of_more_than_2_gib(tmp_path: Path) -> None:
+    """A view addresses 31 bits: a large buffer is cut into windows that overlap. The file is sparse."""
+    path = tmp_path / "sparse"
+    places = [5, (1 << 30) - 10, (1 << 31) - 7, (1 << 31) + (1 << 30) - 3, 5 << 29]
+    with path.open("wb") as file:
+        file.truncate((3 << 30) + 4096)
+        for i, place in enumerate(places):
+            file.seek(place)
+            file.write(f"text number {i}".encode())
+    buffer = pa.memory_map(str(path)).read_buffer()
+    starts, lengths = np.array(places) + buffer.address, np.full(len(places), 13)
+    found = Memory([buffer]).gather_bytes(starts, lengths, None, pa.large_string())
+    assert found is not None
+    assert found.to_pylist() == [f"text number {i}" for i in range(5)]
+
+
 def test_empty_texts_need_no_memory() -> None:
-    found = gather_bytes(np.zeros(3, np.int64), np.zeros(3, np.int64), None, pa.string())
+    found = Memory().gather_bytes(np.zeros(3, np.int64), np.zeros(3, np.int64), None, pa.string())
     assert found is not None
     assert found.to_pylist() == ["", "", ""]
+
+
+@given(st.data(), st.sampled_from([1, 3, 7, 64, 1000, (1 << 15) - 1, 1 << 15, 70_001]))
+def test_any_width_and_alignment(data: st.DataObject, width: int) -> None:
+    raw = np.random.default_rng(width).integers(0, 256, width + 5000, dtype=np.uint8)
+    buffers = [pa.py_buffer(raw), pa.py_buffer(raw[::-1].copy())]
+    places = data.draw(st.lists(st.integers(0, 5000), max_size=20))
+    which = data.draw(st.lists(st.integers(0, 1), min_size=len(places), max_size=len(places)))
+    addresses = np.array([buffers[w].address + p for w, p in zip(which, places, strict=True)], dtype=np.int64)
+    wanted = [np.frombuffer(buffers[w], np.uint8)[p : p + width] for w, p in zip(which, places, strict=True)]
+    for reach in (0, 1 << 30, 1 << 60):  # every buffer a group, neighbours, all in one
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory_module.grouped, "__defaults__", (reach,))
+            memory = Memory(buffers)
+        found = memory.gather(addresses, width)
+        assert found.shape == (len(places), width)
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert bytes(memory.join(addresses, addresses + width)) == b"".join(part.tobytes() for part in wanted)
+
+
+@pytest.mark.parametrize("base", BASES, ids=hex)
+def test_views_are_relative_to_their_base(base: int) -> None:
+    """The arithmetic of addresses that this machine may not have: a view is made and aimed, never read."""
+    group = _Group(base, base + (1 << 40), ())
+    for width in (1, 4096, memory_module._WIDE - 1):
+        view = group.view(width)
+        assert view.shape == ((1 << 40) - width + 1, width)
+        for offset in (0, 12_345, (1 << 40) - width):
+            assert view[offset:].ctypes.data == base + offset
+
+
+@pytest.mark.parametrize("base", BASES, ids=hex)
+def test_neighbours_share_a_group(base: int) -> None:
+    starts = base + np.array([0, 100, 1 << 20, (1 << 20) + (1 << 31)])
+    stops = starts + np.array([100, 50, 4096, 10])
+    firsts, ends = grouped(starts, stops)
+    assert firsts.tolist() == [starts[0], starts[3]]
+    assert ends.tolist() == [stops[2], stops[3]]
+    assert (firsts.searchsorted(starts, side="right") - 1).tolist() == [0, 0, 0, 1]
+    assert grouped(starts, stops, reach=0)[0].tolist() == starts[[0, 2, 3]].tolist()
+
+
+def test_no_view_reaches_past_its_buffers() -> None:
+    raw = pa.py_buffer(bytes(range(100)))
+    memory = Memory([raw])
+    assert memory.gather(np.array([raw.address + 90]), 10).tobytes() == bytes(range(90, 100))
+    with pytest.raises(IndexError):
+        memory.gather(np.array([raw.address + 91]), 10)
+
+
+def test_buffers_inside_others_add_nothing() -> None:
+    raw = pa.py_buffer(bytes(100))
+    for parts in ([raw, raw.slice(0, 10), raw.slice(50)], [raw.slice(0, 10), raw.slice(0, 99), raw, raw]):
+        assert [b.size for b in Memory(parts).buffers] == [100]
+        grown = HeldBuffers()
+        for number, part in enumerate(parts):
+            grown.add(number, [part])
+            assert sum(b.size for b in grown.memory.buffers) >= part.size
+        assert [b.size for b in grown.memory.buffers] == [100]
+
+
+def test_what_was_gathered_from_stays_mapped(tmp_path: Path) -> None:
+    """A released file is unmapped only when nothing can read from it any more."""
+
+    class Tracked(np.ndarray):
+        pass
+
+    raw = np.arange(100, dtype=np.uint8).view(Tracked)
+    gone = weakref.ref(raw)
+    held = HeldBuffers()
+    held.add(0, [pa.py_buffer(raw)])
+    address, memory = raw.ctypes.data, held.memory
+    del raw
+    held.remove(0)
+    assert not held.memory.buffers
+    assert memory.gather(np.array([address + 7]), 1)[0, 0] == 7
+    view = memory._groups[0].view(4)
+    del memory
+    gc.collect()
+    assert view[3].tolist() == [3, 4, 5, 6]
+    del view
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("width", [mmap.PAGESIZE, 1 << 14, 1 << 16, 3 << 16], ids=str)
+@pytest.mark.parametrize("format", ["arrow", "parquet"])
+def test_wide_rows_are_read_in_any_order(tmp_path: Path, width: int, format: str) -> None:
+    """Rows of 64 KiB and more: 16,384 tokens, an image, a matrix."""
+    values = np.arange(12 * width // 4, dtype=np.int32)
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(values), width // 4)
+    table = pa.table({"id": pa.array(range(12)), "tokens": lists})
+    if format == "arrow":
+        with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+    else:
+        pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+    ds = (
+        midepoch.from_files(str(tmp_path), index_dir=tmp_path / "ix").shuffle(seed=3, scope="rows").with_format("numpy")
+    )
+    seen = list(ds.loader(5))
+    ids = np.concatenate([batch["id"] for batch in seen])
+    assert sorted(ids.tolist()) == list(range(12))
+    assert np.array_equal(np.concatenate([batch["tokens"] for batch in seen]), values.reshape(12, -1)[ids])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import numbered, write_arrow
-from midepoch.errors import CorruptBlockError
+from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read import Reader
 from midepoch.sources import Source
 from midepoch.sources.index import open_index
@@ -135,3 +136,81 @@ def test_damaged_block(tmp_path: Path) -> None:
         assert found.kept is not None
         assert found.batch["id"].to_pylist() == [row + 100 for row in rows if not 10 <= row < 20]
         assert found.kept.tolist() == [not 10 <= row < 20 for row in rows]
+
+
+def test_mappings_are_bounded(make_files: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that were not used for longest are released: the kernel allows a process 65,530 mappings by default."""
+    monkeypatch.setattr("midepoch.read.blocks.MOST_MAPPINGS", 0)  # the least per reader: 64
+    paths = make_files([5] * 300, block=2)
+    source = Source((open_index([Path(path) for path in paths]),))
+    reader, numbers = Reader(source), Reader(source, ["id"])
+    folder = str(Path(paths[0]).parent)
+    kept = []
+    rows = np.random.default_rng(0).permutation(1500)
+    for i in range(0, 1500, 10):
+        located = numbers.locate(rows[i : i + 10])
+        assert located is not None
+        kept = [*kept[-2:], (located["id"], rows[i : i + 10])]  # used later, when its files may be released
+        found = reader.read(rows[i : i + 10]).batch
+        assert found.column("id").to_pylist() == rows[i : i + 10].tolist()
+        mapped = {line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line}
+        assert len(mapped) <= 2 * (64 + 10) + 3 * 10
+        for earlier, wanted in kept:
+            assert earlier.array(0, 10).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "rewritten"])
+def test_a_file_changed_in_place_is_noticed_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Reading a page that is no longer in the file is a fatal signal: sizes are compared first."""
+    path = tmp_path / "a.arrow"
+    write_arrow(path, numbered(10_000, 30_000), 1000)
+    monkeypatch.setattr("midepoch.read.blocks._CHECK_SECONDS", 0.0)
+    reader = reader_of(path)
+    assert reader.read(np.array([19_999, 3, 7])).batch.column("id").to_pylist() == [29_999, 10_003, 10_007]
+    before = path.read_bytes()
+    if damage == "truncated":
+        os.truncate(path, 4096)
+    else:
+        write_arrow(tmp_path / "b.arrow", numbered(30_000, 50_000), 1000)
+        other = (tmp_path / "b.arrow").read_bytes()
+        assert len(other) == len(before)
+        with path.open("r+b") as file:
+            file.write(other)
+    with pytest.raises(DataChangedError, match="a.arrow"):
+        reader.read(np.array([19_998, 3, 7]))
+
+
+def test_a_file_replaced_by_renaming_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.arrow"
+    write_arrow(path, numbered(0, 100), 10)
+    monkeypatch.setattr("midepoch.read.blocks._CHECK_SECONDS", 0.0)
+    reader = reader_of(path)
+    reader.read(np.array([0, 50]))
+    write_arrow(tmp_path / "b.arrow", numbered(500, 520), 10)
+    os.replace(tmp_path / "b.arrow", path)
+    assert reader.read(np.array([7, 3, 51])).batch.column("id").to_pylist() == [7, 3, 51]
+    os.utime(path)
+    assert reader.read(np.array([7, 3, 51])).batch.column("id").to_pylist() == [7, 3, 51]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_shortage_of_the_machine_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: bool) -> None:
+    path = tmp_path / "a.arrow"
+    write_arrow(path, numbered(0, 100), 10)
+    reader = reader_of(path, skip_corrupt=skip)
+    real, failures = pa.memory_map, [2]
+
+    def short(*arguments: Any) -> Any:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments)
+
+    monkeypatch.setattr(pa, "memory_map", short)
+    monkeypatch.setattr("midepoch.read.resources._PAUSES", (0.0, 0.0))
+    assert reader.read(np.array([7, 3, 51])).batch.column("id").to_pylist() == [7, 3, 51]
+    failures[0] = 100
+    with pytest.raises(OSError, match="Too many open files"):
+        reader_of(path, skip_corrupt=skip).read(np.array([7, 3, 51]))

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.read.memory import HeldBuffers, Memory
+from midepoch.read.resources import retried
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_ipc import message_block, scan
+from midepoch.sources.index import IndexedFile
 
 HEAP_BYTES = 256 << 20
 """How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
 _MAPPED_BLOCKS = 512
+_CHECK_SECONDS = 1.0
+_CHECKED_FILES = 1024  # at most, each time: 1.5 ms
+_LEAST_FILES = 64
+
+
+def _most_mappings() -> int:
+    """How many files one process maps: a quarter of what the kernel allows, since other libraries map memory too."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text()) // 4
+    except (OSError, ValueError):
+        return 16_384
+
+
+MOST_MAPPINGS = _most_mappings()
+_mapping: weakref.WeakSet[Blocks] = weakref.WeakSet()
+
+
+@dataclass
+class _MappedFile:
+    """A mapped file as it was when last looked at."""
+
+    buffer: pa.Buffer
+    identity: tuple[int, int]
+    mtime_ns: int
 
 
 class Blocks:
@@ -23,35 +56,85 @@ class Blocks:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._maps: dict[int, pa.Buffer] = {}
+        self._files: OrderedDict[int, _MappedFile] = OrderedDict()  # the most recently used last
+        self._held = HeldBuffers()
         self._open: OrderedDict[int, tuple[pa.RecordBatch, bool]] = OrderedDict()  # and whether it is mapped
         self._heap_bytes = 0
         self._file_blocks = source.file_blocks
         self._has_dictionaries = any(pa.types.is_dictionary(field.type) for field in source.schema)
+        self._next_check = time.monotonic() + _CHECK_SECONDS
+        _mapping.add(self)
+
+    @property
+    def memory(self) -> Memory:
+        """The mapped files."""
+        return self._held.memory
 
     def _file(self, number: int) -> pa.Buffer:
-        buffer = self._maps.get(number)
-        if buffer is None:
+        mapped = self._files.get(number)
+        if mapped is None:
             file = self._source.files[number]
             try:
-                touched = os.stat(file.path).st_mtime_ns != file.mtime_ns
-                buffer = pa.memory_map(file.path).read_buffer()
+                stat = os.stat(file.path)
+                buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
             except FileNotFoundError:
-                raise DataNotFoundError(f"{file.path} has gone since the dataset was opened.") from None
-            except OSError as problem:
-                raise CorruptBlockError(f"{file.path} cannot be read: {problem}") from None
+                raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
             if buffer.size != file.size:
-                raise CorruptBlockError(
-                    f"{file.path} has {buffer.size} bytes but had {file.size} when it was indexed: "
-                    "the data has changed. Open the dataset again."
-                )
-            if touched and scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
                 raise DataChangedError(
-                    f"{file.path} has changed since it was indexed (it has other contents). Open the dataset again to "
-                    "use them; a state saved before will then be refused."
+                    f"{file.path} has {buffer.size} bytes but had {file.size} when it was indexed. Open the dataset "
+                    "again to use the new contents; a state saved before will then be refused."
                 )
-            self._maps[number] = buffer
-        return buffer
+            if stat.st_mtime_ns != file.mtime_ns:
+                _same_contents(file)
+            mapped = self._files[number] = _MappedFile(buffer, (stat.st_dev, stat.st_ino), stat.st_mtime_ns)
+            self._held.add(number, [buffer])
+        else:
+            self._files.move_to_end(number)
+            self._compare(number, mapped)
+        return mapped.buffer
+
+    def check(self) -> None:
+        """Once a second, look whether mapped files were cut or rewritten in place: reading them could be fatal."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + _CHECK_SECONDS
+        for number in list(islice(self._files, _CHECKED_FILES)):
+            self._compare(number, self._files[number])
+            if len(self._files) > _CHECKED_FILES:
+                self._files.move_to_end(number)  # the others are next
+
+    def _compare(self, number: int, mapped: _MappedFile) -> None:
+        file = self._source.files[number]
+        try:
+            stat = os.stat(file.path)
+        except OSError:
+            return  # a file that was removed stays mapped as it was
+        if (stat.st_dev, stat.st_ino) != mapped.identity:
+            return  # and so does one that was replaced
+        if stat.st_size < mapped.buffer.size:
+            raise DataChangedError(
+                f"{file.path} was cut to {stat.st_size} bytes while it was read (it had {mapped.buffer.size}). Restore "
+                "it; replace files of a running job by renaming, never by writing into them."
+            )
+        if stat.st_mtime_ns != mapped.mtime_ns:
+            _same_contents(file)
+            mapped.mtime_ns = stat.st_mtime_ns
+
+    def trim(self) -> npt.NDArray[np.int64]:
+        """Release the files that were not used for longest, if too many are mapped. Return their blocks."""
+        most = max(_LEAST_FILES, MOST_MAPPINGS // max(1, len(_mapping)))
+        dropped = []
+        if len(self._files) > most:
+            for number in list(islice(self._files, len(self._files) - most * 3 // 4)):
+                del self._files[number]
+                self._held.remove(number)
+                dropped.append(np.arange(self._file_blocks[number], self._file_blocks[number + 1]))
+            gone = np.concatenate(dropped)
+            for block in set(self._open).intersection(gone.tolist()):
+                self._forget(block)
+            return gone
+        return _NONE
 
     def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
         """The block as a record batch, zero-copy where the file allows it, and whether it did: then its addresses hold
@@ -92,8 +175,23 @@ class Blocks:
         self._open[block] = (batch, mapped)
         self._heap_bytes += 0 if mapped else bytes_of(batch)
         while len(self._open) > 1 and (self._heap_bytes > HEAP_BYTES or len(self._open) > _MAPPED_BLOCKS):
-            _, (old, was_mapped) = self._open.popitem(last=False)
-            self._heap_bytes -= 0 if was_mapped else bytes_of(old)
+            self._forget(next(iter(self._open)))
+
+    def _forget(self, block: int) -> None:
+        batch, mapped = self._open.pop(block)
+        self._heap_bytes -= 0 if mapped else bytes_of(batch)
+
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+def _same_contents(file: IndexedFile) -> None:
+    """Refuse a file with another time of change unless it holds what it held."""
+    if scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
+        raise DataChangedError(
+            f"{file.path} has other contents than when it was indexed. Open the dataset again to use them; a state "
+            "saved before will then be refused."
+        )
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:

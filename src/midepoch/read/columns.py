@@ -6,8 +6,9 @@ on whole arrays and one copy. Columns of other layouts (structs, lists of lists,
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
-from midepoch.read.memory import gather, gather_bytes, join
+from midepoch.read.memory import Memory
 
 Int64Array = npt.NDArray[np.int64]
 
-_PAGE = 4096
+_PAGE = mmap.PAGESIZE
 
 
 class Gatherer(Protocol):
@@ -28,8 +29,8 @@ class Gatherer(Protocol):
     def open(self, block: int, column: pa.Array) -> bool:
         """Note where a block's buffers lie; False if it cannot be gathered by address; CorruptBlockError if bad."""
 
-    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
-        """The values at (block, row in block) as a new array that owns its memory."""
+    def gather(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        """The values at (block, row in block) as a new array that owns its memory. ``memory`` holds those blocks."""
 
 
 def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
@@ -72,6 +73,7 @@ def fixed_width(kind: pa.DataType) -> int | None:
 class Located:
     """Where the values of some rows of a plain column lie, and what array they make."""
 
+    memory: Memory
     addresses: Int64Array
     width: int
     dtype: np.dtype[Any]
@@ -79,12 +81,12 @@ class Located:
 
     def array(self, start: int, stop: int) -> npt.NDArray[Any]:
         """The values of rows start to stop, copied once into memory of their own."""
-        data = gather(self.addresses[start:stop], self.width)
+        data = self.memory.gather(self.addresses[start:stop], self.width)
         return data.view(self.dtype).reshape(stop - start, *self.shape)
 
     def at(self, places: Any) -> Located:
         """Those at some places: a slice, or an array of numbers."""
-        return Located(self.addresses[places], self.width, self.dtype, self.shape)
+        return replace(self, addresses=self.addresses[places])
 
     def alike(self, other: Located) -> bool:
         """Whether both make arrays of one kind."""
@@ -93,14 +95,14 @@ class Located:
     @staticmethod
     def join(parts: Sequence[Located]) -> Located:
         """Rows of several sources one after the other."""
-        first = parts[0]
-        return Located(np.concatenate([part.addresses for part in parts]), first.width, first.dtype, first.shape)
+        addresses = np.concatenate([part.addresses for part in parts])
+        return replace(parts[0], memory=Memory.union([part.memory for part in parts]), addresses=addresses)
 
     def touch(self, start: int, stop: int) -> None:
         """Have the system read the pages of rows start to stop, if they are not in memory: a byte of each page."""
         addresses = self.addresses[start:stop]
         for offset in (*range(0, self.width - 1, _PAGE), self.width - 1):
-            gather(addresses + offset, 1)
+            self.memory.gather(addresses + offset, 1)
 
 
 def number_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
@@ -120,18 +122,18 @@ class _Nulls:
         bitmap = column.buffers()[0]
         self._validity[block] = bitmap.address if bitmap is not None and column.null_count else 0
 
-    def bitmap(self, blocks: Int64Array, rows: Int64Array) -> pa.Buffer | None:
+    def bitmap(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> pa.Buffer | None:
         address = self._validity[blocks]
         some = address != 0
         if not some.any():
             return None
         valid = np.ones(len(rows), dtype=bool)
-        valid[some] = _bits(address[some], rows[some])
+        valid[some] = _bits(memory, address[some], rows[some])
         return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
-def _bits(address: Int64Array, rows: Int64Array) -> npt.NDArray[np.bool_]:
-    return (gather(address + (rows >> 3), 1)[:, 0] >> (rows & 7).astype(np.uint8) & 1).astype(bool)
+def _bits(memory: Memory, address: Int64Array, rows: Int64Array) -> npt.NDArray[np.bool_]:
+    return (memory.gather(address + (rows >> 3), 1)[:, 0] >> (rows & 7).astype(np.uint8) & 1).astype(bool)
 
 
 class _Bits:
@@ -148,9 +150,11 @@ class _Bits:
         self._values[block] = column.buffers()[1].address
         return True
 
-    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
-        bits = np.packbits(_bits(self._values[blocks], rows), bitorder="little")
-        return pa.Array.from_buffers(self._kind, len(rows), [self._nulls.bitmap(blocks, rows), pa.py_buffer(bits)])
+    def gather(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        bits = np.packbits(_bits(memory, self._values[blocks], rows), bitorder="little")
+        return pa.Array.from_buffers(
+            self._kind, len(rows), [self._nulls.bitmap(memory, blocks, rows), pa.py_buffer(bits)]
+        )
 
 
 class Fixed:
@@ -172,17 +176,17 @@ class Fixed:
         self._values[block] = buffer.address
         return True
 
-    def locate(self, blocks: Int64Array, rows: Int64Array) -> Located | None:
+    def locate(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> Located | None:
         """Where rows of opened blocks lie, if they are numbers (or fixed-size lists of them)."""
         dtype = number_dtype(self._kind.value_type if self._list else self._kind)
         if dtype is None:
             return None
         shape = (self._kind.list_size,) if self._list else ()
-        return Located(self._values[blocks] + rows * self._width, self._width, dtype, shape)
+        return Located(memory, self._values[blocks] + rows * self._width, self._width, dtype, shape)
 
-    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
-        data = pa.py_buffer(gather(self._values[blocks] + rows * self._width, self._width))
-        nulls = self._nulls.bitmap(blocks, rows)
+    def gather(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+        data = pa.py_buffer(memory.gather(self._values[blocks] + rows * self._width, self._width))
+        nulls = self._nulls.bitmap(memory, blocks, rows)
         if not self._list:
             return pa.Array.from_buffers(self._kind, len(rows), [nulls, data])
         size = self._kind.list_size
@@ -217,18 +221,18 @@ class _Variable:
         self._values[block] = 0 if data is None else data.address
         return True
 
-    def gather(self, blocks: Int64Array, rows: Int64Array) -> pa.Array:
+    def gather(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> pa.Array:
         size = self._offset.itemsize
-        ends = gather(self._offsets[blocks] + rows * size, 2 * size).view(self._offset).astype(np.int64)
+        ends = memory.gather(self._offsets[blocks] + rows * size, 2 * size).view(self._offset).astype(np.int64)
         start, length = self._values[blocks] + ends[:, 0] * self._width, ends[:, 1] - ends[:, 0]
         if int(length.sum()) > np.iinfo(self._offset).max:
             raise OverflowError(f"{len(rows)} rows of {self._kind} exceed 2 GiB in one batch: use smaller batches")
-        nulls = self._nulls.bitmap(blocks, rows)
-        if not self._list and (found := gather_bytes(start, length, nulls, self._kind)) is not None:
+        nulls = self._nulls.bitmap(memory, blocks, rows)
+        if not self._list and (found := memory.gather_bytes(start, length, nulls, self._kind)) is not None:
             return found
         total = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(length, out=total[1:])
-        offsets, data = pa.py_buffer(total.astype(self._offset)), join(start, start + length * self._width)
+        offsets, data = pa.py_buffer(total.astype(self._offset)), memory.join(start, start + length * self._width)
         if not self._list:
             return pa.Array.from_buffers(self._kind, len(rows), [nulls, offsets, pa.py_buffer(data)])
         values = pa.Array.from_buffers(self._kind.value_type, int(total[-1]), [None, pa.py_buffer(data)])

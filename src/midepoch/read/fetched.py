@@ -18,6 +18,7 @@ from midepoch.ending import join
 from midepoch.order.epoch import Uses
 from midepoch.read.cache import BlockCache
 from midepoch.read.kept import KeptBlocks
+from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.spent import Spent
@@ -52,6 +53,7 @@ class FetchedBlocks:
         self._limit = int(spec.limit * _KEPT_SHARE)
         self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         self._open_bytes = 0
+        self._held = HeldBuffers()
         self._plan = _Plan(source, sharers)
         self._cache: BlockCache | KeptBlocks
         if sharers > 1 or spec.chosen:
@@ -106,9 +108,18 @@ class FetchedBlocks:
             self._plan.learn(bytes_of(batch), batch.num_rows)
             self._open[block] = batch
             self._open_bytes += bytes_of(batch)
+            self._held.add(block, [buffer for column in batch.columns for buffer in column.buffers() if buffer])
         else:
             self._open.move_to_end(block)
         return batch, True
+
+    @property
+    def memory(self) -> Memory:
+        """The blocks that are held."""
+        return self._held.memory
+
+    def check(self) -> None:
+        """Do nothing: blocks are held as they were decoded, whatever happens to their files."""
 
     def trim(self) -> list[int]:
         """Let go of blocks that are not needed any more, or of those not used for longest if there are too many."""
@@ -116,6 +127,7 @@ class FetchedBlocks:
         for block in list(self._open):
             if self._plan.over(block) or (self._open_bytes > self._limit and len(self._open) > 1):
                 self._open_bytes -= bytes_of(self._open.pop(block))
+                self._held.remove(block)
                 dropped.append(block)
         return dropped
 

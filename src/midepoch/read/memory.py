@@ -1,14 +1,17 @@
-"""Reading memory at given addresses, vectorised.
+"""Vectorised reads at given addresses, through views that are bounded by the buffers themselves.
 
-``Table.take`` over many chunks costs 30 µs a row; a Python loop over blocks 1.6 µs. An array that pretends to cover
-all memory lets numpy's own indexing do the gather: 0.7 µs for 4 KB, of which the copy is nearly all. The callers check
-every address against the extent of its buffer when a block is opened (``blocks.py``); nothing else may call this.
+``Table.take`` over many chunks costs 30 µs a row and a Python loop over blocks 1.6 µs. A view of overlapping rows over
+a buffer lets numpy's own indexing do the gather: 0.7 µs for 4 KB, of which the copy is nearly all. One view covers a
+group of neighbouring buffers, since the system maps files side by side: a batch over a thousand files is one call.
+
+All arithmetic is relative to the first address of a group, so no address is too large. A ``Memory`` holds its buffers,
+so no address goes stale. Callers check every offset inside a block against its buffers when they open the block.
 """
 
 from __future__ import annotations
 
-import ctypes
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,75 +21,219 @@ import pyarrow as pa
 Int64Array = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_ORIGIN = 4096  # an address of 0 would mean "no data" to numpy
-_EXTENT = 1 << 47  # what a process can address on every 64-bit machine in use
+_REACH = 1 << 30
+"""Buffers with at most this many bytes between them share a view. The bytes between are never read."""
+_WIDE = 1 << 15
+"""Rows of this many bytes are copied one by one: 0.3 µs of Python each, where the copy takes 5 µs or more.
+
+Views of narrower rows cannot exceed numpy's 2⁶³ elements: a group would have to span 2⁴⁸ bytes.
+"""
+_INLINE = 12  # bytes: a view of a string holds what is not longer in itself
+_WINDOW_BITS = 30
 
 
-class _AllMemory:
-    """Rows of ``width`` bytes at every address, through numpy's array interface: nothing is touched until indexed."""
+def grouped(starts: Int64Array, stops: Int64Array, reach: int = _REACH) -> tuple[Int64Array, Int64Array]:
+    """Group neighbouring ranges of addresses, sorted by start. Return the first address and the end of each group."""
+    if not len(starts):
+        return starts, stops
+    ends = np.maximum.accumulate(stops)
+    cuts = np.flatnonzero(starts[1:] - ends[:-1] > reach) + 1
+    return starts[np.concatenate([[0], cuts])], ends[np.concatenate([cuts - 1, [len(ends) - 1]])]
 
-    def __init__(self, width: int) -> None:
+
+class Memory:
+    """Buffers and the bytes in them, by address. Immutable; holds the buffers."""
+
+    def __init__(self, buffers: Sequence[pa.Buffer] = (), *, beside: Memory | None = None) -> None:
+        added = sorted((b for b in buffers if b.size), key=lambda b: (b.address, -b.size))
+        starts = np.array([b.address for b in added], dtype=np.int64)
+        stops = starts + np.array([b.size for b in added], dtype=np.int64)
+        if beside is not None:  # a thousand files opened one after the other are not sorted a thousand times
+            places = beside._starts.searchsorted(starts)
+            starts, stops = np.insert(beside._starts, places, starts), np.insert(beside._stops, places, stops)
+            ordered = list(beside.buffers)
+            for place, buffer in zip(reversed(places.tolist()), reversed(added), strict=True):
+                ordered.insert(place, buffer)
+            added = ordered
+        # Buffers inside another one (columns of a mapped file) add nothing.
+        outer = np.ones(len(added), dtype=bool)
+        outer[1:] = stops[1:] > np.maximum.accumulate(stops)[:-1]
+        outer[:-1] &= (starts[:-1] != starts[1:]) | (stops[:-1] >= stops[1:])
+        self.buffers: tuple[pa.Buffer, ...] = tuple(compress(added, outer.tolist()))
+        self._starts: Int64Array = starts[outer]
+        self._stops: Int64Array = stops[outer]
+        self._disjoint = bool((self._starts[1:] >= self._stops[:-1]).all())
+        self._small = bool((self._stops - self._starts <= 1 << _WINDOW_BITS).all())
+        self._windows = np.concatenate([[0], np.cumsum(((self._stops - self._starts - 1) >> _WINDOW_BITS) + 1)])
+        self._firsts, ends = grouped(self._starts, self._stops)
+        self._groups = [_Group(a, b, self.buffers) for a, b in zip(self._firsts.tolist(), ends.tolist(), strict=True)]
+        self._only = self._groups[0] if len(self._groups) == 1 else None
+
+    @staticmethod
+    def union(parts: Sequence[Memory]) -> Memory:
+        """The memory of several."""
+        distinct = list(dict.fromkeys(parts))
+        return distinct[0] if len(distinct) == 1 else Memory([b for part in distinct for b in part.buffers])
+
+    def gather(self, addresses: Int64Array, width: int) -> Bytes:
+        """``width`` bytes from each address, as a new array of shape (len(addresses), width)."""
+        if self._only is not None:
+            return self._only.gather(addresses, width)
+        out = np.empty((len(addresses), width), dtype=np.uint8)
+        if len(addresses):
+            owner = self._firsts.searchsorted(addresses, side="right") - 1
+            for number in np.unique(owner).tolist():
+                own = owner == number
+                out[own] = self._groups[number].gather(addresses[own], width)
+        return out
+
+    def join(self, starts: Int64Array, stops: Int64Array) -> bytearray:
+        """The bytes of the ranges [start, stop), one after the other, copied once."""
+        if self._only is not None:
+            return bytearray().join(self._only.slices(starts, stops))
+        some = np.flatnonzero(stops > starts)
+        owner = self._firsts.searchsorted(starts[some], side="right") - 1 if len(some) else some
+        parts: list[memoryview] = [memoryview(b"")] * len(some)
+        for number in np.unique(owner).tolist():
+            own = np.flatnonzero(owner == number)
+            for place, part in zip(
+                own.tolist(), self._groups[number].slices(starts[some[own]], stops[some[own]]), strict=True
+            ):
+                parts[place] = part
+        return bytearray().join(parts)
+
+    def gather_bytes(
+        self, starts: Int64Array, lengths: Int64Array, nulls: pa.Buffer | None, kind: pa.DataType
+    ) -> pa.Array | None:
+        """An array of strings or bytes from ranges of memory, copied once and without a Python object for each.
+
+        The ranges become views into the buffers, which pyarrow then copies together. None if a range is too long for a
+        view or lies in two buffers.
+        """
+        if not len(starts) or int(lengths.max()) >= 1 << _WINDOW_BITS:
+            return None
+        # Of each view: length, first bytes (which copying does not need), buffer, offset.
+        views = np.zeros((len(starts), 4), dtype=np.int32)
+        views[:, 0] = lengths
+        windows: list[pa.Buffer] = []
+        if int(lengths.min()) > _INLINE:
+            located = self._locate(starts, lengths)
+            if located is None:
+                return None
+            views[:, 2], views[:, 3], windows = located
+        else:
+            long = lengths > _INLINE
+            if long.any():
+                located = self._locate(starts[long], lengths[long])
+                if located is None:
+                    return None
+                views[long, 2], views[long, 3], windows = located
+            raw = views.view(np.uint8)
+            for length in range(1, _INLINE + 1):
+                short = lengths == length
+                if short.any():
+                    raw[short, 4 : 4 + length] = self.gather(starts[short], length)
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        buffers = [nulls, pa.py_buffer(views), *windows]
+        return pa.Array.from_buffers(pa.string_view() if text else pa.binary_view(), len(starts), buffers).cast(kind)
+
+    def _locate(
+        self, starts: Int64Array, lengths: Int64Array
+    ) -> tuple[Int64Array | int, Int64Array, list[pa.Buffer]] | None:
+        """Which window each range lies in, where in it, and the windows: pieces of buffers that 31 bits can address."""
+        if len(self.buffers) == 1 and self._small:
+            return 0, starts - self._starts[0], [self.buffers[0]]
+        owner = self._starts.searchsorted(starts, side="right") - 1
+        if not self._disjoint and (starts + lengths > self._stops[owner]).any():
+            return None
+        offsets = starts - self._starts[owner]
+        if self._small:
+            window, most = owner, len(self.buffers)
+        else:
+            window, most = self._windows[owner] + (offsets >> _WINDOW_BITS), int(self._windows[-1])
+            offsets &= (1 << _WINDOW_BITS) - 1
+        if most <= len(starts):  # naming them all costs less than finding out which are used
+            return window, offsets, list(self.buffers) if self._small else [self._window(i) for i in range(most)]
+        numbers, which = np.unique(window, return_inverse=True)
+        return which, offsets, [self._window(number) for number in numbers.tolist()]
+
+    def _window(self, number: int) -> pa.Buffer:
+        """Up to 2 GiB of a buffer from a multiple of 1 GiB, so that a range shorter than 1 GiB lies inside of one."""
+        if self._small:
+            return self.buffers[number]
+        owner = int(self._windows.searchsorted(number, side="right")) - 1
+        start = (number - int(self._windows[owner])) << _WINDOW_BITS
+        buffer = self.buffers[owner]
+        return buffer.slice(start, min(buffer.size - start, (2 << _WINDOW_BITS) - 1))
+
+
+class _Group:
+    """The range from the first to the last byte of neighbouring buffers."""
+
+    def __init__(self, start: int, stop: int, buffers: tuple[pa.Buffer, ...]) -> None:
+        self.start, self._size, self._buffers = start, stop - start, buffers
+        self._views: dict[int, Bytes] = {}
+        self._flat = self.view(1)[:, 0]
+
+    def view(self, width: int) -> Bytes:
+        """Rows of ``width`` bytes that begin at every byte; nothing is touched until it is indexed."""
+        found = np.asarray(_Extent(self.start, self._size - width + 1, width, self._buffers))
+        self._views[width] = found
+        return found
+
+    def gather(self, addresses: Int64Array, width: int) -> Bytes:
+        places = addresses - self.start
+        if width < _WIDE:
+            view = self._views.get(width)
+            return (self.view(width) if view is None else view)[places]
+        out = np.empty((len(places), width), dtype=np.uint8)
+        flat = self._flat
+        for row, place in zip(out, places.tolist(), strict=True):
+            row[:] = flat[place : place + width]
+        return out
+
+    def slices(self, starts: Int64Array, stops: Int64Array) -> list[memoryview]:
+        data = memoryview(self._flat.data)
+        begin, end = (starts - self.start).tolist(), (stops - self.start).tolist()
+        return [data[a:b] for a, b in zip(begin, end, strict=True)]
+
+
+class _Extent:
+    """Overlapping rows of bytes, through numpy's array interface. Arrays made of it hold the buffers."""
+
+    def __init__(self, start: int, rows: int, width: int, buffers: tuple[pa.Buffer, ...]) -> None:
+        self._buffers = buffers
         self.__array_interface__: dict[str, Any] = {
-            "data": (_ORIGIN, True),
-            "shape": (_EXTENT, width),
+            "data": (start, True),
+            "shape": (rows, width),
             "strides": (1, 1),
             "typestr": "|u1",
             "version": 3,
         }
 
 
-@lru_cache(maxsize=256)
-def _view(width: int) -> Bytes:
-    return np.asarray(_AllMemory(width))
+class HeldBuffers:
+    """The buffers of what is open, by a key, and the memory over all of them."""
 
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, Sequence[pa.Buffer]] = {}
+        self._memory = Memory()
+        self._added: list[pa.Buffer] = []
+        self._removed = False
 
-_memory = memoryview((ctypes.c_char * _EXTENT).from_address(_ORIGIN)).cast("B")
+    def add(self, key: Hashable, buffers: Sequence[pa.Buffer]) -> None:
+        self._buffers[key] = buffers
+        self._added.extend(buffers)
 
+    def remove(self, key: Hashable) -> None:
+        if self._buffers.pop(key, None) is not None:
+            self._removed = True
 
-def gather(addresses: Int64Array, width: int) -> Bytes:
-    """``width`` bytes from each address, as a new array of shape (len(addresses), width)."""
-    return _view(width)[addresses - _ORIGIN]
-
-
-def join(starts: Int64Array, stops: Int64Array) -> bytearray:
-    """The bytes of the ranges [start, stop), one after the other, copied once."""
-    memory = _memory
-    begin, end = (starts - _ORIGIN).tolist(), (stops - _ORIGIN).tolist()
-    return bytearray().join([memory[a:b] for a, b in zip(begin, end, strict=True)])
-
-
-_INLINE = 12  # bytes: a view holds what is not longer in itself
-_WINDOW_BITS = 30
-
-
-def gather_bytes(
-    starts: Int64Array, lengths: Int64Array, nulls: pa.Buffer | None, kind: pa.DataType
-) -> pa.Array | None:
-    """An array of strings or bytes from ranges of memory, copied once, and without a Python object for each: as views,
-    which pyarrow then copies together. None if one of them is too long for a view.
-    """
-    if not len(starts) or int(lengths.max()) >= 1 << _WINDOW_BITS:
-        return None
-    owner = starts >> _WINDOW_BITS
-    low, high = int(owner.min()), int(owner.max())
-    windows, which = ([low], 0) if low == high else np.unique(owner, return_inverse=True)
-    views = np.zeros(
-        (len(starts), 4), dtype=np.int32
-    )  # length, first bytes (which copying does not ask for), buffer, offset
-    views[:, 0], views[:, 2], views[:, 3] = lengths, which, starts & ((1 << _WINDOW_BITS) - 1)
-    if int(lengths.min()) <= _INLINE:
-        raw = views.view(np.uint8)
-        raw[lengths <= _INLINE, 4:] = 0
-        for length in range(1, _INLINE + 1):
-            short = lengths == length
-            if short.any():
-                raw[short, 4 : 4 + length] = gather(starts[short], length)
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    buffers = [nulls, pa.py_buffer(views), *map(_window, windows)]
-    return pa.Array.from_buffers(pa.string_view() if text else pa.binary_view(), len(starts), buffers).cast(kind)
-
-
-@lru_cache(maxsize=4096)
-def _window(number: int) -> pa.Buffer:
-    """2 GiB of memory from a multiple of 1 GiB on, so that whatever is shorter than one lies inside one of them."""
-    return pa.foreign_buffer(number << _WINDOW_BITS, (2 << _WINDOW_BITS) - 1)
+    @property
+    def memory(self) -> Memory:
+        if self._removed:
+            self._memory = Memory([buffer for each in self._buffers.values() for buffer in each])
+        elif self._added:
+            self._memory = Memory(self._added, beside=self._memory)
+        self._added, self._removed = [], False
+        return self._memory

@@ -84,8 +84,10 @@ class Reader:
             return self._slices(rows, blocks, breaks, kept)
         inner = rows - self._starts[blocks]
         by_address = bool((self._status[blocks] == _BY_ADDRESS).all())
+        memory = self._blocks.memory
         columns = [
-            gather.gather(blocks, inner) if gather is not None and by_address else None for gather in self._gatherers
+            gather.gather(memory, blocks, inner) if gather is not None and by_address else None
+            for gather in self._gatherers
         ]
         if any(column is None for column in columns):
             missing = [i for i, column in enumerate(columns) if column is None]
@@ -101,11 +103,17 @@ class Reader:
 
     def _let_go(self) -> None:
         """Forget the addresses of blocks that are no longer held."""
-        if self._fetched is not None and (dropped := self._fetched.trim()):
+        self._blocks.check()
+        dropped = self._blocks.trim()
+        if len(dropped):
             status = self._status[dropped]
             self._status[dropped] = np.where(status == _BAD, _BAD, _UNKNOWN)
             if self._last is not None and self._last[0] in dropped:
                 self._last = None
+
+    def check(self) -> None:
+        """Look, once a second, whether files were changed under their mappings. Raises DataChangedError."""
+        self._blocks.check()
 
     def _blocks_of(self, rows: Int64Array) -> Int64Array:
         if self._block_rows:
@@ -129,12 +137,16 @@ class Reader:
         """
         if self._fetched is not None or not all(isinstance(gather, Fixed) for gather in self._gatherers):
             return None
+        self._let_go()
         blocks = self._blocks_of(rows)
         if self._open(blocks) is not None or not (self._status[blocks] == _BY_ADDRESS).all():
             return None
         inner = rows - self._starts[blocks]
         fixed = [gather for gather in self._gatherers if isinstance(gather, Fixed)]
-        found = {name: gather.locate(blocks, inner) for name, gather in zip(self.schema.names, fixed, strict=True)}
+        memory = self._blocks.memory
+        found = {
+            name: gather.locate(memory, blocks, inner) for name, gather in zip(self.schema.names, fixed, strict=True)
+        }
         located = {name: each for name, each in found.items() if each is not None}
         return located if len(located) == len(found) else None
 

@@ -1,0 +1,34 @@
+"""Errors of the machine, which say nothing about the data: too many open files, no memory for a mapping."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from midepoch.errors import CorruptBlockError
+
+T = TypeVar("T")
+
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS})
+_PAUSES = (0.05, 0.2, 0.8)
+
+
+def retried(action: Callable[[], T], path: str) -> T:
+    """Run an action on a file, again after a pause where the machine lacked a resource.
+
+    A lasting shortage is raised as the OSError that it is, other failures as CorruptBlockError.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except OSError as problem:
+            if problem.errno not in SHORTAGES:
+                raise CorruptBlockError(f"{path} cannot be read: {problem}") from None
+            if pause is None:
+                raise
+            time.sleep(pause)
+    raise AssertionError("unreachable")
