@@ -1,26 +1,32 @@
-"""Decoded blocks on disk, shared by all processes of a machine: each block is an Arrow file, there whole or not at all.
+"""Decoded blocks on disk, shared by all processes of a machine.
 
-A killed process leaves at most a temporary file, which the next one removes. Blocks of an earlier boot are removed too:
-they were never synced. Nothing here is needed to be right: a block that is gone is decoded once more.
+A block is a file: a header of 64 bytes, then an Arrow stream of one record batch. The header says which block of which
+data it is, how many rows it has, and the checksum of the rest; all of it is checked when a block is opened, and a block
+that does not hold is made again. A killed process leaves at most a temporary file, which the next one removes. Blocks
+of an earlier boot are removed too: they were never synced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import shutil
 import socket
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 
-from midepoch.errors import FormatError
+from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.processes import alive
+from midepoch.read.resources import retried
 from midepoch.read.turns import Turns
 from midepoch.sources.source import CacheSpec
 
@@ -32,6 +38,10 @@ except ImportError:  # not on Windows: two processes may decode the same block, 
 _log = logging.getLogger("midepoch")
 _EVICTING = 1 << 40  # the byte of the lock file that stands for making room; blocks have the bytes before it
 
+_MAGIC = b"MEBLOCK2"
+_HEADER = struct.Struct("<8s16sqqI")  # magic, identity, rows, bytes of the rest, their CRC-32
+_HEADER_BYTES = 64  # so that the rest is aligned as Arrow wants it
+
 _PATIENCE = 30.0
 """Seconds to wait for a block that another process is making."""
 
@@ -39,7 +49,10 @@ NextUse = Callable[[int], float]
 
 
 class BlockCache:
-    """The blocks of one source and choice of columns. ``next_use`` says how soon a block will be read again."""
+    """The blocks of one source and choice of columns, which ``key`` stands for.
+
+    ``next_use`` says how soon a block will be read again.
+    """
 
     def __init__(self, spec: CacheSpec, key: str, next_use: NextUse) -> None:
         self._root = Path(spec.folder) / _machine()
@@ -77,17 +90,30 @@ class BlockCache:
     def has(self, block: int) -> bool:
         return self._usable and self._path(block).exists()
 
-    def open(self, block: int) -> pa.RecordBatch | None:
-        """The block, mapped, if it is there."""
+    def _identity(self, block: int) -> bytes:
+        return hashlib.blake2b(f"{self._folder.name} {block}".encode(), digest_size=16).digest()
+
+    def open(self, block: int, *, trusted: bool = False) -> pa.RecordBatch | None:
+        """The block, mapped, if it is there and is what it should be. ``trusted``: just written by this process."""
         if not self._usable:
             return None
         path = self._path(block)
         try:
-            mapped = pa.memory_map(str(path)).read_buffer()
-            batch = pa.ipc.open_stream(mapped).read_next_batch()
+            mapped = retried(lambda: pa.memory_map(str(path)).read_buffer(), str(path))
+            if mapped.size < _HEADER_BYTES:
+                raise ValueError(f"it has {mapped.size} bytes")
+            magic, identity, rows, size, checksum = _HEADER.unpack_from(mapped)
+            body = mapped.slice(_HEADER_BYTES)
+            if magic != _MAGIC or identity != self._identity(block):
+                raise ValueError("it is not this block")
+            if size != body.size or (not trusted and zlib.crc32(body) != checksum):
+                raise ValueError("its checksum differs")
+            batch = pa.ipc.open_stream(body).read_next_batch()
+            if batch.num_rows != rows:
+                raise ValueError(f"it has {batch.num_rows} rows instead of {rows}")
         except FileNotFoundError:
             return None
-        except (pa.ArrowException, OSError, StopIteration) as problem:
+        except (pa.ArrowException, CorruptBlockError, ValueError, StopIteration) as problem:
             _log.warning("the cached block %s cannot be used and is made again: %s", path, problem)
             path.unlink(missing_ok=True)
             return None
@@ -124,7 +150,7 @@ class BlockCache:
                     self._make_room(0)
                 _log.warning("the decoded block %s cannot be kept: %s", self._path(block), problem)
                 return batch
-            return self.open(block) or batch
+            return self.open(block, trusted=True) or batch
         return batch
 
     def _write(self, block: int, batch: pa.RecordBatch) -> None:
@@ -132,9 +158,16 @@ class BlockCache:
         temporary = path.with_name(f".{block}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the cache
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
-                writer.write_batch(batch)
-            size = temporary.stat().st_size
+            with pa.OSFile(str(temporary), "wb") as sink:
+                sink.write(bytes(_HEADER_BYTES))
+                with pa.ipc.new_stream(sink, batch.schema) as writer:
+                    writer.write_batch(batch)
+            written = pa.memory_map(str(temporary)).read_buffer().slice(_HEADER_BYTES)
+            header = _HEADER.pack(_MAGIC, self._identity(block), batch.num_rows, written.size, zlib.crc32(written))
+            with temporary.open("r+b") as file:
+                file.write(header)
+            size = written.size + _HEADER_BYTES
+            del written
             self._written += size
             if self._written > self._limit // 16:
                 self._make_room(self._limit - size)

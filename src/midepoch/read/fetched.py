@@ -57,11 +57,7 @@ class FetchedBlocks:
         self._plan = _Plan(source, sharers)
         self._cache: BlockCache | KeptBlocks
         if sharers > 1 or spec.chosen:
-            # By what the files are here and now: the fingerprint alone may be that of a file with other values.
-            files = [f"{file.path} {file.size} {file.mtime_ns} {file.etag}" for file in source.files]
-            chosen = source.access.filter if source.access is not None else None
-            text = "\0".join([source.fingerprint, chosen.digest if chosen else "", *self._columns, *files])
-            key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+            key = _key(source, self._columns)
             self._cache = BlockCache(spec, key, self._plan.next_use)
         else:
             self._cache = KeptBlocks(self._limit, self._plan.next_use)
@@ -130,6 +126,24 @@ class FetchedBlocks:
                 self._held.remove(block)
                 dropped.append(block)
         return dropped
+
+
+def _key(source: Source, columns: Sequence[str]) -> str:
+    """All that decides what a decoded block holds: the files here and now, how they are cut, the filter, the columns.
+
+    The fingerprint alone would not do: it may be that of a file with other values.
+    """
+    assert source.access is not None
+    chosen = source.access.filter
+    digest = hashlib.blake2b(digest_size=12)
+    for text in (source.fingerprint, chosen.digest if chosen else "", "\0".join(columns)):
+        digest.update(text.encode() + b"\0\0")
+    for file in source.files:
+        digest.update(f"{file.path}\0{file.size}\0{file.mtime_ns}\0{file.etag}\0".encode())
+    for array in (source.layout.block_starts, source.offsets):
+        digest.update(np.ascontiguousarray(array).data)
+    digest.update(source.indexes[0].schema_bytes)
+    return digest.hexdigest()
 
 
 class _Plan:
