@@ -56,14 +56,12 @@ def mix(
     empty = [number for number, part in enumerate(parts) if not any(leaf.rows for leaf in part.leaves)]
     if empty:
         raise DataNotFoundError(f"mix: source {empty[0]} has no rows: its split, slice or selection is empty.")
-    _check_columns(parts, "mix")
     return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 
 
 def concat(sources: Sequence[Any], *others: Any) -> Stream:
     """One dataset or stream after the other: a ``Stream``. (Each lane goes through its part of all of them.)"""
     parts = _parts([] if others else sources, "concat")
-    _check_columns(parts, "concat")
     return _stream(Concat(parts), sources)
 
 
@@ -83,29 +81,9 @@ def _parts(sources: Any, what: str) -> tuple[Spec, ...]:
     return tuple(_spec_of(source) for source in sources)
 
 
-def _check_columns(parts: Sequence[Spec], what: str) -> None:
-    """Where columns are known without running anything, they must be the same, and of one type."""
-    known = [(number, names) for number, part in enumerate(parts) if (names := part.known_columns) is not None]
-    for number, names in known[1:]:
-        first, expected = known[0]
-        if set(names) != set(expected):
-            raise ColumnError(
-                f"{what}: source {first} has the columns {', '.join(expected)}, source {number} has "
-                f"{', '.join(names)}: bring them to the same columns (select_columns, rename_columns, map) first."
-            )
-    plain = [(number, part.leaves[0]) for number, part in enumerate(parts) if part.plain]
-    for number, leaf in plain[1:]:
-        first, other = plain[0]
-        for name, source_name in leaf.head.items():
-            kinds = [other.source.schema.field(other.head[name]).type, leaf.source.schema.field(source_name).type]
-            if kinds[0] != kinds[1]:
-                raise ColumnError(
-                    f"{what}: column {name!r} is {kinds[0]} in source {first} and {kinds[1]} in source {number}: "
-                    "map it to one type first."
-                )
-
-
 def _stream(base: Combination, sources: Sequence[Any]) -> Stream:
+    if not isinstance(base, Zip):
+        _ = base.schema  # parts that do not go together are refused here, not in the batch where they meet
     formats = {source.what.format for source in sources}
     lanes, given = _lanes_of(sources)
     return Stream(What(Spec(base), formats.pop() if len(formats) == 1 else None, lanes=lanes, lanes_chosen=given))

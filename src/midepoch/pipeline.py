@@ -7,7 +7,7 @@ from functools import cached_property
 
 from midepoch.order import Cut, Order
 from midepoch.sources import Source
-from midepoch.transforms import ColumnStep, FilterRows, FlatMap, Function, Map, RenameColumns, Step, Unbatch
+from midepoch.transforms import Cast, ColumnStep, FilterRows, FlatMap, Function, Map, RenameColumns, Step, Unbatch
 
 ON_ERROR = ("raise", "skip")
 
@@ -125,7 +125,7 @@ def _rowwise(step: Function) -> bool:
 
 
 def is_one_to_one(step: Step) -> bool:
-    return isinstance(step, ColumnStep) or (isinstance(step, Map) and step.one_to_one)
+    return isinstance(step, (ColumnStep, Cast)) or (isinstance(step, Map) and step.one_to_one)
 
 
 def text_of(steps: tuple[Step, ...]) -> str:
@@ -135,6 +135,8 @@ def text_of(steps: tuple[Step, ...]) -> str:
 def _name(step: Step) -> str:
     if isinstance(step, Unbatch):
         return "unbatch" if step.names is None else f"unbatch[{' '.join(step.names)}]"
+    if isinstance(step, Cast):
+        return step.text
     if not isinstance(step, Map):
         if isinstance(step, FlatMap):
             return "flat_map"

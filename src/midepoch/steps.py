@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from midepoch.checks import whole
 from midepoch.transforms import (
+    Cast,
     FilterExpression,
     FilterRows,
     FlatMap,
@@ -19,10 +20,12 @@ from midepoch.transforms import (
     Step,
     Unbatch,
 )
+from midepoch.transforms.cast import types_by_name
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.compute as pc
 
 Self = TypeVar("Self", bound="HasSteps")
@@ -172,6 +175,13 @@ class HasSteps:
     def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
         """Columns under new names."""
         return self._with_step(RenameColumns(tuple(column_mapping.items())))  # type: ignore[no-any-return]
+
+    def cast(self: Self, columns: Mapping[str, Any] | pa.Schema) -> Self:
+        """Columns as values of these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
+
+        What a function makes has the type of its values, which may differ between batches; after a cast it has not.
+        """
+        return self._with_step(Cast(types_by_name(columns)))  # type: ignore[no-any-return]
 
     def _function(
         self,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from midepoch.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
-from midepoch.transforms.batch import told_apart
+from midepoch.transforms.batch import alike, told_apart
 
 Int64Array = npt.NDArray[np.int64]
 At = Any
@@ -28,6 +28,8 @@ class Refs:
     rows: Int64Array
     located: dict[str, Located] | None = None
     ordinals: Int64Array | None = None
+    schema: Conform | None = None
+    """What the rows have to be like, where sources differ in what they are."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -43,7 +45,7 @@ class Refs:
         if self.located is not None:
             located = {name: column.at(places) for name, column in self.located.items()}
         ordinals = None if self.ordinals is None else self.ordinals[places]
-        return Refs(self.engines, self.leaves[places], self.rows[places], located, ordinals)
+        return replace(self, leaves=self.leaves[places], rows=self.rows[places], located=located, ordinals=ordinals)
 
     def told_apart(self, number: int) -> Refs:
         """As ``Batch.told_apart``."""
@@ -62,7 +64,8 @@ class Refs:
         parts: list[Batch] = []
         for leaf in np.unique(self.leaves).tolist():
             places = np.flatnonzero(self.leaves == leaf)
-            parts.append(self.engines[leaf].read(self.rows[places]))
+            part = self.engines[leaf].read(self.rows[places])
+            parts.append(part if self.schema is None else self.schema.conform(part))
             found.append(places)
         if len(parts) == 1:
             return parts[0]
@@ -71,22 +74,84 @@ class Refs:
         return join(parts).keep(order)
 
 
-Items = Batch | Refs
+@dataclass(frozen=True)
+class Pieces:
+    """Rows of batches whose columns are not of one kind: one source reads numbers, a function makes lists of others.
+
+    They are joined when it is known which rows make a batch, so that its types depend on no other row.
+    """
+
+    batches: tuple[Batch, ...]
+    which: Int64Array
+    places: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def slice(self, start: int, stop: int) -> Pieces:
+        return replace(self, which=self.which[start:stop], places=self.places[start:stop])
+
+    def keep(self, places: Int64Array) -> Pieces:
+        return replace(self, which=self.which[places], places=self.places[places])
+
+    def told_apart(self, number: int) -> Pieces:
+        """As ``Batch.told_apart``."""
+        return replace(self, batches=tuple(batch.told_apart(number) for batch in self.batches))
+
+    def changed(self, change: Callable[[Batch], Batch]) -> Pieces:
+        """With another row for each row, each batch for itself."""
+        return replace(self, batches=tuple(change(batch) for batch in self.batches))
+
+    def read(self) -> Batch:
+        """The rows, joined."""
+        used = np.unique(self.which).tolist() or [0]
+        found = [np.flatnonzero(self.which == number) for number in used]
+        parts = [self.batches[number].keep(self.places[rows]) for number, rows in zip(used, found, strict=True)]
+        order = np.empty(len(self), dtype=np.int64)
+        order[np.concatenate(found)] = np.arange(len(self))
+        return join(parts).keep(order)
+
+
+Items = Batch | Refs | Pieces
+
+
+class Conform(Protocol):
+    """Brings rows of different sources to one schema."""
+
+    def conform(self, batch: Batch) -> Batch: ...
 
 
 def joined(parts: Sequence[Items]) -> Items:
-    """Outputs one after the other: references as long as all are."""
+    """Outputs one after the other: references as long as all are, one batch where all are of one kind."""
     if len(parts) == 1:
         return parts[0]
     refs = [part for part in parts if isinstance(part, Refs)]
     if len(refs) < len(parts):
-        return join([real(part) for part in parts])
+        batches = [part.read() if isinstance(part, Refs) else part for part in parts]
+        plain = [batch for batch in batches if isinstance(batch, Batch)]
+        return join(plain) if len(plain) == len(batches) and alike(plain) else _together(batches)
     leaves, rows = (np.concatenate(arrays) for arrays in zip(*((p.leaves, p.rows) for p in refs), strict=True))
     ordinals = None
     if any(part.ordinals is not None for part in refs):
         zeros = [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in refs]
         ordinals = np.concatenate(zeros)
-    return Refs(refs[0].engines, leaves, rows, _join_located([part.located for part in refs]), ordinals)
+    located = _join_located([part.located for part in refs])
+    return Refs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema)
+
+
+def _together(parts: Sequence[Batch | Pieces]) -> Pieces:
+    batches: list[Batch] = []
+    which, places = [], []
+    for part in parts:
+        if isinstance(part, Pieces):
+            which.append(part.which + len(batches))
+            places.append(part.places)
+            batches += part.batches
+        elif len(part):
+            which.append(np.full(len(part), len(batches)))
+            places.append(np.arange(len(part)))
+            batches.append(part)
+    return Pieces(tuple(batches), np.concatenate(which), np.concatenate(places))
 
 
 def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Located] | None:
@@ -98,9 +163,16 @@ def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Locat
     return {name: Located.join([part[name] for part in found]) for name in first}
 
 
+def bytes_in(items: Items) -> int:
+    """About how much memory outputs take that were read."""
+    if isinstance(items, Refs):
+        return 0
+    return sum(batch.nbytes for batch in (items.batches if isinstance(items, Pieces) else (items,)))
+
+
 def real(items: Items) -> Batch:
     """Outputs as rows that have been read."""
-    return items.read() if isinstance(items, Refs) else items
+    return items if isinstance(items, Batch) else items.read()
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from midepoch.errors import ColumnError
-from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Taken, joined, real
-from midepoch.flow.spec import Mix
+from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Pieces, Refs, Taken, bytes_in, joined, real
+from midepoch.flow.spec import Concat, Mix
 from midepoch.order.mixing import Schedule, spans
 from midepoch.transforms import Batch
 
@@ -18,18 +20,32 @@ Int64Array = npt.NDArray[np.int64]
 Open = Callable[[int, int, At], Flow]
 """Opens a part by its number, in an epoch, at a cursor."""
 
-_FIRST, _MOST = 64, 4096
+_FIRST, _MOST = 16, 4096
+_QUICK, _SLOW = 0.01, 0.05
+"""Seconds: chunks that took less than the one are made larger, those that took more than the other smaller."""
+_CHUNK_BYTES = 4 << 20
 
 
 class Growing:
-    """How many outputs to make at once: a few at first, so that the first batch comes soon."""
+    """How many outputs to make at once: few at first, so that the first batch comes soon, and never more than are made
+    in a moment and take a few megabytes. What is made does not depend on it.
+    """
 
     def __init__(self) -> None:
         self._size = _FIRST
+        self._began = 0.0
 
     def next(self) -> int:
-        size, self._size = self._size, min(2 * self._size, _MOST)
-        return size
+        self._began = perf_counter()
+        return self._size
+
+    def made(self, items: Items) -> None:
+        """The chunk that was asked for last is made."""
+        took, size = perf_counter() - self._began, bytes_in(items)
+        if took > _SLOW or size > 2 * _CHUNK_BYTES:
+            self._size = max(1, self._size // 2)
+        elif took < _QUICK and 2 * size <= _CHUNK_BYTES:
+            self._size = min(2 * self._size, _MOST)
 
 
 class Mixed:
@@ -46,8 +62,7 @@ class Mixed:
         self._old: At = old[0] if old else None  # what it was before it was changed, while it stays so
         self._schedule = self._make_schedule()
         self._parts = [
-            _Part(number, mix.tags[number], open_part, start[2][number][2], epoch, *part, again=mix.stop != "first")
-            for number, part in enumerate(parts)
+            _Part(number, mix, open_part, start[2][number][2], epoch, *part) for number, part in enumerate(parts)
         ]
         self._ended = False
 
@@ -75,6 +90,7 @@ class Mixed:
             self._ended, size = True, size if end is None else end
         self._position += size
         era, items, filled = self._era, *_in_order(draws, places, size)
+        self._growing.made(items)
 
         def at(outputs: int) -> At:
             position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
@@ -126,18 +142,17 @@ class _Part:
     def __init__(
         self,
         number: int,
-        tag: int,
+        mix: Mix,
         open_part: Open,
         start: At,
         epoch: int,
         run: int,
         exhausted: int,
         cursor: At,
-        *,
-        again: bool,
     ) -> None:
-        self._number, self._open, self._start, self._epoch, self._again = number, open_part, start, epoch, again
-        self._tag = tag
+        self._number, self._open, self._start, self._epoch = number, open_part, start, epoch
+        self._again, self._tag = mix.stop != "first", mix.tags[number]
+        self._conform = conformer(mix, number)
         self._pass, self.exhausted = run, bool(exhausted)
         self._intake = Intake(open_part(number, pair(epoch, run), cursor), cursor)
         self._found = cursor != start  # something came of this pass
@@ -164,20 +179,30 @@ class _Part:
                 self._pass, self._found = self._pass + 1, False
                 flow = self._open(self._number, pair(self._epoch, self._pass), self._start)
                 self._intake = Intake(flow, self._start)
-        return _Draw(self._tag, before, taken, ends, exhausted)
+        return _Draw(self._tag, self._conform, before, taken, ends, exhausted)
 
 
 class _Draw:
     """What was taken of a part at once. ``ends``: behind how many outputs it had to begin again, or could not go on."""
 
-    def __init__(self, tag: int, before: At, taken: list[tuple[int, Taken]], ends: list[int], exhausted: bool) -> None:
-        self._tag, self._before, self._taken, self.ends, self.exhausted = tag, before, taken, ends, exhausted
+    def __init__(
+        self,
+        tag: int,
+        conform: Callable[[Items], Items],
+        before: At,
+        taken: list[tuple[int, Taken]],
+        ends: list[int],
+        exhausted: bool,
+    ) -> None:
+        self._tag, self._conform, self._before, self._taken = tag, conform, before, taken
+        self.ends, self.exhausted = ends, exhausted
 
     def items(self) -> Items | None:
         """What was taken. Rows of other sources and other passes are told apart, for the generators of functions."""
         if not self._taken:
             return None
-        return joined([taken.items().told_apart((self._tag << 24) + run) for run, taken in self._taken])
+        passes = [taken.items().told_apart((self._tag << 24) + run) for run, taken in self._taken]
+        return self._conform(joined(passes))
 
     def before(self, count: int) -> At:
         """The part's entry in the cursor from which one of them comes first."""
@@ -202,6 +227,19 @@ class _Draw:
         return [run, exhausted, cursor]
 
 
+def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
+    """Brings outputs of a part to the schema of all."""
+    schema = base.schema
+    as_read = schema.leaves_as_read(base.parts[number].known)
+
+    def conform(items: Items) -> Items:
+        if isinstance(items, Refs):
+            return replace(items, schema=schema, located=items.located if as_read else None)
+        return items.changed(schema.conform) if isinstance(items, Pieces) else schema.conform(items)
+
+    return conform
+
+
 def pair(epoch: int, run: int) -> int:
     """A number for each pair, no two the same, and small: (0, 0), (1, 0), (0, 1), (2, 0) … are 0, 1, 2, 3 …"""
     return (epoch + run) * (epoch + run + 1) // 2 + run
@@ -222,10 +260,8 @@ def _in_order(draws: Sequence[_Draw], places: Sequence[Int64Array], size: int) -
 class Concatenated:
     """Cursor: [number of the part, its cursor]."""
 
-    def __init__(
-        self, open_part: Callable[[int, At], Flow], starts: Sequence[At], tags: Sequence[int], cursor: At
-    ) -> None:
-        self._open, self._starts, self._tags = open_part, starts, tags
+    def __init__(self, concat: Concat, open_part: Callable[[int, At], Flow], starts: Sequence[At], cursor: At) -> None:
+        self._concat, self._open, self._starts = concat, open_part, starts
         self._number, inner = cursor
         self._flow = open_part(self._number, inner)
 
@@ -233,15 +269,15 @@ class Concatenated:
         while True:
             chunk = self._flow.pull()
             if chunk is not None:
-                return _numbered(chunk, self._number, self._tags[self._number])
+                return _numbered(chunk, self._concat, self._number)
             if self._number + 1 >= len(self._starts):
                 return None
             self._number += 1
             self._flow = self._open(self._number, self._starts[self._number])
 
 
-def _numbered(chunk: Chunk, number: int, tag: int) -> Chunk:
-    items = chunk.items.told_apart(tag << 24)
+def _numbered(chunk: Chunk, concat: Concat, number: int) -> Chunk:
+    items = conformer(concat, number)(chunk.items.told_apart(concat.tags[number] << 24))
     return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
 
 
@@ -273,6 +309,7 @@ class Zipped:
         nullable = {name: paths for batch in batches for name, paths in batch.nullable.items()}
         first = batches[0]
         made = Batch(columns, first.rows, first.places, owned, nullable, first.ordinals)
+        self._growing.made(made)
         return Chunk(
             made,
             lambda outputs: [each.at(outputs) for each in taken],

@@ -37,7 +37,7 @@ def open_flow(spec: Spec, bundles: Bundles, packing: Packing, epoch: int, lane: 
         return Mixed(base, open_part, start(spec), epoch, lane.index, cursor)
     if isinstance(base, Concat):
         starts = [start(part) for part in base.parts]
-        return Concatenated(lambda number, inner: open_part(number, epoch, inner), starts, base.tags, cursor)
+        return Concatenated(base, lambda number, inner: open_part(number, epoch, inner), starts, cursor)
     return Zipped(lambda number, inner: open_part(number, epoch, inner), cursor)
 
 

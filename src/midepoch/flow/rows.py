@@ -18,6 +18,8 @@ from midepoch.transforms import Batch, FilterExpression, FilterRows, join
 
 _FIRST = 32
 _BUNDLE_BYTES = 1 << 20
+_MADE_BYTES = 4 << 20
+"""Of the outputs of a bundle: functions may make much of little."""
 _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
 _REFS = 4096
@@ -56,7 +58,7 @@ class Sizes:
 
     def took(self, leaf: int, most: int, rows: int, seconds: float) -> None:
         """Rows of a bundle were made in so many seconds; ``most`` rows are a bundle's size at most."""
-        now = self._now[leaf] = min(self._now[leaf], max(most, _FIRST))
+        now = self._now[leaf] = min(self._now[leaf], max(most, 1))
         if seconds < _QUICK and rows >= now:
             self._now[leaf] = min(2 * now, most)
         elif seconds > _SLOW and rows <= now:
@@ -110,10 +112,11 @@ def _filters_first(pipeline: Pipeline) -> bool:
     return isinstance(first, FilterExpression) or (isinstance(first, FilterRows) and not first.batched)
 
 
-def most_rows(engine: Engine, rows: int, outputs: int) -> int:
+def most_rows(engine: Engine, rows: int, made: Batch) -> int:
     """Rows of a bundle at most, by what came of one. Those that an expression leaves out cost next to nothing."""
-    few = _by_expression(engine.pipeline) and 4 * outputs < rows
-    return _FILTERED if few else engine.chunk_rows(_BUNDLE_BYTES)
+    few = _by_expression(engine.pipeline) and 4 * len(made) < rows
+    most = _FILTERED if few else engine.chunk_rows(_BUNDLE_BYTES)
+    return int(max(1, min(most, rows * _MADE_BYTES / max(1, made.nbytes))))
 
 
 def _by_expression(pipeline: Pipeline) -> bool:
@@ -137,7 +140,7 @@ class BundlesHere:
         engine, started = self.engines[leaf], time.perf_counter()
         stop = min(row + self._sizes.now(leaf), total)
         made = make(engine, Bundle(leaf, epoch, lane, row, stop))
-        most = most_rows(engine, stop - row, len(made))
+        most = most_rows(engine, stop - row, made)
         self._sizes.took(leaf, most, stop - row, time.perf_counter() - started)
         return stop, made
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from midepoch.flow.schema import NOTHING, Known, Schema, known_of, schema_of
 from midepoch.order.mixing import spans
 from midepoch.pipeline import Pipeline, columns_after, group_of, is_one_to_one, text_of
-from midepoch.transforms import ColumnStep, Map, Step
+from midepoch.transforms import Cast, ColumnStep, Map, Step
 from midepoch.transforms.packing import PackSpec
 
 STOPS = ("first", "all", "never")
@@ -93,6 +94,11 @@ class Mix:
         """A number for each part that tells its rows apart, wherever it stands: by its name, else by what it is."""
         return tags_of(self.names or [part.digest for part in self.parts])
 
+    @cached_property
+    def schema(self) -> Schema:
+        """What the rows of all parts are brought to. Raises ColumnError where that cannot be."""
+        return schema_of(self.parts, "mix")
+
     @property
     def text(self) -> str:
         return f"mix[{self.stop} seed={self.seed}]"
@@ -108,6 +114,11 @@ class Concat:
     def tags(self) -> tuple[int, ...]:
         """As those of a mix."""
         return tags_of([part.digest for part in self.parts])
+
+    @cached_property
+    def schema(self) -> Schema:
+        """As that of a mix; columns that a part lacks are null in it."""
+        return schema_of(self.parts, "concat", fill=True)
 
     @property
     def text(self) -> str:
@@ -140,7 +151,7 @@ def _skips(step: Step) -> bool:
 
 def _of_a_row(step: Step) -> bool:
     """Whether a step makes one row of each row, whatever rows it is given together and wherever they stand."""
-    if isinstance(step, ColumnStep):
+    if isinstance(step, (ColumnStep, Cast)):
         return True
     if not isinstance(step, Map) or not step.one_to_one or _skips(step):
         return False
@@ -219,6 +230,25 @@ class Spec:
             return not self.base.tail and not self.base.can_skip
         return all(part.plain for part in self.base.parts)
 
+    @cached_property
+    def known(self) -> Known:
+        """The columns and types of outputs, as far as they are known before anything runs."""
+        if isinstance(self.base, Pipeline):
+            known = known_of(self.base)
+        elif isinstance(self.base, Zip):
+            parts = [part.known for part in self.base.parts]
+            columns = {name: column for part in parts for name, column in part.columns.items()}
+            known = Known(columns, all(part.certain for part in parts))
+        else:
+            schema = self.base.schema
+            known = Known(schema.fixed or schema.likely, certain=bool(schema.fixed))
+        for stage in self.stages:
+            if isinstance(stage, Local):
+                known = known.after(stage.steps)
+            elif not isinstance(stage, Window):
+                known = NOTHING
+        return known
+
     @property
     def known_columns(self) -> tuple[str, ...] | None:
         """The columns of an output, or None where only running would tell."""
@@ -227,7 +257,9 @@ class Spec:
         else:
             parts = [part.known_columns for part in self.base.parts]
             names = parts[0]
-            if isinstance(self.base, Zip):
+            if isinstance(self.base, (Mix, Concat)) and self.base.schema.fixed:
+                names = tuple(self.base.schema.fixed)
+            elif isinstance(self.base, Zip):
                 names = None if None in parts else tuple(chain.from_iterable(part or () for part in parts))
         for stage in self.stages:
             if isinstance(stage, PackSpec):

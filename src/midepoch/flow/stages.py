@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.flow.chunk import At, Chunk, Flow, Intake, real
+from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Pieces, real
 from midepoch.flow.spec import Local, Rebatch, StageSpec, Window
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
@@ -61,7 +61,11 @@ class Same:
         chunk = self._source.pull()
         if chunk is None or not len(chunk.items):
             return chunk
-        made = run_steps(self._steps, real(chunk.items), self._run)
+        items = chunk.items
+        if isinstance(items, Pieces):
+            made: Items = items.changed(lambda batch: run_steps(self._steps, batch, self._run))
+        else:
+            made = run_steps(self._steps, real(items), self._run)
         return Chunk(made, chunk.at, chunk.before)
 
 

@@ -107,7 +107,7 @@ class BundlePool(Pool):
             if spent is not None:
                 self._spent.add(spent)
             rows, engine = bundle.stop - bundle.row, self.engines[bundle.leaf]
-            self._sizes.took(bundle.leaf, most_rows(engine, rows, len(made)), rows, seconds)
+            self._sizes.took(bundle.leaf, most_rows(engine, rows, made), rows, seconds)
 
     def _forget(self, asked: deque[_Asked]) -> None:
         for one in asked:

@@ -5,6 +5,7 @@ and row), so there is nothing to remember and nothing to save.
 """
 
 from midepoch.transforms.batch import Batch, join
+from midepoch.transforms.cast import Cast
 from midepoch.transforms.columns import RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
 from midepoch.transforms.flat import FlatMap, Unbatch
@@ -13,13 +14,14 @@ from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import Map
 
 ColumnStep = SelectColumns | RemoveColumns | RenameColumns
-RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch
+RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast
 """Steps that only running tells the rows of."""
 Step = ColumnStep | RunStep
 
 __all__ = [
     "FORMATS",
     "Batch",
+    "Cast",
     "ColumnStep",
     "FilterExpression",
     "FilterRows",

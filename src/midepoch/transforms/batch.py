@@ -40,6 +40,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def nbytes(self) -> int:
+        """About how much memory the columns take: of lists, as if all values were like the first."""
+        return sum(map(_bytes_of, self.columns.values()))
+
     def slice(self, start: int, stop: int) -> Batch:
         if start == 0 and stop >= len(self.rows):
             return self
@@ -74,6 +79,19 @@ class Batch:
         return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
 
 
+def _bytes_of(column: Any) -> int:
+    if isinstance(column, dict):
+        return sum(map(_bytes_of, column.values()))
+    if isinstance(column, Encoded):
+        column = column.array
+    if isinstance(column, (list, tuple)):
+        return len(column) * _bytes_of(column[0]) if column else 0
+    try:
+        return int(column.nbytes) if hasattr(column, "nbytes") else sys.getsizeof(column)
+    except pa.ArrowException:  # pyarrow 20 cannot count the bytes of views
+        return int(column.get_total_buffer_size())
+
+
 def told_apart(ordinals: Int64Array, numbers: Int64Array | int) -> Int64Array:
     """Other ordinals for each number: a hash of both, or the ordinals themselves for 0."""
     factor = np.uint64(0x9E3779B97F4A7C15)
@@ -106,6 +124,30 @@ def join(parts: Sequence[Batch]) -> Batch:
         )
     rows, places = (np.concatenate(arrays) for arrays in zip(*((p.rows, p.places) for p in found), strict=True))
     return Batch(columns, rows, places, True, nullable, ordinals)
+
+
+def alike(batches: Sequence[Batch]) -> bool:
+    """Whether columns of several batches are of one kind, so that joining them makes nothing else of any row."""
+    found = [batch for batch in batches if len(batch)]
+    names = {name for batch in found for name in batch.columns}
+    return all(_one_kind([batch.columns[name] for batch in found if name in batch.columns]) for name in names)
+
+
+def _one_kind(columns: Sequence[Any]) -> bool:
+    first = columns[0]
+    if isinstance(first, pa.Array):
+        return all(isinstance(column, pa.Array) and column.type == first.type for column in columns)
+    if isinstance(first, list):
+        return all(isinstance(column, list) for column in columns)
+    if isinstance(first, dict):
+        same = all(isinstance(column, dict) and column.keys() == first.keys() for column in columns)
+        return same and all(_one_kind([column[key] for column in columns]) for key in first)
+    return all(
+        type(column) is type(first)
+        and getattr(column, "dtype", None) == getattr(first, "dtype", None)
+        and getattr(column, "shape", (0,))[1:] == getattr(first, "shape", (0,))[1:]
+        for column in columns
+    )
 
 
 def join_columns(name: str, parts: Sequence[Any]) -> Any:

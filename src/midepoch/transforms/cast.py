@@ -1,0 +1,188 @@
+"""cast: columns as Arrow arrays of given types, whatever a function made of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from midepoch.errors import ColumnError
+from midepoch.transforms.arrow_values import Paths
+from midepoch.transforms.batch import Batch
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.features import Encoded
+from midepoch.transforms.function import RunContext
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One call of ``Dataset.cast``: these columns have these types, in every batch."""
+
+    types: tuple[tuple[str, pa.DataType], ...]
+
+    def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
+        check_columns([name for name, _ in self.types], list(batch.columns), "cast")
+        columns, nullable = dict(batch.columns), dict(batch.nullable)
+        for name, kind in self.types:
+            column = columns[name]
+            if isinstance(column, pa.Array) and name in nullable:
+                nullable[name] = renamed_paths(nullable[name], column.type, kind)
+            columns[name] = converted(name, column, kind)
+        return batch.with_columns(columns, nullable)
+
+    @property
+    def text(self) -> str:
+        return f"cast[{' '.join(f'{name}:{kind}' for name, kind in self.types)}]"
+
+
+def type_named(name: str, given: Any) -> pa.DataType:
+    """An Arrow type as users name it: the type itself, its name ("int32"), or a numpy type."""
+    if isinstance(given, pa.DataType):
+        return given
+    try:
+        return pa.type_for_alias(given) if isinstance(given, str) else pa.from_numpy_dtype(np.dtype(given))
+    except (ValueError, TypeError, pa.ArrowException):
+        raise TypeError(
+            f"cast: column {name!r} cannot become {given!r}: name an Arrow type, such as pa.list_(pa.int32()) or "
+            "'int32'"
+        ) from None
+
+
+def converted(name: str, column: Any, kind: pa.DataType) -> Any:
+    """A column as an Arrow array of a type. Raises ColumnError where a value does not fit it."""
+    if isinstance(column, pa.Array) and same_type(column.type, kind):
+        return column
+    try:
+        if isinstance(column, Encoded):
+            return Encoded(column.name, column.array.cast(kind), column.schema)
+        if isinstance(column, pa.Array):
+            return column.cast(kind)
+        if isinstance(column, dict):
+            fields = [kind.field(i) for i in range(kind.num_fields)]
+            parts = [converted(f"{name}.{field.name}", column[field.name], field.type) for field in fields]
+            return pa.StructArray.from_arrays(parts, fields=fields)
+        return pa.array(_plain(column), type=kind)
+    except (pa.ArrowException, TypeError, ValueError, KeyError, OverflowError) as problem:
+        found = column.type if isinstance(column, pa.Array) else _described(column)
+        raise ColumnError(
+            f"column {name!r} ({found}) cannot become {kind}: {problem}. Return values of that type, or choose another "
+            "type with cast()."
+        ) from None
+
+
+def _plain(column: Any) -> Any:
+    """Values as pyarrow takes them: no tensors, and an array a row where there are more dimensions."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(column, torch.Tensor):
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray):
+        return column if column.ndim < 2 else [_nested(row) for row in column]
+    return [_value(value, torch) for value in column]
+
+
+def _value(value: Any, torch: Any) -> Any:
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return _nested(value)
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, str, bytes)):
+        return [_value(inner, torch) for inner in value]
+    return value
+
+
+def _nested(array: Any) -> Any:
+    return array[()] if array.ndim < 2 else array.tolist()
+
+
+def _described(column: Any) -> str:
+    if isinstance(column, np.ndarray):
+        return f"numpy {column.dtype}"
+    first = next((value for value in column if value is not None), None) if hasattr(column, "__iter__") else column
+    return f"values of type {type(first).__name__}"
+
+
+def renamed_paths(paths: Paths, before: pa.DataType, after: pa.DataType) -> Paths:
+    """Paths of nulls inside a column of one type, with the names that its children have in another."""
+    if not any(paths) or before.num_fields == 0 or after.num_fields == 0:
+        return paths
+    found = {path for path in paths if not path}
+    for i in range(before.num_fields):
+        old = before.field(i)
+        same = after.get_field_index(old.name) if pa.types.is_struct(after) else i
+        new = after.field(same) if 0 <= same < after.num_fields else old
+        inner = frozenset(path[1:] for path in paths if path and path[0] == old.name)
+        found |= {(new.name, *path) for path in renamed_paths(inner, old.type, new.type)}
+    return frozenset(found)
+
+
+def same_type(a: pa.DataType, b: pa.DataType) -> bool:
+    """Whether types are the same, the names of list items included: pyarrow joins no arrays that differ in them."""
+    return bool(a.equals(b)) and (not a.num_fields or str(a) == str(b))
+
+
+def unified(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """The type that holds the values of two, of the same kind; None where a cast would change what they are.
+
+    Integers and floats take the wider type; an integer never becomes a float, nor a number text.
+    """
+    t = pa.types
+    if same_type(a, b) or t.is_null(b):
+        return a
+    if t.is_null(a):
+        return b
+    if t.is_integer(a) and t.is_integer(b):
+        wide = np.promote_types(str(a), str(b))
+        return None if wide.kind == "f" else pa.from_numpy_dtype(wide)
+    if t.is_floating(a) and t.is_floating(b):
+        return a if a.bit_width >= b.bit_width else b
+    for families in (_TEXT, _BINARY):
+        if any(test(a) for test in families) and any(test(b) for test in families):
+            plain, large = (pa.string(), pa.large_string()) if families is _TEXT else (pa.binary(), pa.large_binary())
+            return large if families[1](a) or families[1](b) else plain
+    if any(test(a) for test in _LISTS) and any(test(b) for test in _LISTS):
+        return _unified_lists(a, b)
+    if t.is_struct(a) and t.is_struct(b):
+        return _unified_structs(a, b)
+    return a if a.equals(b) else None
+
+
+_TEXT = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+_BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def _unified_lists(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    values = unified(a.value_type, b.value_type)
+    if values is None:
+        return None
+    fixed = [pa.types.is_fixed_size_list(kind) for kind in (a, b)]
+    if all(fixed) and a.list_size == b.list_size:
+        return pa.list_(values, a.list_size)
+    large = pa.types.is_large_list(a) or pa.types.is_large_list(b)
+    return pa.large_list(values) if large else pa.list_(values)
+
+
+def _unified_structs(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    fields = []
+    names = dict.fromkeys([field.name for kind in (a, b) for field in (kind.field(i) for i in range(kind.num_fields))])
+    for name in names:
+        places = [kind.get_field_index(name) for kind in (a, b)]
+        kinds = [kind.field(at).type for kind, at in zip((a, b), places, strict=True) if at >= 0]
+        both = unified(kinds[0], kinds[-1])
+        if both is None:
+            return None
+        fields.append(pa.field(name, both))
+    return pa.struct(fields)
+
+
+def types_by_name(columns: Mapping[str, Any] | pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
+    """What ``cast`` was given, as pairs of a name and a type."""
+    if isinstance(columns, pa.Schema):
+        return tuple((field.name, field.type) for field in columns)
+    if not isinstance(columns, Mapping) or not columns:
+        raise TypeError(f"cast takes columns and their types: cast({{'label': 'int32'}}), got {columns!r:.60}")
+    return tuple((name, type_named(name, kind)) for name, kind in columns.items())
