@@ -126,6 +126,9 @@ def test_types_of_functions_alone_depend_on_the_rows_of_a_batch_only(tmp_path: P
     mixed = midepoch.mix([a, b], weights=[1, 4], seed=2, stop="all").with_format("numpy")
     same_after_every_resume(lambda: mixed.loader(3))
     same_after_every_resume(lambda: mixed.map(lambda row: {"z": row["y"] + row["x"]}).loader(3))
+    same_after_every_resume(lambda: mixed.filter(lambda row: row["y"] % 2 < 1).loader(3))
+    twice = mixed.flat_map(lambda row: [{"y": row["y"]}, {"y": row["y"] * row["x"].dtype.itemsize}])
+    same_after_every_resume(lambda: twice.loader(3))
     cast = same_after_every_resume(lambda: mixed.cast({"y": "float32"}).loader(3))
     assert dtypes(cast) == {(("id", "int32"), ("x", "float32"), ("y", "float32"))}
 

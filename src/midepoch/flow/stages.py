@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Pieces, real
+from midepoch.flow.chunk import At, Chunk, Flow, Intake, Items, Pieces, joined, real
 from midepoch.flow.spec import Local, Rebatch, StageSpec, Window
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
@@ -81,9 +81,8 @@ class Each:
         taken = self._intake.take(self._MOST)
         if not taken.count:
             return None
-        given = real(taken.items())
-        made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
-        places, first = made.places, self._skip
+        made, places = self._made(taken.items())
+        first = self._skip
         skip, self._skip = min(first, int(np.searchsorted(places, 1))), 0  # of the first one alone
         count = len(made) - skip
 
@@ -105,6 +104,21 @@ class Each:
             return [taken.before(place), skip + outputs - int(np.searchsorted(places, place))]
 
         return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
+
+    def _made(self, items: Items) -> tuple[Items, Int64Array]:
+        """What outputs become, and which of them each came of. Those of several kinds are not joined before."""
+        if not isinstance(items, Pieces):
+            given = real(items)
+            made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
+            return made, made.places
+        parts = []
+        for number in np.unique(items.which).tolist():
+            own = np.flatnonzero(items.which == number)
+            given = replace(items.batches[number].keep(items.places[own]), places=own)
+            parts.append(run_steps(self._steps, given, self._run))
+        places = np.concatenate([part.places for part in parts])
+        order = np.argsort(places, kind="stable")
+        return joined(parts).keep(order), places[order]
 
 
 class Grouped:
