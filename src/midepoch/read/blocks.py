@@ -19,7 +19,10 @@ from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.read.resources import retried
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
-from midepoch.sources.arrow_ipc import message_block, scan
+from midepoch.sources.arrow_batches import BatchReader
+from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.dictionaries import holds_dictionary, plain_array
+from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
 
 HEAP_BYTES = 256 << 20
@@ -61,7 +64,8 @@ class Blocks:
         self._open: OrderedDict[int, tuple[pa.RecordBatch, bool]] = OrderedDict()  # and whether it is mapped
         self._heap_bytes = 0
         self._file_blocks = source.file_blocks
-        self._has_dictionaries = any(pa.types.is_dictionary(field.type) for field in source.schema)
+        self._has_dictionaries = any(holds_dictionary(field.type) for field in source.schema)
+        self._readers: dict[int, BatchReader] = {}
         self._next_check = time.monotonic() + _CHECK_SECONDS
         _mapping.add(self)
 
@@ -128,6 +132,7 @@ class Blocks:
         if len(self._files) > most:
             for number in list(islice(self._files, len(self._files) - most * 3 // 4)):
                 del self._files[number]
+                self._readers.pop(number, None)
                 self._held.remove(number)
                 dropped.append(np.arange(self._file_blocks[number], self._file_blocks[number + 1]))
             gone = np.concatenate(dropped)
@@ -166,9 +171,12 @@ class Blocks:
     def _decode(self, file: pa.Buffer, number: int, offset: int) -> pa.RecordBatch:
         if not self._has_dictionaries:
             return pa.ipc.read_record_batch(pa.ipc.read_message(file.slice(offset)), self._source.schema)
-        read = lambda size, at: file.slice(at, min(size, file.size - at)).to_pybytes()  # noqa: E731
-        batch = message_block(read, file.size, offset, None, self._source.files[number].dictionaries)
-        columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+        reader = self._readers.get(number)
+        if reader is None:
+            view = memoryview(file)
+            reader = self._readers[number] = BatchReader(lambda size, at: view[at : at + size], file.size)
+        batch = reader.read(offset, None, self._source.files[number].dictionaries)
+        columns = [plain_array(column) for column in batch.columns]
         return pa.RecordBatch.from_arrays(columns, schema=plain_schema(self._source.schema))
 
     def _keep(self, block: int, batch: pa.RecordBatch, mapped: bool) -> None:
@@ -203,11 +211,3 @@ def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:
                 if address < start or address + buffer.size > stop:
                     return False
     return True
-
-
-def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema with dictionary-encoded columns as the values they stand for."""
-    for i, field in enumerate(schema):
-        if pa.types.is_dictionary(field.type):
-            schema = schema.set(i, field.with_type(field.type.value_type))
-    return schema

@@ -1,8 +1,8 @@
 """Finding the record batches of an Arrow IPC file (stream or file format) without reading their bodies.
 
 pyarrow reads such files but does not say where in them a batch lies or how many rows it has before it is read. Both
-stand in the flatbuffer header of each message, at fixed places, so the walk costs one small read a record batch.
-Layout: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
+stand in the header of each message, so finding them costs one small read a record batch. A file has a footer that lists
+its messages. A stream has none: its messages follow each other up to the end-of-stream marker, or the end of the file.
 """
 
 from __future__ import annotations
@@ -11,23 +11,40 @@ import hashlib
 import logging
 import os
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.sources.arrow_messages import (
+    CONTINUATION,
+    DICTIONARY,
+    END_OF_STREAM,
+    HEADER_READ,
+    MAGIC,
+    RECORD_BATCH,
+    SCHEMA,
+    Bytes,
+    FileFooter,
+    Message,
+    Read,
+    check_rows,
+    message_at,
+    read_footer,
+    whole_message,
+)
 
-MAGIC = b"ARROW1"
 _log = logging.getLogger("midepoch")
-FEATHER_V1 = b"FEA1"
-_CONTINUATION = 0xFFFFFFFF
-_SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
-_KINDS = {_SCHEMA: "schema", _DICTIONARY: "dictionary", _RECORD_BATCH: "record batch"}
-_READ = 4096  # a header and the first bytes of its body: one page, one read
+_FEATHER_V1 = b"FEA1"
+_FILE_START = 8
 _SAMPLED_BLOCKS = 64
 _SAMPLE = 256
+_ZEROS_READ = 1 << 20
+_DAMAGE = (struct.error, IndexError, OverflowError)
+
+Chains = tuple[tuple[tuple[int, ...], ...], ...]
+"""Dictionaries of a file: for each one its versions, in order, and of each the offsets of the messages that make it."""
 
 
 @dataclass
@@ -37,72 +54,51 @@ class FileScan:
     schema: pa.Schema
     offsets: list[int] = field(default_factory=list)  # of record batches
     rows: list[int] = field(default_factory=list)
-    dictionaries: list[int] = field(default_factory=list)  # offsets of dictionary messages
+    dictionaries: Chains = ()
     nullable: set[tuple[str, ...]] = field(default_factory=set)  # paths of columns and children with a null
     fingerprint: str = ""
-    complete: bool = True  # False when the rest of a damaged file was left out
+    complete: bool = True  # False when record batches of a damaged file were left out
 
 
-@dataclass(frozen=True)
-class _Message:
-    kind: int
-    rows: int
-    body: int  # offset of its body
-    end: int  # offset of the next message
-    null_counts: tuple[int, ...] = ()
-    buffers: tuple[tuple[int, int], ...] = ()  # offset in the body and length of each
+class _Scanning:
+    """A FileScan in the making."""
 
+    def __init__(self, schema: pa.Schema) -> None:
+        self.scan = FileScan(schema)
+        self._paths = _node_paths(schema)
+        self._columns = [i for i, path in enumerate(self._paths) if len(path) == 1]
+        self._messages: list[Message] = []
+        self._versions: dict[int, list[list[int]]] = {}
 
-class _Table:
-    """One table of a flatbuffer: just enough of the format to look up a field."""
+    def check(self, message: Message) -> None:
+        """Raise ``struct.error`` for a header that contradicts itself or the schema."""
+        if message.kind == SCHEMA:
+            raise struct.error("a second schema, as if files had been joined")
+        if message.kind == RECORD_BATCH:
+            check_rows(message, self._columns, len(self._paths))
 
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data, self._at = data, at
-        self._vtable = at - struct.unpack_from("<i", data, at)[0]
-        self._size = struct.unpack_from("<H", data, self._vtable)[0]
+    def add(self, at: int, message: Message) -> None:
+        """Note a message. Those of a dictionary come in the order in which they apply."""
+        if message.kind == DICTIONARY:
+            versions = self._versions.setdefault(message.dictionary, [])
+            if message.delta and versions:
+                versions[-1].append(at)
+            else:
+                versions.append([at])
+        elif message.kind == RECORD_BATCH and message.rows:
+            self.scan.offsets.append(at)
+            self.scan.rows.append(message.rows)
+            nulls = [count for _, count in message.nodes]
+            self.scan.nullable.update(p for p, count in zip(self._paths, nulls, strict=False) if count)
+            self._messages.append(message)
 
-    def _where(self, number: int) -> int:
-        slot = 4 + 2 * number
-        offset: int = struct.unpack_from("<H", self._data, self._vtable + slot)[0] if slot < self._size else 0
-        return self._at + offset if offset else 0
-
-    def scalar(self, number: int, code: str, default: int = 0) -> int:
-        where = self._where(number)
-        return int(struct.unpack_from(code, self._data, where)[0]) if where else default
-
-    def table(self, number: int) -> _Table:
-        where = self._where(number)
-        if not where:
-            raise struct.error(f"field {number} is missing")
-        return _Table(self._data, where + struct.unpack_from("<I", self._data, where)[0])
-
-    def pairs(self, number: int) -> list[tuple[int, int]]:
-        """A vector of structs of two int64."""
-        where = self._where(number)
-        if not where:
-            return []
-        start = where + struct.unpack_from("<I", self._data, where)[0]
-        (count,) = struct.unpack_from("<I", self._data, start)
-        flat = struct.unpack_from(f"<{2 * count}q", self._data, start + 4)
-        return list(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _parse(metadata: bytes, body: int, nodes: bool) -> _Message:
-    message = _Table(metadata, struct.unpack_from("<I", metadata, 0)[0])
-    kind = message.scalar(1, "<B")
-    length = message.scalar(3, "<q")
-    if kind not in _KINDS or length < 0:
-        raise struct.error(f"message of kind {kind} with a body of {length} bytes")
-    if kind != _RECORD_BATCH:
-        return _Message(kind, 0, body, body + length)
-    header = message.table(2)
-    if not nodes:
-        return _Message(kind, header.scalar(0, "<q"), body, body + length)
-    nulls = tuple(count for _, count in header.pairs(1))
-    buffers = tuple(header.pairs(2))
-    if any(at < 0 or size < 0 or at + size > length for at, size in buffers):
-        raise struct.error("a buffer reaches outside its body")
-    return _Message(kind, header.scalar(0, "<q"), body, body + length, nulls, buffers)
+    def finish(self, read: Read, digest: hashlib.blake2b, length: int) -> FileScan:
+        """The scan, with the fingerprint of the headers in ``digest``, the length of all messages, and some values."""
+        digest.update(f"{length}".encode())
+        _sample(read, self._messages, digest)
+        self.scan.fingerprint = digest.hexdigest()
+        self.scan.dictionaries = tuple(tuple(map(tuple, versions)) for versions in self._versions.values())
+        return self.scan
 
 
 def _node_paths(schema: pa.Schema) -> list[tuple[str, ...]]:
@@ -122,10 +118,6 @@ def node_paths(name: str, kind: pa.DataType, above: tuple[str, ...] = ()) -> lis
     return [here, *(path for child in children for path in node_paths(child.name, child.type, here))]
 
 
-Read = Callable[[int, int], bytes]
-"""So many bytes from an offset on, fewer at the end of the file."""
-
-
 def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
     """``walk`` over a local file."""
     with path.open("rb", buffering=0) as file:
@@ -134,52 +126,127 @@ def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
 
 
 def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> FileScan:
-    """Walk the messages of one Arrow IPC file.
+    """Find the record batches of one Arrow IPC file.
 
-    Raises FormatError for a file that is not Arrow, or cut short (with ``skip_damage`` the whole batches before the
-    damage are kept instead).
+    Raises FormatError for a file that is not Arrow, or damaged. With ``skip_damage`` what can be read is kept instead:
+    of a file all whole batches that its footer lists; of a stream, or without a footer, those before the damage.
     """
-    start = _first_message(path, read(16, 0), size)
-    digest = hashlib.blake2b(digest_size=16)
-    found: FileScan | None = None
-    paths: list[tuple[str, ...]] = []
-    messages: list[_Message] = []
-    at = start
-    while True:
+    start = _first_message(path, bytes(read(16, 0)), size)
+    if start:
         try:
-            head = read(_READ, at)
-            message = _message_at(read, head, at, size, bool(paths))
-        except (struct.error, IndexError, OverflowError) as problem:
-            if found is None or not skip_damage:
+            footer = read_footer(read, size)
+        except _DAMAGE as problem:
+            if not skip_damage:
+                raise FormatError(_damage(path, size, size, problem)) from None
+            _log.warning("%s: %s", path, problem)
+        else:
+            return _listed(path, read, size, footer, skip_damage)
+    return _followed(path, read, size, start, skip_damage)
+
+
+def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: bool) -> FileScan:
+    """Scan the messages that a footer lists, in the order in which they lie."""
+    scanning = _begin(path, footer.schema_message)
+    digest = hashlib.blake2b(read(HEADER_READ, _FILE_START), digest_size=16)
+    messages: dict[int, Message] = {}
+    kinds = {**dict.fromkeys(footer.dictionaries, DICTIONARY), **dict.fromkeys(footer.batches, RECORD_BATCH)}
+    end = _schema_end(read, footer)
+    for at in sorted((*kinds, footer.start)):
+        try:
+            _check_unlisted(read, end, at)
+            if at == footer.start:
+                break
+            head = read(HEADER_READ, at)
+            message = message_at(read, head, at, footer.start)
+            if message.kind != kinds[at]:
+                raise struct.error("it is not what the footer says it is")
+            scanning.check(message)
+        except _DAMAGE as problem:
+            if not skip_damage:
                 raise FormatError(_damage(path, at, size, problem)) from None
-            found.complete = False
-            break
-        if message is None:
-            _check_end(path, read, at, size, start, skip_damage)
+            _log.warning("%s: the message at byte %d cannot be read: %s", path, at, problem)
+            scanning.scan.complete, end = False, footer.start
+            continue
+        digest.update(head)
+        messages[at], end = message, message.end
+    for at in kinds:  # in the order of the footer, which is that of the rows
+        if at in messages:
+            scanning.add(at, messages[at])
+    if list(footer.batches) != sorted(footer.batches):
+        digest.update(repr(footer.batches).encode())
+    return scanning.finish(read, digest, end - _FILE_START)
+
+
+def _schema_end(read: Read, footer: FileFooter) -> int:
+    """The end of the schema message with which a file begins; Polars writes one that has no length."""
+    try:
+        message = message_at(read, read(HEADER_READ, _FILE_START), _FILE_START, footer.start)
+    except _DAMAGE:
+        return footer.start
+    return message.end if message.kind == SCHEMA else footer.start
+
+
+def _check_unlisted(read: Read, end: int, start: int) -> None:
+    """Raise ``struct.error`` for a message that lies between two others and is not listed: the footer is damaged."""
+    if start - end <= len(END_OF_STREAM):
+        return
+    head = read(HEADER_READ, end)
+    try:
+        unlisted = struct.unpack_from("<I", head)[0] == CONTINUATION and message_at(read, head, end, start)
+    except _DAMAGE:
+        return  # padding
+    if unlisted:
+        raise struct.error(f"the footer does not list the message at byte {end}")
+
+
+def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -> FileScan:
+    """Scan the messages of a stream, one after the other."""
+    digest = hashlib.blake2b(digest_size=16)
+    scanning: _Scanning | None = None
+    at = start
+    while at < size:
+        try:
+            head = read(HEADER_READ, at)
+            if _ends_stream(head, at, size):
+                if not start:
+                    _check_after(read, at + len(END_OF_STREAM), size)
+                break
+            message = message_at(read, head, at, size)
+            if scanning is not None:
+                scanning.check(message)
+        except _DAMAGE as problem:
+            if scanning is None or not skip_damage:
+                raise FormatError(_damage(path, at, size, problem)) from None
+            _log.warning("%s: the message at byte %d cannot be read: %s", path, at, problem)
+            scanning.scan.complete = False
             break
         digest.update(head)
-        if message.kind == _SCHEMA:
-            schema, paths = _schema_of(path, read, at, message.end)
-            found = FileScan(schema)
-        elif found is None:
-            raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
-        elif message.kind == _DICTIONARY:
-            found.dictionaries.append(at)
-        elif message.rows:
-            found.offsets.append(at)
-            found.rows.append(message.rows)
-            found.nullable.update(p for p, count in zip(paths, message.null_counts, strict=False) if count)
-            messages.append(message)
+        if scanning is None:
+            if message.kind != SCHEMA:
+                raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
+            scanning = _begin(path, whole_message(read, at, size, message.end))
+        scanning.add(at, message)
         at = message.end
-    if found is None:
+    else:
+        _log.warning("%s has no end-of-stream marker: it may have been cut off between two record batches", path)
+    if scanning is None:
         raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
-    digest.update(f"{at - start}".encode())
-    _sample(read, messages, digest)
-    found.fingerprint = digest.hexdigest()
-    return found
+    return scanning.finish(read, digest, at - start)
 
 
-def _sample(read: Read, messages: list[_Message], digest: hashlib.blake2b) -> None:
+def _ends_stream(head: Bytes, at: int, size: int) -> bool:
+    """Whether the end-of-stream marker is here. Before Arrow 0.15 it was four zero bytes: the last of a file."""
+    return head[: len(END_OF_STREAM)] == END_OF_STREAM or (at + 4 == size and head == b"\0\0\0\0")
+
+
+def _check_after(read: Read, at: int, size: int) -> None:
+    """Raise ``struct.error`` unless only zero bytes follow the end of the stream."""
+    for start in range(at, size, _ZEROS_READ):
+        if any(read(min(_ZEROS_READ, size - start), start)):
+            raise struct.error("there is data after the end of the stream, as if files had been joined")
+
+
+def _sample(read: Read, messages: list[Message], digest: hashlib.blake2b) -> None:
     """Bytes from the start, middle and end of every buffer of up to 64 blocks spread over the file.
 
     All headers are in the digest already, and with them the length of every buffer; this is for values that change
@@ -196,34 +263,18 @@ def _sample(read: Read, messages: list[_Message], digest: hashlib.blake2b) -> No
                 digest.update(read(_SAMPLE, at))
 
 
-def _check_end(path: str, read: Read, at: int, size: int, start: int, skip_damage: bool) -> None:
-    """Whether the file ends where its messages do: nothing cut off, nothing behind."""
-    if start and read(len(MAGIC), size - len(MAGIC)) != MAGIC:
-        problem = "its footer is missing"
-    elif not start and at + 4 < size and any(read(min(size - at, 1 << 16), at)[8:]):
-        problem = "there is data behind the end of the stream, as if files had been joined"
-    elif at == size and not start:
-        _log.warning("%s has no end-of-stream marker: it may have been cut off between two record batches", path)
-        return
-    else:
-        return
-    if not skip_damage:
-        raise FormatError(_damage(path, at, size, problem))
-    _log.warning("%s: %s", path, problem)
-
-
 def _first_message(path: str, head: bytes, size: int) -> int:
     if size == 0:
         raise FormatError(f"{path}: the file is empty (0 bytes). Remove it, or write it again.")
     if head.startswith(MAGIC):
-        return 8
-    if head.startswith(FEATHER_V1):
+        return _FILE_START
+    if head.startswith(_FEATHER_V1):
         raise FormatError(f"{path}: Feather V1 files hold no record batches; write it again with pyarrow (Feather V2).")
     if head[:4] == b"PAR1":
         raise FormatError(
             f"{path}: this is a Parquet file: pass format='parquet', or give it a name that ends with .parquet."
         )
-    if len(head) >= 8 and struct.unpack_from("<I", head)[0] != _CONTINUATION:
+    if len(head) >= 8 and struct.unpack_from("<I", head)[0] != CONTINUATION:
         # Before Arrow 0.15 there was no marker: the length came first. Anything larger is another format.
         (length,) = struct.unpack_from("<i", head)
         if not 0 < length < min(size, 1 << 24):
@@ -234,61 +285,18 @@ def _first_message(path: str, head: bytes, size: int) -> int:
     return 0
 
 
-def _message_at(read: Read, head: bytes, at: int, size: int, nodes: bool) -> _Message | None:
-    """The message at an offset, or None at the end of the stream."""
-    if at == size:
-        return None  # a stream may end without its end-of-stream marker
-    marker = struct.unpack_from("<I", head)[0]
-    prefix = 8 if marker == _CONTINUATION else 4
-    (length,) = struct.unpack_from("<i", head, prefix - 4)
-    if length == 0:
-        return None
-    if length < 0 or at + prefix + length > size:
-        raise struct.error("its header reaches past the end of the file")
-    metadata = head[prefix : prefix + length]
-    if len(metadata) < length:
-        metadata = read(length, at + prefix)
-    message = _parse(metadata, at + prefix + length, nodes)
-    if message.end > size:
-        raise struct.error("its body reaches past the end of the file")
-    return message
-
-
-def _schema_of(path: str, read: Read, at: int, end: int) -> tuple[pa.Schema, list[tuple[str, ...]]]:
+def _begin(path: str, schema_message: Bytes) -> _Scanning:
     try:
-        schema = pa.ipc.read_schema(pa.py_buffer(read(end - at, at)))
+        schema = pa.ipc.read_schema(pa.py_buffer(schema_message))
         _ = schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
-        return schema, _node_paths(schema)
+        return _Scanning(schema)
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
 
 
-def _damage(path: str, at: int, size: int, problem: Exception | str) -> str:
+def _damage(path: str, at: int, size: int, problem: Exception) -> str:
     return (
         f"{path}: not a whole Arrow IPC file: the message at byte {at} of {size} cannot be read ({problem}). "
-        "The file is probably truncated: copy or download it again, "
-        'or pass on_error="skip" to use the record batches before the damage.'
+        "The file is probably truncated or damaged: copy or download it again, "
+        'or pass on_error="skip" to use the record batches that can be read.'
     )
-
-
-def message_block(read: Read, size: int, offset: int, end: int | None, dictionaries: Sequence[int]) -> pa.RecordBatch:
-    """The record batch at an offset, with the schema and dictionaries that stand before it: pyarrow reads those only as
-    part of a stream, so it is handed one of just the messages that this block needs.
-    """
-    start = 8 if read(6, 0) == MAGIC else 0
-    parts = [start, *(at for at in dictionaries if at < offset)]
-    stream = b"".join(_whole_message(read, at, size, None) for at in parts)
-    with pa.ipc.open_stream(stream + _whole_message(read, offset, size, end)) as reader:
-        return reader.read_next_batch()
-
-
-def _whole_message(read: Read, at: int, size: int, end: int | None) -> bytes:
-    if end is None:
-        try:
-            message = _message_at(read, read(_READ, at), at, size, nodes=False)
-        except struct.error as problem:
-            raise pa.ArrowInvalid(str(problem)) from None
-        if message is None:
-            raise pa.ArrowInvalid(f"there is no message at byte {at}")
-        end = message.end
-    return read(end - at, at)

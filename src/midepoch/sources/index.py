@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
-from midepoch.sources.arrow_ipc import FileScan, scan
+from midepoch.sources.arrow_ipc import Chains, FileScan, scan
+from midepoch.sources.dictionaries import undecodable
 from midepoch.sources.footers import Footers
 from midepoch.sources.partitions import Values
 from midepoch.sources.spread import for_all
@@ -28,7 +29,7 @@ from midepoch.sources.storage import atomic_write, locked
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
-VERSION = 3
+VERSION = 4
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
@@ -42,7 +43,7 @@ class IndexedFile(NamedTuple):
     rows: int
     blocks: int
     fingerprint: str
-    dictionaries: tuple[int, ...] = ()
+    dictionaries: Chains = ()
     etag: str = ""
     partition: Values = ()
 
@@ -155,7 +156,7 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
     for path, (found, stat) in zip(files, scans, strict=True):
         _same_schema(files[0], schema, path, found.schema)
         if not found.complete:
-            _log.warning("%s is damaged: only its first %d rows are used", path, sum(found.rows))
+            _log.warning("%s is damaged: only %d of its rows are used", path, sum(found.rows))
         entries.append(
             IndexedFile(
                 str(path),
@@ -164,7 +165,7 @@ def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) 
                 sum(found.rows),
                 len(found.rows),
                 found.fingerprint,
-                tuple(found.dictionaries),
+                found.dictionaries,
             )
         )
     rows = np.array([count for found, _ in scans for count in found.rows], dtype=np.int64)
@@ -187,16 +188,11 @@ def usable(path: object, schema: pa.Schema) -> None:
     if twice:
         raise FormatError(f"{path}: several columns are called {', '.join(map(repr, twice))}; rename them in the file.")
     for column in schema:
-        children = [column.type.field(i).type for i in range(column.type.num_fields)]
-        if any(_holds_dictionary(child) for child in children):
+        if (inner := undecodable(column.type)) is not None:
             raise FormatError(
-                f"{path}: column {column.name!r} holds dictionary-encoded values inside a {column.type}, which cannot "
-                "be read in place; write them as plain values."
+                f"{path}: column {column.name!r} holds dictionary-encoded values inside a {inner}, which cannot be "
+                "read; write them as plain values."
             )
-
-
-def _holds_dictionary(kind: pa.DataType) -> bool:
-    return pa.types.is_dictionary(kind) or any(_holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:
@@ -285,7 +281,8 @@ def read_index(path: Path) -> Index | None:
 
 def _file(stored: list[Any]) -> IndexedFile:
     if stored[6] or stored[8]:
-        stored[6], stored[8] = tuple(stored[6]), tuple(map(tuple, stored[8]))
+        stored[6] = tuple(tuple(map(tuple, versions)) for versions in stored[6])
+        stored[8] = tuple(map(tuple, stored[8]))
     else:
         stored[6] = stored[8] = ()
     return IndexedFile(*stored)

@@ -135,7 +135,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     nullable = nullable_paths(scans, schema, values, added)
     for entry, scan in zip(entries, scans, strict=True):
         if not scan.complete:
-            _log.warning("%s is damaged: only its first %d rows are used", store.name(entry.path), sum(scan.rows))
+            _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
     kept = [list(range(len(scan.rows))) for scan in scans]
     counts = [scan.rows for scan in scans]
     if request.filter is not None:
@@ -146,7 +146,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     files = tuple(
         IndexedFile(
             entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
-            tuple(scan.dictionaries), scan.etag, value,
+            scan.dictionaries, scan.etag, value,
         )
         for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
     )  # fmt: skip
@@ -209,7 +209,7 @@ class _Counter:
         return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
 
     def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
-        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer, tuple(scan.dictionaries))
+        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer, scan.dictionaries)
         known = partition_expression(values)
         if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known):
             return 0

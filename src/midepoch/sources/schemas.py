@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pyarrow.types as pt
 
 from midepoch.errors import FormatError
+from midepoch.sources.dictionaries import plain_type, with_children
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.lines import widest
 from midepoch.sources.partitions import Values
@@ -24,7 +26,7 @@ def unified(
         fields: dict[str, tuple[pa.Field, str]] = {}
         for entry, scan in zip(entries, scans, strict=True):
             for field in scan.schema:
-                plain = field.with_type(plain_type(field.type))
+                plain = field.with_type(_free(plain_type(field.type)))
                 before, where = fields.setdefault(field.name, (plain, store.name(entry.path)))
                 if before.type == pa.null():
                     fields[field.name] = (plain, store.name(entry.path))
@@ -44,21 +46,12 @@ def unified(
     return schema
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """A type without dictionaries, and without promises that nothing inside is null: files differ in those."""
-    if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True))
-    if pa.types.is_fixed_size_list(kind):
-        inner = kind.value_field.with_type(plain_type(kind.value_type)).with_nullable(True)
-        return pa.list_(inner, kind.list_size)
-    if pa.types.is_struct(kind):
-        fields = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.struct([each.with_type(plain_type(each.type)).with_nullable(True) for each in fields])
-    return kind
+def _free(kind: pa.DataType) -> pa.DataType:
+    """A type without promises that nothing inside is null: files differ in those."""
+    if not (pt.is_struct(kind) or pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)):
+        return kind
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    return with_children(kind, [each.with_type(_free(each.type)).with_nullable(True) for each in fields])
 
 
 def nullable_paths(

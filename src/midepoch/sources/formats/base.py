@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from midepoch.sources.arrow_ipc import Chains
 from midepoch.sources.stores import Entry, Store
 
 
@@ -25,7 +26,7 @@ class Scanned:
     footer: bytes = b""
     """What has to be known of the file to decode a block of it."""
     etag: str = ""
-    dictionaries: list[int] = field(default_factory=list)
+    dictionaries: Chains = ()
     decoded_bytes: float = 0.0
     """About how many bytes all rows take in memory, where the file tells."""
     inferred: bool = False
@@ -45,7 +46,7 @@ class Block:
     offset: int
     end: int | None
     footer: bytes = b""
-    dictionaries: tuple[int, ...] = ()
+    dictionaries: Chains = ()
 
 
 class Format(Protocol):

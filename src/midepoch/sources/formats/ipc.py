@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from midepoch.sources.arrow_ipc import message_block, walk
+from midepoch.sources.arrow_batches import BatchReader
+from midepoch.sources.arrow_ipc import walk
+from midepoch.sources.dictionaries import plain_array
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.stores import Entry, Store
 
@@ -25,6 +27,6 @@ class ArrowFormat(NoStatistics):
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         with store.open(block.entry) as file:
-            batch = message_block(file.read_at, file.size, block.offset, block.end, block.dictionaries)
-        table = pa.Table.from_batches([batch])
-        return table.select([name for name in columns if name in table.schema.names])
+            batch = BatchReader(file.read_at, file.size).read(block.offset, block.end, block.dictionaries)
+        there = [name for name in columns if name in batch.schema.names]
+        return pa.table([plain_array(batch.column(name)) for name in there], names=there)

@@ -1,0 +1,85 @@
+"""Dictionary-encoded columns as the values they stand for, also inside of lists, structs and extension types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+
+def holds_dictionary(kind: pa.DataType) -> bool:
+    """Whether a type is dictionary-encoded, or anything inside it."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return holds_dictionary(kind.storage_type)
+    return pt.is_dictionary(kind) or any(holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def undecodable(kind: pa.DataType) -> pa.DataType | None:
+    """The type inside this one that holds a dictionary and cannot be decoded, if there is one."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return undecodable(kind.storage_type)
+    if not holds_dictionary(kind):
+        return None
+    if pt.is_dictionary(kind):
+        return kind if holds_dictionary(kind.value_type) else None
+    if not (_has_lists(kind) or pt.is_struct(kind)):
+        return kind
+    return next((each for field in _children(kind) if (each := undecodable(field.type)) is not None), None)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the values. pyarrow cannot take from views, which Polars writes: those become text or bytes."""
+    if not holds_dictionary(kind):
+        return kind
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if pt.is_dictionary(kind):
+        views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+        return views.get(kind.value_type, kind.value_type)
+    return with_children(kind, [field.with_type(plain_type(field.type)) for field in _children(kind)])
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema of the values."""
+    for i, field in enumerate(schema):
+        if holds_dictionary(field.type):
+            schema = schema.set(i, field.with_type(plain_type(field.type)))
+    return schema
+
+
+def plain_array(array: pa.Array) -> pa.Array:
+    """The values, of ``plain_type``."""
+    kind = array.type
+    if not holds_dictionary(kind):
+        return array
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_array(array.storage)
+    if pt.is_dictionary(kind):
+        values = array.dictionary.cast(plain_type(kind))
+        return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode()
+    if pt.is_struct(kind):
+        children = [plain_array(array.field(i)) for i in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(children, fields=list(_children(plain_type(kind))), mask=array.is_null())
+    buffers = array.buffers()[: 1 if pt.is_fixed_size_list(kind) else 2]
+    children = [plain_array(array.values)]
+    return pa.Array.from_buffers(plain_type(kind), len(array), buffers, offset=array.offset, children=children)
+
+
+def with_children(kind: pa.DataType, fields: list[pa.Field]) -> pa.DataType:
+    """A list, map or struct with other fields inside."""
+    if pt.is_struct(kind):
+        return pa.struct(fields)
+    if pt.is_map(kind):
+        return pa.map_(fields[0].type.field(0), fields[0].type.field(1), keys_sorted=kind.keys_sorted)
+    if pt.is_fixed_size_list(kind):
+        return pa.list_(fields[0], kind.list_size)
+    return pa.large_list(fields[0]) if pt.is_large_list(kind) else pa.list_(fields[0])
+
+
+def _has_lists(kind: pa.DataType) -> bool:
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind) or pt.is_map(kind))
+
+
+def _children(kind: pa.DataType) -> Iterator[pa.Field]:
+    return (kind.field(i) for i in range(kind.num_fields))
