@@ -211,7 +211,7 @@ class _Counter:
     def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
         block = Block(entry, scan.offsets[i], scan.end(i), scan.footer, scan.dictionaries)
         known = partition_expression(values)
-        if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known):
+        if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known, self._columns):
             return 0
         decode = decoder(self._store, self._form, block, values, self._schema, self._columns, scan.rows[i])
         try:

@@ -60,13 +60,15 @@ class Format(Protocol):
         """Those of the columns that the file has, as near to the types of ``schema`` as the file allows."""
         ...
 
-    def excluded(self, block: Block, expression: Any, schema: pa.Schema, partition: Any) -> bool:
-        """Whether statistics prove that no row of the block passes the filter."""
+    def excluded(
+        self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
+    ) -> bool:
+        """Whether statistics prove that no row of the block passes the filter, which asks for these columns."""
         ...
 
 
 class NoStatistics:
     """For formats that cannot tell anything about a block without reading it."""
 
-    def excluded(self, block: Block, expression: Any, schema: pa.Schema, partition: Any) -> bool:  # noqa: ARG002
+    def excluded(self, *_about: Any) -> bool:
         return False

@@ -6,13 +6,15 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.formats.parquet_chunks import Chunk, Column, column_chunks, columns, sound
+from midepoch.sources.formats.parquet_nulls import Leaf, all_paths, leaves, null_paths
 from midepoch.sources.stores import Entry, OpenFile, Store
 
 _MAGIC = b"PAR1"
@@ -22,6 +24,9 @@ _TAIL = 64 << 10
 
 _VERIFIED = {"page_checksum_verification": True}
 """Where the writer left checksums, a flipped bit is an error and not a wrong value."""
+
+
+_NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
 
 
 _SAMPLE = 32 << 10
@@ -49,7 +54,9 @@ class ParquetFormat:
             raise FormatError(
                 f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
             )
-        found.nullable = _nullable(metadata, found.schema)
+        about = _described(name, footer)
+        told = len(about.chunks) == metadata.num_row_groups
+        found.nullable = null_paths(footer, about.leaves, about.chunks) if told else all_paths(about.leaves)
         found.decoded_bytes = float(sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)))
         found.fingerprint = hashlib.blake2b(footer + sample + struct.pack("<q", size), digest_size=16).hexdigest()
         return found
@@ -64,16 +71,46 @@ class ParquetFormat:
             store.open(block.entry) as file,
             pq.ParquetFile(file.arrow, metadata=metadata, pre_buffer=not store.local, **_VERIFIED) as whole,
         ):
-            return whole.read_row_group(block.offset, columns=wanted, use_threads=len(wanted) > 1)
+            try:
+                return whole.read_row_group(block.offset, columns=wanted, use_threads=len(wanted) > 1)
+            except (pa.ArrowException, OSError):
+                _check_encryption(store.name(block.entry.path), block, wanted)
+                raise
 
-    def excluded(self, block: Block, expression: Any, schema: pa.Schema, partition: Any) -> bool:
+    def excluded(
+        self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
+    ) -> bool:
         import pyarrow.dataset as ds
 
+        if not _sound(block, columns):
+            return False
         source = pa.BufferReader(_standing_alone(block.footer))
         fragment = ds.ParquetFileFormat().make_fragment(
             source, partition_expression=partition, row_groups=[block.offset]
         )
         return not fragment.split_by_row_group(expression, schema=schema)
+
+
+def _check_encryption(name: str, block: Block, wanted: Sequence[str]) -> None:
+    about = _described(name, block.footer)
+    for group in about.chunks[block.offset : block.offset + 1]:
+        for leaf, chunk in zip(about.leaves, group, strict=True):
+            if chunk.at is None and leaf.column in wanted:
+                raise FormatError(
+                    f"{name}: column {leaf.column!r} is encrypted, which is not read. Leave it out with columns=…."
+                ) from None
+
+
+def _sound(block: Block, names: Sequence[str]) -> bool:
+    """Whether pyarrow can look at the statistics of these columns; it ends the process where it cannot."""
+    about = _described(block.entry.path, block.footer)
+    if block.offset >= len(about.chunks):
+        return False
+    looked_at = zip(about.leaves, about.columns, about.chunks[block.offset], strict=True)
+    try:
+        return all(sound(block.footer, chunk, column) for leaf, column, chunk in looked_at if leaf.column in names)
+    except _NOT_UNDERSTOOD:
+        return False
 
 
 def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
@@ -104,7 +141,7 @@ def _standing_alone(footer: bytes) -> bytes:
 def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
     try:
         return pq.read_metadata(pa.BufferReader(_standing_alone(footer)))
-    except (pa.ArrowException, OSError) as problem:
+    except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{name}: its Parquet footer cannot be read: {problem}") from None
 
 
@@ -112,30 +149,25 @@ def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
 def _schema(name: str, footer: bytes) -> pa.Schema:
     try:
         schema = _parsed(name, footer).schema.to_arrow_schema()
-        _ = schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
+        _ = schema.metadata, schema.to_string(), leaves(schema)  # bytes that are no text show only when asked for
         return schema
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{name}: its Parquet schema cannot be read: {problem}") from None
 
 
-def _nullable(metadata: pq.FileMetaData, schema: pa.Schema) -> set[tuple[str, ...]]:
-    """Columns that have a null, or no statistics to say that they have none.
+class _Described(NamedTuple):
+    leaves: list[Leaf]
+    columns: list[Column]
+    chunks: list[list[Chunk]]  # of each row group; none where the footer has a form that is not understood
 
-    The statistics of a list count an empty one as a null. So what is inside of lists is taken to have none: a null
-    there shows when it is read.
-    """
-    found: set[tuple[str, ...]] = set()
-    for group in range(metadata.num_row_groups):
-        about = metadata.row_group(group)
-        for number in range(about.num_columns):
-            column = about.column(number)
-            path = column.path_in_schema
-            name = max(
-                (each for each in schema.names if path == each or path.startswith(each + ".")), key=len, default=""
-            )
-            if (name,) in found or name not in schema.names or not schema.field(name).nullable:
-                continue
-            statistics = column.statistics
-            if statistics is None or not statistics.has_null_count or statistics.null_count:
-                found.add((name,))
-    return found
+
+@lru_cache(maxsize=32)
+def _described(name: str, footer: bytes) -> _Described:
+    found = leaves(_schema(name, footer))
+    try:
+        described, chunks = columns(footer), column_chunks(footer)
+    except _NOT_UNDERSTOOD:
+        return _Described(found, [], [])
+    understood = [leaf.level for leaf in found] == [column.definition for column in described]
+    understood = understood and all(len(group) == len(found) for group in chunks)
+    return _Described(found, described, chunks if understood else [])

@@ -1,0 +1,82 @@
+"""Where in the columns of a Parquet file nulls are, as far as its footer tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+from midepoch.sources.formats.parquet_chunks import Chunk, definition_levels
+
+Path = tuple[str, ...]
+
+
+class Node(NamedTuple):
+    """A column, or something inside it, that may be null: then the definition level is one below this ``level``."""
+
+    path: Path
+    level: int
+    in_list: bool
+
+
+class Leaf(NamedTuple):
+    """What lies in one chunk of each row group: the values at the end of a path."""
+
+    column: str
+    nodes: tuple[Node, ...]
+    level: int
+
+
+def leaves(schema: pa.Schema) -> list[Leaf]:
+    """The leaves of a schema, in the order of a row group's chunks."""
+    return [leaf for field in schema for leaf in _leaves(field, Leaf(field.name, (), 0), (), in_list=False)]
+
+
+def _leaves(field: pa.Field, above: Leaf, path: Path, *, in_list: bool) -> Iterator[Leaf]:
+    path, nodes, level = (*path, field.name), above.nodes, above.level
+    if field.nullable:
+        level += 1
+        nodes = (*nodes, Node(path, level, in_list))
+    kind = field.type
+    while isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    repeated = not pt.is_struct(kind)
+    here = Leaf(above.column, nodes, level + (repeated and kind.num_fields > 0))
+    if not kind.num_fields or pt.is_dictionary(kind):
+        yield Leaf(above.column, nodes, level)
+        return
+    for i in range(kind.num_fields):
+        yield from _leaves(kind.field(i), here, path, in_list=in_list or repeated)
+
+
+def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Sequence[Chunk]]) -> set[Path]:
+    """Paths with a null. Where the footer leaves it open there is one, but inside of lists.
+
+    The levels that newer writers note are exact. The number of nulls of a leaf counts those above it, and empty lists:
+    a struct surely has none if anything in it has none. What is inside of lists is taken to have none: nearly every
+    file has empty lists, and few have null values in them.
+    """
+    nulls: set[Path] = set()
+    for group in groups:
+        without: set[Path] = set()
+        open_leaves = []
+        for leaf, chunk in zip(found, group, strict=True):
+            if chunk.nulls == 0:
+                if len(leaf.nodes) > 1:
+                    without.update(node.path for node in leaf.nodes)
+            elif leaf.nodes and leaf.nodes[-1].path not in nulls:
+                open_leaves.append((leaf, chunk))
+        for leaf, chunk in open_leaves:
+            levels = definition_levels(footer, chunk) if leaf.level > 1 else None
+            if levels is not None and len(levels) == leaf.level + 1:
+                nulls.update(node.path for node in leaf.nodes if levels[node.level - 1])
+            else:
+                nulls.update(node.path for node in leaf.nodes if not node.in_list and node.path not in without)
+    return nulls
+
+
+def all_paths(found: Sequence[Leaf]) -> set[Path]:
+    """Every path that may have a null, for a file that tells nothing."""
+    return {node.path for leaf in found for node in leaf.nodes if not node.in_list}

@@ -1,0 +1,133 @@
+"""Parquet: what a footer tells, and footers that are damaged."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+import pytest
+
+import midepoch
+from midepoch.errors import FormatError
+from midepoch.sources.formats.parquet_chunks import column_chunks, columns, sound
+
+TABLE = pa.table(
+    {
+        "id": range(200),
+        "flag": [i % 2 == 0 for i in range(200)],
+        "text": [None if i % 9 == 0 else f"row {i} " + "é" * (i % 7) for i in range(200)],
+        "long": ["x" * 300 for _ in range(200)],
+        "list": [[i] * (i % 4) for i in range(200)],
+        "maybe": [None if i % 5 == 0 else i / 3 for i in range(200)],
+        "struct": [{"a": i, "b": None if i % 3 else str(i)} for i in range(200)],
+        "fixed": pa.array([struct.pack("<q", i) for i in range(200)], pa.binary(8)),
+        "null": pa.nulls(200),
+    }
+)
+
+
+def footer_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[-8 - struct.unpack("<I", data[-8:-4])[0] : -8]
+
+
+@pytest.mark.parametrize("statistics", [True, False, ["id", "text"]])
+@pytest.mark.parametrize("version", ["1.0", "2.6"])
+def test_chunks_are_those_of_pyarrow(tmp_path: Path, statistics: bool | list[str], version: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE, path, row_group_size=70, write_statistics=statistics, version=version)
+    footer, metadata = footer_of(path), pq.read_metadata(path)
+    found, described = column_chunks(footer), columns(footer)
+    assert len(found) == metadata.num_row_groups
+    for number, chunks in enumerate(found):
+        expected = [metadata.row_group(number).column(i).statistics for i in range(metadata.num_columns)]
+        assert [chunk.nulls for chunk in chunks] == [each and each.null_count for each in expected]
+        assert all(sound(footer, chunk, column) for chunk, column in zip(chunks, described, strict=True))
+    levels = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+    assert [column.definition for column in described] == [column.max_definition_level for column in levels]
+    assert [column.repetition for column in described] == [column.max_repetition_level for column in levels]
+
+
+MUTATE = """
+import struct, sys
+import midepoch
+whole = open(sys.argv[1], "rb").read()
+start = len(whole) - 8 - struct.unpack("<I", whole[-8:-4])[0]
+first = whole.index(struct.pack("<q", 99), start)  # the bounds of the first chunk's values are near
+for bit in range(8 * (first - 60), 8 * (first + 90), 5):
+    damaged = bytearray(whole)
+    damaged[bit // 8] ^= 1 << bit % 8
+    open(sys.argv[2], "wb").write(damaged)
+    for filters in (None, [("id", ">", 1000)]):
+        try:
+            for row in midepoch.from_files(sys.argv[2], filters=filters, force_reindex=True):
+                pass
+        except midepoch.MidepochError:
+            pass
+"""
+
+
+def test_a_flipped_bit_in_statistics_never_ends_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE.select(["id", "maybe"]).slice(0, 100), path)
+    arguments = [sys.executable, "-c", MUTATE, str(path), str(tmp_path / "damaged.parquet")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+SHORT_BOUND = """
+import sys
+import midepoch
+for filters in ([("id", ">", 1000)], [("id", ">=", 0)]):
+    try:
+        list(midepoch.from_files(sys.argv[1], filters=filters))
+    except midepoch.MidepochError as problem:
+        assert sys.argv[1] in str(problem), problem
+assert len(list(midepoch.from_files(sys.argv[1], columns=["maybe"]))) == 100
+"""
+
+
+def test_a_bound_that_is_too_short_never_ends_the_process(tmp_path: Path) -> None:
+    """The footer is whole: only its largest value has 4 bytes where a value has 8."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE.select(["id", "maybe"]).slice(0, 100), path)
+    data, footer = path.read_bytes(), footer_of(path)
+    bound = footer.index(b"\x28\x08" + struct.pack("<q", 99))
+    cut = footer[: bound + 1] + b"\x04" + footer[bound + 2 : bound + 6] + footer[bound + 10 :]
+    path.write_bytes(data[: -8 - len(footer)] + cut + struct.pack("<I", len(cut)) + b"PAR1")
+    done = subprocess.run([sys.executable, "-c", SHORT_BOUND, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+class Keys(pe.KmsClient):
+    def __init__(self, _configuration: pe.KmsConnectionConfig) -> None:
+        pe.KmsClient.__init__(self)
+
+    def wrap_key(self, key_bytes: bytes, _master_key: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+    def unwrap_key(self, wrapped_key: bytes, _master_key: str) -> bytes:
+        return base64.b64decode(wrapped_key)
+
+
+def test_encrypted_columns_are_named_and_the_others_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    configuration = pe.EncryptionConfiguration(footer_key="f", column_keys={"k": ["maybe"]}, plaintext_footer=True)
+    factory = pe.CryptoFactory(Keys)
+    properties = factory.file_encryption_properties(pe.KmsConnectionConfig(), configuration)
+    with pq.ParquetWriter(path, TABLE.schema, encryption_properties=properties) as writer:
+        writer.write_table(TABLE, row_group_size=50)
+    assert [row["id"] for row in midepoch.from_files(path, columns=["id"])] == list(range(200))
+    found = midepoch.from_files(path, columns=["text"], filters=[("id", ">=", 150)])
+    assert [row["text"] for row in found] == TABLE["text"].to_pylist()[150:]
+    for on_error in ("raise", "skip"):
+        with pytest.raises(FormatError, match=r"'maybe' is encrypted.*columns="):
+            list(midepoch.from_files(path, on_error=on_error))
+        with pytest.raises(FormatError, match="'maybe' is encrypted"):
+            midepoch.from_files(path, columns=["id"], filters=[("maybe", ">", 3.0)], on_error=on_error)
