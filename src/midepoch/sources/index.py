@@ -46,6 +46,10 @@ class IndexedFile(NamedTuple):
     dictionaries: Chains = ()
     etag: str = ""
     partition: Values = ()
+    broken: int = 0
+    """How many lines cannot be read and are no part of the data."""
+    broken_lines: tuple[int, ...] = ()
+    """The numbers of the first of them."""
 
     def unchanged(self) -> bool:
         try:
@@ -280,11 +284,11 @@ def read_index(path: Path) -> Index | None:
 
 
 def _file(stored: list[Any]) -> IndexedFile:
-    if stored[6] or stored[8]:
+    if stored[6] or stored[8] or stored[10]:
         stored[6] = tuple(tuple(map(tuple, versions)) for versions in stored[6])
-        stored[8] = tuple(map(tuple, stored[8]))
+        stored[8], stored[10] = tuple(map(tuple, stored[8])), tuple(stored[10])
     else:
-        stored[6] = stored[8] = ()
+        stored[6] = stored[8] = stored[10] = ()
     return IndexedFile(*stored)
 
 

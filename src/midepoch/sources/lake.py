@@ -32,6 +32,9 @@ from midepoch.sources.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 
+_NAMED_LINES = 10
+"""Of the lines of a file that cannot be read, how many are named in the log."""
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -72,6 +75,18 @@ def open_lake(
     progress: Progress | None = None,
 ) -> Index:
     """The index: read if it is there and fresh (by one listing, or unseen with ``validate=False``), else made."""
+    index = _opened(request, index_dir, force, validate, progress)
+    for file in index.files:
+        if file.broken:
+            more = ", …" if file.broken > len(file.broken_lines) else ""
+            _log.warning(
+                "%s: skipped %d line%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
+                "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
+            )  # fmt: skip
+    return index
+
+
+def _opened(request: Request, index_dir: Path | None, force: bool, validate: bool, progress: Progress | None) -> Index:
     path = request.index_path(index_dir)
     index = None if force else read_index(path)
     if index is not None and not validate:
@@ -146,7 +161,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     files = tuple(
         IndexedFile(
             entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
-            scan.dictionaries, scan.etag, value,
+            scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
         )
         for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
     )  # fmt: skip

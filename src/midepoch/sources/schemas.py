@@ -10,7 +10,7 @@ import pyarrow.types as pt
 from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import plain_type, with_children
 from midepoch.sources.formats import Scanned
-from midepoch.sources.formats.lines import widest
+from midepoch.sources.formats.inferred import widest
 from midepoch.sources.partitions import Values
 from midepoch.sources.stores import Entry, Store
 

@@ -32,10 +32,14 @@ class Scanned:
     inferred: bool = False
     """Whether the types were guessed from text, so that other files may make them wider."""
     complete: bool = True
+    stop: int | None = None
+    """Where the last block ends, if that is not the end of the file."""
+    broken_lines: list[int] = field(default_factory=list)
+    """Numbers of the lines that cannot be read and are no part of the data."""
 
     def end(self, i: int) -> int | None:
-        """Where the block after the i-th begins; None for the last."""
-        return self.offsets[i + 1] if i + 1 < len(self.offsets) else None
+        """Where the block after the i-th begins; for the last one ``stop``."""
+        return self.offsets[i + 1] if i + 1 < len(self.offsets) else self.stop
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -14,7 +15,8 @@ import pyarrow.csv as pc
 from midepoch.errors import FormatError
 from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.formats.lines import contents, first_row_end, read_range, scan_lines
+from midepoch.sources.formats.cutting import broken_quoted_rows, is_closed, row_ends
+from midepoch.sources.formats.lines import contents, read_rows, scan_lines
 from midepoch.sources.stores import Entry, Store
 
 _HEADER = 1 << 20
@@ -25,31 +27,46 @@ class CsvFormat(NoStatistics):
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         names, start = _header(store, entry)
-        delimiter = _delimiter(entry.path)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise FormatError(f"{store.name(entry.path)}: several columns are called {', '.join(map(repr, twice))}.")
-        found = scan_lines(
-            store,
-            entry,
-            start=start,
-            quoted=delimiter.encode(),
-            parse=lambda data: _parse(data, names, delimiter),
-            skip_damage=skip_damage,
-        )
-        found.footer = json.dumps(names).encode()
+        dialect = _CsvRows(names, _delimiter(entry.path))
+        found = scan_lines(store, entry, dialect, start=start, skip_damage=skip_damage)
         if not len(found.schema):
             found.schema = pa.schema([(name, pa.null()) for name in names])
+        found.footer = json.dumps({"names": names, **json.loads(found.footer or b'{"broken": []}')}).encode()
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        names = json.loads(block.footer)
+        names = json.loads(block.footer)["names"]
         there = [name for name in columns if name in names]
-        data = read_range(store, block)
+        data, delimiter = read_rows(store, block), _delimiter(block.entry.path)
         if not there:
-            return pa.table({"": pa.nulls(_parse(data, names, _delimiter(block.entry.path)).num_rows)}).select([])
-        types = {name: schema.field(name).type for name in there}
-        return _parse(data, names, _delimiter(block.entry.path), there, types)
+            return pa.table({"": pa.nulls(_parse(data, names, delimiter).num_rows)}).select([])
+        return _parse(data, names, delimiter, there, {name: schema.field(name).type for name in there})
+
+
+class _CsvRows:
+    """CSV as ``lines.Dialect``."""
+
+    def __init__(self, names: list[str], delimiter: str) -> None:
+        self._names, self._delimiter, self.delimiter = names, delimiter, delimiter.encode()
+
+    def parse(self, data: bytes) -> pa.Table:
+        return _parse(data, self._names, self._delimiter)
+
+    def problem(self, data: bytes) -> str | None:
+        try:
+            self.parse(data)
+        except pa.ArrowException as problem:
+            return re.sub(r"^CSV parse error: (Row #\d+: )?", "", str(problem)).rstrip()
+        return None if is_closed(data, self.delimiter) else "a quoted value begins in it and never ends"
+
+    def broken(self, data: bytes) -> list[tuple[int, int]]:
+        return broken_quoted_rows(data, self.delimiter, len(self._names), self.problem)
+
+    def refused(self, problem: Exception) -> str:
+        return f"{problem}."
 
 
 def _delimiter(path: str) -> str:
@@ -60,14 +77,23 @@ def _delimiter(path: str) -> str:
 
 def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
     """The names in the first row, and the byte at which the second begins."""
+    head, blank, end, delimiter = b"", 0, 0, _delimiter(entry.path).encode()
     with contents(store, entry) as file:
-        head = bytes(file.read(_HEADER))
+        # No more than it takes: what comes after it may be damaged.
+        while not end and len(head) < _HEADER and (data := bytes(file.read(max(64, len(head))))):
+            head += data
+            blank = len(head) - len(head.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n"))
+            ends = row_ends(head[blank:], delimiter)
+            end = blank + int(ends[0]) if len(ends) else 0
     if not head.strip():
         raise FormatError(f"{store.name(entry.path)}: the file is empty: not even a header with names of columns.")
-    blank = len(head) - len(head.lstrip(b"\xef\xbb\xbf\r\n"))
-    end = blank + (first_row_end(head[blank:], _delimiter(entry.path).encode()) or len(head) - blank)
+    if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter)):
+        raise FormatError(
+            f"{store.name(entry.path)}: its header has no end in {len(head)} bytes. Check for an unclosed quote."
+        )
+    end = end or len(head)
     try:
-        text = head[blank:end].decode("utf-8-sig")
+        text = head[blank:end].decode()
     except UnicodeDecodeError as problem:
         raise FormatError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -9,8 +10,13 @@ import pyarrow.json as pj
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.formats.lines import contents, read_range, scan_lines
+from midepoch.sources.formats.cutting import broken_rows, row_ends
+from midepoch.sources.formats.inferred import MIXED_REMEDY
+from midepoch.sources.formats.lines import contents, read_rows, scan_lines
 from midepoch.sources.stores import Entry, Store
+
+_BOM = b"\xef\xbb\xbf"
+_MIXED = re.compile(r"Column\(/(.+)\) changed from (\w+) to (\w+)")
 
 
 class JsonFormat(NoStatistics):
@@ -18,24 +24,69 @@ class JsonFormat(NoStatistics):
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         with contents(store, entry) as file:
-            head = bytes(file.read(256)).lstrip(b"\xef\xbb\xbf \t\r\n")
+            head = bytes(file.read(64)).removeprefix(_BOM).lstrip(b" \t\r\n")
         if head.startswith(b"["):
             raise FormatError(
                 f"{store.name(entry.path)}: this is one JSON array; write one object a line (JSON lines) instead."
             )
-        return scan_lines(store, entry, start=0, quoted=None, parse=_parse, skip_damage=skip_damage)
+        return scan_lines(store, entry, _JsonLines(), start=0, skip_damage=skip_damage)
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         wanted = pa.schema([schema.field(name) for name in columns if name in schema.names])
-        return _parse(read_range(store, block), wanted)
+        return _parse(read_rows(store, block), wanted)
+
+
+class _JsonLines:
+    """JSON lines as ``lines.Dialect``. Text must be UTF-8, which pyarrow does not check."""
+
+    delimiter = None
+
+    def parse(self, data: bytes) -> pa.Table:
+        if not data.isascii():
+            data.decode()
+        return _parse(data)
+
+    def problem(self, data: bytes) -> str | None:
+        try:
+            self.parse(data)
+        except UnicodeDecodeError as problem:
+            return f"it is not UTF-8 text: {problem}"
+        except pa.ArrowException as problem:
+            if _MIXED.search(str(problem)) and _is_json(data):
+                return None  # types that do not go together are no damage of a row
+            return re.sub(r"^JSON parse error: |\.? in row \d+$|\.$", "", str(problem))
+        return None
+
+    def broken(self, data: bytes) -> list[tuple[int, int]]:
+        return broken_rows(data, row_ends(data, None), self.problem)
+
+    def refused(self, problem: Exception) -> str:
+        mixed = _MIXED.search(str(problem))
+        if mixed is None:
+            return f"{problem}."
+        column, first, second = mixed.groups()
+        return f"column {column!r} holds {first} in some rows and {second} in others. {MIXED_REMEDY}"
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        _read(data, pa.schema([]))
+    except pa.ArrowException:
+        return False
+    return True
 
 
 def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     """All rows; a line must be one object, whatever its length."""
-    if data.startswith(b"\xef\xbb\xbf"):
-        data = data[3:]
-    how = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
     if schema is not None and not len(schema):  # pyarrow would forget the number of rows
         return pa.table({"": pa.nulls(_parse(data).num_rows)}).select([])
+    return _read(data, schema)
+
+
+def _read(data: bytes, schema: pa.Schema | None) -> pa.Table:
+    data = data.removeprefix(_BOM)
+    if re.match(rb"\s*null", data):  # which ends the process, unless there is an object before it
+        return _read(b"{}\n" + data, schema).slice(1)
+    how = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
     whole = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
     return pj.read_json(pa.BufferReader(data), read_options=whole, parse_options=how)

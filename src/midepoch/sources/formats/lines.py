@@ -1,31 +1,57 @@
 """Text with a row a line (CSV, JSON lines): blocks are ranges of bytes that end where a row ends.
 
-Such files say nothing about themselves, so the index reads them through once, and learns the number of rows, the types
-and where nulls are. Compressed files are cut at bytes of their contents; to get to a block they are read from their
-beginning, which is why such a file is better kept small.
+Such files say nothing about themselves, so the index reads them through once, and learns the number of rows, the types,
+where nulls are, and which rows cannot be read. Under ``on_error="skip"`` those are no part of the data: the index holds
+the ranges of bytes to leave out. Compressed files are cut at bytes of their contents.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from midepoch.errors import FormatError
 from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.formats.cutting import is_closed, row_ends, without
+from midepoch.sources.formats.inferred import lacking, nulls, widest
 from midepoch.sources.stores import Entry, Store
 
 BLOCK_BYTES = 8 << 20
 _READ = 8 << 20
+_LONGEST_ROW = 32
+"""Blocks after which a quoted value that has not ended is taken for one whose closing quote is missing."""
 
-Parse = Callable[[bytes], pa.Table]
+
+class Dialect(Protocol):
+    """How the rows of a text are read. ``delimiter``: that of a format in which values may be quoted."""
+
+    @property
+    def delimiter(self) -> bytes | None: ...
+
+    def parse(self, data: bytes) -> pa.Table:
+        """All rows. Raises ``pa.ArrowException`` or ``UnicodeDecodeError``."""
+        ...
+
+    def problem(self, data: bytes) -> str | None:
+        """The reason why rows cannot be read; None if they can, each by itself."""
+        ...
+
+    def broken(self, data: bytes) -> list[tuple[int, int]]:
+        """The rows that cannot be read even alone, as ranges of bytes."""
+        ...
+
+    def refused(self, problem: Exception) -> str:
+        """A message about rows that can be read alone, but not together."""
+        ...
 
 
 def compression(path: str) -> str | None:
@@ -45,121 +71,165 @@ def contents(store: Store, entry: Entry) -> Iterator[Any]:
                 yield stream
 
 
-def scan_lines(
-    store: Store, entry: Entry, *, start: int, quoted: bytes | None, parse: Parse, skip_damage: bool
-) -> Scanned:
-    """Cut a file from byte ``start`` on and parse every block once. ``quoted``: the delimiter of a format in
-    which a line end in quotes ends no row.
-    """
+def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
+    """Cut a file from byte ``start`` on, and parse every block once."""
     name = store.name(entry.path)
-    digest = hashlib.blake2b(digest_size=16)
+    text = _Text(store, entry, start, dialect.delimiter, salvage=skip_damage)
     found = Scanned(pa.schema([]), inferred=True)
     schemas: list[pa.Schema] = []
-    at = start
-    try:
-        for data in _blocks(store, entry, start, quoted, digest):
-            table = _parsed(name, at, data, parse)
-            if table.num_rows:
-                found.offsets.append(at)
-                found.rows.append(table.num_rows)
-                found.nullable |= _nulls(table)
-                schemas.append(table.schema)
-            at += len(data)
-    except (FormatError, pa.ArrowInvalid, UnicodeDecodeError) as problem:
-        if not skip_damage or not schemas:
-            raise problem if isinstance(problem, FormatError) else FormatError(f"{name}: {problem}") from None
-        found.complete = False
-    if entry.size and not schemas and at > start:
-        raise FormatError(f"{name}: no rows were found in {entry.size} bytes.")
-    found.schema, found.decoded_bytes = widest(name, schemas, text=quoted is not None), float(at - start)
+    broken: list[tuple[int, int]] = []
+    for data in text:
+        table, ranges = _read(name, text, data, dialect, skip_damage)
+        if table.num_rows:
+            found.offsets.append(text.offset)
+            found.rows.append(table.num_rows)
+            found.nullable |= nulls(table)
+            schemas.append(table.schema)
+        broken += [(text.offset + first, text.offset + stop) for first, stop in ranges]
+        found.broken_lines += [text.line_at(data, first) for first, _ in ranges]
+    found.complete, found.stop = not text.is_damaged, text.offset if text.is_damaged else None
+    if entry.size and not schemas and text.offset > start:
+        raise FormatError(f"{name}: none of its {entry.size} bytes can be read as a row. Check that it is the format.")
+    found.schema = widest(name, schemas, text=dialect.delimiter is not None)
+    found.decoded_bytes = float(text.offset - start)
     for schema in schemas:
         if schema.names != found.schema.names or any(map(pa.types.is_struct, schema.types)):
-            found.nullable |= _lacking(found.schema, schema)
-    found.fingerprint = digest.hexdigest()
+            found.nullable |= lacking(found.schema, schema)
+    found.fingerprint = text.digest.hexdigest()
+    found.footer = json.dumps({"broken": broken}).encode() if broken else b""
     with store.open(entry) as file:
         found.etag = file.etag
     return found
 
 
-def _parsed(name: str, at: int, data: bytes, parse: Parse) -> pa.Table:
+def _read(
+    name: str, text: _Text, data: bytes, dialect: Dialect, skip_damage: bool
+) -> tuple[pa.Table, list[tuple[int, int]]]:
+    """The rows of a block, and where those lie that had to be left out."""
+    ranges: list[tuple[int, int]] = []
     try:
-        return parse(data)
-    except (pa.ArrowException, UnicodeDecodeError) as problem:
+        if text.is_cut or dialect.delimiter is None or is_closed(data, dialect.delimiter):
+            return dialect.parse(data), ranges
+    except (pa.ArrowException, UnicodeDecodeError):
+        pass
+    ranges = dialect.broken(data)
+    if ranges and not skip_damage:
+        first, stop = ranges[0]
         raise FormatError(
-            f"{name}: the rows from byte {at} on cannot be read: {problem}. "
-            'Mend the file, or pass on_error="skip" to use the rows before them.'
-        ) from None
+            f"{name}: line {text.line_at(data, first)} cannot be read: {dialect.problem(data[first:stop])}. Fix the "
+            'line, or pass on_error="skip" to leave out lines that cannot be read.'
+        )
+    try:
+        return dialect.parse(without(data, ranges)), ranges
+    except (pa.ArrowException, UnicodeDecodeError) as problem:
+        raise FormatError(f"{name}: {dialect.refused(problem)}") from None
 
 
-def _blocks(store: Store, entry: Entry, start: int, quoted: bytes | None, digest: Any) -> Iterator[bytes]:
-    """The contents in pieces that end with a row."""
-    rest = b""
-    with contents(store, entry) as file:
-        skipped = bytes(file.read(start)) if start else b""
-        digest.update(skipped)
-        while data := bytes(file.read(_READ)):
-            digest.update(data)
-            rest += data
-            if len(rest) >= BLOCK_BYTES and (cut := _last_row_end(rest, quoted)):
-                yield rest[:cut]
-                rest = rest[cut:]
-    if rest.strip(b"\r\n \t") or (quoted is not None and _holds_blanks(rest, quoted, skipped)):
-        yield rest
+class _Text:
+    """The contents of a file in pieces that end with a row.
+
+    ``offset`` and ``line`` are those of the piece that came last. ``is_cut``: it is known to end with a row.
+    ``salvage``: of a compressed file that is damaged, take what can be read.
+    """
+
+    def __init__(self, store: Store, entry: Entry, start: int, delimiter: bytes | None, *, salvage: bool) -> None:
+        self._store, self._entry, self._start, self._delimiter = store, entry, start, delimiter
+        self._salvage = salvage
+        self.digest = hashlib.blake2b(digest_size=16)
+        self.offset, self._line = start, 1
+        self.is_cut = self.is_damaged = False
+
+    def line_at(self, data: bytes, position: int) -> int:
+        """The number of a line of this piece, the first of the file being 1."""
+        return self._line + data.count(b"\n", 0, position)
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest, enough = b"", BLOCK_BYTES
+        with contents(self._store, self._entry) as file:
+            head = bytes(file.read(self._start)) if self._start else b""
+            self._line += head.count(b"\n")
+            self.digest.update(head)
+            for data in self._pieces(file):
+                self.digest.update(data)
+                rest += data
+                if len(rest) < enough:
+                    continue
+                cut = self._last_row_end(rest)
+                enough = BLOCK_BYTES if cut else 2 * len(rest)
+                if cut:
+                    yield rest[:cut]
+                    self._pass(rest[:cut])
+                    rest = rest[cut:]
+        if self.is_damaged:
+            rest = rest[: self._last_row_end(rest)]
+        self.is_cut = False
+        if rest.strip(b"\r\n \t") or (self._delimiter is not None and _holds_blanks(rest, self._delimiter, head)):
+            yield rest
+            self._pass(rest)
+
+    def _pass(self, data: bytes) -> None:
+        self.offset += len(data)
+        self._line += data.count(b"\n")
+
+    def _last_row_end(self, data: bytes) -> int:
+        ends = row_ends(data, self._delimiter)
+        self.is_cut = len(ends) > 0
+        if not self.is_cut and len(data) >= _LONGEST_ROW * BLOCK_BYTES:
+            return data.rfind(b"\n") + 1
+        return int(ends[-1]) if self.is_cut else 0
+
+    def _pieces(self, file: Any) -> Iterator[bytes]:
+        position = self._start
+        try:
+            while data := bytes(file.read(_READ)):
+                position += len(data)
+                yield data
+        except (OSError, pa.ArrowException) as problem:
+            if compression(self._entry.path) is None or not self._can_be_fetched():
+                raise
+            if not self._salvage:
+                raise FormatError(
+                    f"{self._store.name(self._entry.path)}: its compressed data is cut short or damaged: {problem}. "
+                    'Copy the file again, or pass on_error="skip" to use the lines before the damage.'
+                ) from None
+            self.is_damaged = True
+            yield self._before_damage(position)
+
+    def _can_be_fetched(self) -> bool:
+        """Whether the bytes of the file come, so that it is they that are bad."""
+        with self._store.open(self._entry) as file:
+            return all(file.arrow.read(min(_READ, left)) for left in range(file.size, 0, -_READ))
+
+    def _before_damage(self, position: int) -> bytes:
+        """The contents from a position on. What was decompressed in a read that fails is lost: so reads get smaller."""
+        found = bytearray()
+        for size in (1 << 16, 1 << 8, 1):
+            with suppress(OSError, pa.ArrowException), contents(self._store, self._entry) as file:
+                _skip(file, position + len(found))
+                while data := file.read(size):
+                    found += data
+        return bytes(found)
 
 
-def _holds_blanks(rest: bytes, quoted: bytes, head: bytes) -> bool:
+def _holds_blanks(rest: bytes, delimiter: bytes, head: bytes) -> bool:
     """Whether white space is rows of CSV: tabs that separate, or, where there is one column, lines of spaces."""
-    return quoted in rest or (quoted not in head and re.search(rb"[ \t]\r?\n", rest) is not None)
+    return delimiter in rest or (delimiter not in head and re.search(rb"[ \t]\r?\n", rest) is not None)
 
 
-def _last_row_end(data: bytes, quoted: bytes | None) -> int:
-    """Behind the last line end that ends a row, of data that begins with one; 0 if there is none."""
-    if quoted is None or b'"' not in data:
-        return data.rfind(b"\n") + 1
-    spans = _quoted(data, quoted)
-    opened = [start for start, _ in spans]
-    at = len(data)
-    while (at := data.rfind(b"\n", 0, at)) >= 0:
-        i = bisect.bisect(opened, at) - 1
-        if i < 0 or spans[i][1] <= at:
-            return at + 1
-        at = spans[i][0]  # in quotes: go on before them
-    return 0
+def read_rows(store: Store, block: Block) -> bytes:
+    """The bytes of a block, without the rows that the index found to be broken."""
+    data = _read_range(store, block)
+    stop = block.offset + len(data)
+    ranges = [(a - block.offset, b - block.offset) for a, b in _broken(block.footer) if block.offset <= a < stop]
+    return without(data, ranges)
 
 
-def first_row_end(data: bytes, delimiter: bytes) -> int:
-    """Behind the line end that ends the first row; 0 if there is none."""
-    at = -1
-    for start, stop in [*_quoted(data, delimiter), (len(data), len(data))]:
-        found = data.find(b"\n", at + 1, start)
-        if found >= 0:
-            return found + 1
-        at = stop - 1
-    return 0
+@lru_cache(maxsize=64)
+def _broken(footer: bytes) -> list[tuple[int, int]]:
+    return [(first, stop) for first, stop in json.loads(footer)["broken"]] if footer else []
 
 
-def _quoted(data: bytes, delimiter: bytes) -> list[tuple[int, int]]:
-    """From the opening to behind the closing quote of each quoted value. A quote in the middle of a value is none."""
-    found = []
-    before = (delimiter[0], ord("\n"), ord("\r"))
-    at = data.find(b'"')
-    while at >= 0:
-        if at and data[at - 1] not in before:
-            at = data.find(b'"', at + 1)
-            continue
-        stop = data.find(b'"', at + 1)
-        while stop >= 0 and data[stop + 1 : stop + 2] == b'"':  # two of them stand for one
-            stop = data.find(b'"', stop + 2)
-        if stop < 0:
-            found.append((at, len(data) + 1))
-            break
-        found.append((at, stop + 1))
-        at = data.find(b'"', stop + 1)
-    return found
-
-
-def read_range(store: Store, block: Block) -> bytes:
-    """The bytes of a block."""
+def _read_range(store: Store, block: Block) -> bytes:
     if compression(block.entry.path) is None:
         with store.open(block.entry) as file:
             end = file.size if block.end is None else block.end
@@ -168,79 +238,10 @@ def read_range(store: Store, block: Block) -> bytes:
                 raise OSError(f"{len(data)} bytes came where {end - block.offset} were asked for")
             return data
     with contents(store, block.entry) as stream:
-        left = block.offset
-        while left and (passed := len(stream.read(min(left, _READ)))):
-            left -= passed
+        _skip(stream, block.offset)
         return bytes(stream.read() if block.end is None else stream.read(block.end - block.offset))
 
 
-def _nulls(table: pa.Table) -> set[tuple[str, ...]]:
-    """Paths of columns, and of what is inside them, with a null."""
-    found: set[tuple[str, ...]] = set()
-
-    def look(path: tuple[str, ...], column: pa.Array) -> None:
-        if column.null_count:
-            found.add(path)
-        if pa.types.is_struct(column.type):
-            for i in range(column.type.num_fields):
-                look((*path, column.type.field(i).name), column.field(i))
-        elif pa.types.is_list(column.type):
-            look((*path, column.type.field(0).name), column.flatten())
-
-    for name, column in zip(table.schema.names, table.columns, strict=True):
-        for chunk in column.chunks:
-            look((name,), chunk)
-    return found
-
-
-def _lacking(whole: Iterable[pa.Field], part: Iterable[pa.Field], path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    """Paths of what one block lacks, and so has nulls for, of what there is in all."""
-    mine, found = {field.name: field.type for field in part}, set()
-    for field in whole:
-        here = (*path, field.name)
-        if field.name not in mine:
-            found.add(here)
-        elif pa.types.is_struct(field.type) and pa.types.is_struct(mine[field.name]):
-            found |= _lacking(_fields(field.type), _fields(mine[field.name]), here)
-    return found
-
-
-def _fields(kind: pa.DataType) -> list[pa.Field]:
-    return [kind.field(i) for i in range(kind.num_fields)]
-
-
-def widest(name: str, schemas: list[pa.Schema], *, text: bool = False) -> pa.Schema:
-    """One schema for all blocks: whole numbers become floats, dates that are not dates everywhere text.
-
-    ``text``: whatever does not fit together is text (CSV, where all of it is).
-    """
-    types: dict[str, pa.DataType] = {}
-    for schema in schemas:
-        for field in schema:
-            before = types.get(field.name)
-            types[field.name] = field.type if before is None else _wider(name, field.name, before, field.type, text)
-    return pa.schema(list(types.items()))
-
-
-def _wider(file: str, column: str, a: pa.DataType, b: pa.DataType, text: bool) -> pa.DataType:
-    if a.equals(b):
-        return a
-    if pa.types.is_temporal(a) != pa.types.is_temporal(b) and pa.string() in (a, b):
-        return pa.string()
-    if pa.types.is_list(a) and pa.types.is_list(b):
-        return pa.list_(_wider(file, column, a.value_type, b.value_type, text))
-    if pa.types.is_struct(a) and pa.types.is_struct(b):
-        fields = {a.field(i).name: a.field(i).type for i in range(a.num_fields)}
-        for other in (b.field(i) for i in range(b.num_fields)):
-            mine = fields.get(other.name)
-            fields[other.name] = other.type if mine is None else _wider(file, column, mine, other.type, text)
-        return pa.struct(list(fields.items()))
-    try:
-        merged = pa.unify_schemas([pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive")
-        return merged.field("x").type
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        if text:
-            return pa.string()
-        raise FormatError(
-            f"{file}: column {column!r} holds {a} in some rows and {b} in others. Write values of one type."
-        ) from None
+def _skip(stream: Any, size: int) -> None:
+    while size and (passed := len(stream.read(min(size, _READ)))):
+        size -= passed

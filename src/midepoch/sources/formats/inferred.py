@@ -1,0 +1,85 @@
+"""Types of text, guessed block by block: the one type that fits all blocks, and where nulls are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from midepoch.errors import FormatError
+
+MIXED_REMEDY = (
+    'Write values of one type, or open it with midepoch.load_dataset("json", data_files=…), which reads mixed types.'
+)
+
+
+def nulls(table: pa.Table) -> set[tuple[str, ...]]:
+    """Paths of columns, and of what is inside them, with a null."""
+    found: set[tuple[str, ...]] = set()
+
+    def look(path: tuple[str, ...], column: pa.Array) -> None:
+        if column.null_count:
+            found.add(path)
+        if pa.types.is_struct(column.type):
+            for i in range(column.type.num_fields):
+                look((*path, column.type.field(i).name), column.field(i))
+        elif pa.types.is_list(column.type):
+            look((*path, column.type.field(0).name), column.flatten())
+
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        for chunk in column.chunks:
+            look((name,), chunk)
+    return found
+
+
+def lacking(whole: Iterable[pa.Field], part: Iterable[pa.Field], path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    """Paths of what one block lacks, and so has nulls for, of what there is in all."""
+    mine, found = {field.name: field.type for field in part}, set()
+    for field in whole:
+        here = (*path, field.name)
+        if field.name not in mine:
+            found.add(here)
+        elif pa.types.is_struct(field.type) and pa.types.is_struct(mine[field.name]):
+            found |= lacking(_fields(field.type), _fields(mine[field.name]), here)
+    return found
+
+
+def _fields(kind: pa.DataType) -> list[pa.Field]:
+    return [kind.field(i) for i in range(kind.num_fields)]
+
+
+def widest(name: str, schemas: list[pa.Schema], *, text: bool = False) -> pa.Schema:
+    """One schema for all blocks: whole numbers become floats, dates that are not dates everywhere text.
+
+    ``text``: whatever does not fit together is text (CSV, where all of it is).
+    """
+    types: dict[str, pa.DataType] = {}
+    for schema in schemas:
+        for field in schema:
+            before = types.get(field.name)
+            types[field.name] = field.type if before is None else _wider(name, field.name, before, field.type, text)
+    return pa.schema(list(types.items()))
+
+
+def _wider(file: str, column: str, a: pa.DataType, b: pa.DataType, text: bool) -> pa.DataType:
+    if a.equals(b):
+        return a
+    if pa.types.is_temporal(a) != pa.types.is_temporal(b) and pa.string() in (a, b):
+        return pa.string()
+    if pa.types.is_list(a) and pa.types.is_list(b):
+        return pa.list_(_wider(file, column, a.value_type, b.value_type, text))
+    if pa.types.is_struct(a) and pa.types.is_struct(b):
+        fields = {a.field(i).name: a.field(i).type for i in range(a.num_fields)}
+        for other in (b.field(i) for i in range(b.num_fields)):
+            mine = fields.get(other.name)
+            fields[other.name] = other.type if mine is None else _wider(file, column, mine, other.type, text)
+        return pa.struct(list(fields.items()))
+    try:
+        merged = pa.unify_schemas([pa.schema([("x", a)]), pa.schema([("x", b)])], promote_options="permissive")
+        return merged.field("x").type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        if text:
+            return pa.string()
+        raise FormatError(
+            f"{file}: column {column!r} holds {a} in some rows and {b} in others. {MIXED_REMEDY}"
+        ) from None
