@@ -218,6 +218,24 @@ def test_hive_partitions(tmp_path: Path) -> None:
     ]
 
 
+def test_hive_partitions_are_the_same_for_a_folder_a_list_a_glob_and_a_file(tmp_path: Path) -> None:
+    root = tmp_path / "exp=7" / "lake"
+    files = [root / f"year={year}" / "lang=de" / "part" / "a.parquet" for year in (2023, 2024)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        write_parquet(file, rows(0, 2))
+    expected = list(midepoch.from_files(root, partitioning="hive"))
+    assert [(row["year"], row["lang"]) for row in expected] == [(2023, "de")] * 2 + [(2024, "de")] * 2
+    assert list(expected[0]) == [*COLUMNS, "year", "lang"]
+    for paths in (files, root / "**" / "*.parquet", root / "year=202*" / "lang=de" / "part" / "*.parquet"):
+        assert list(midepoch.from_files(paths, partitioning="hive")) == expected
+    for one in (files[1], root / "year=2024" / "lang=de" / "part" / "*.parquet", root / "year=2024" / "**"):
+        assert list(midepoch.from_files(one, partitioning="hive")) == expected[2:]
+    plain = tmp_path / "plain.parquet"
+    write_parquet(plain, rows(0, 2))
+    assert midepoch.from_files([plain], partitioning="hive").column_names == COLUMNS
+
+
 def test_added_and_missing_columns_are_null(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", rows(0, 5).select(["id"]))
     write_parquet(tmp_path / "b.parquet", rows(5, 10).select(["text", "id"]))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
 from midepoch.sources.formats import Block, Scanned, format_named
 from midepoch.sources.index import Index, IndexedFile, Progress, default_index_dir, read_index, serialise, usable
-from midepoch.sources.partitions import Values, hive_values
+from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
@@ -141,7 +140,7 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
     scan_one = partial(_scanned, store, found.format, request.skip_damage)
     scans = for_all(scan_one, entries, lambda done: report(done, total))
     values, added = (
-        hive_values([_below(request.paths, e.path) for e in entries])
+        hive_values(below(request.paths, [entry.path for entry in entries]))
         if request.partitioning == "hive"
         else ([()] * len(entries), None)
     )
@@ -183,19 +182,6 @@ def _build(request: Request, found: Found, progress: Progress | None) -> Index:
         footers,
         row_bytes(scans, schema),
     )
-
-
-def _below(given: Sequence[str], path: str) -> str:
-    """A file's path below what the user gave: folders above that are no partitions."""
-    bases = [_base(text) for text in given]
-    base = max((each for each in bases if path.startswith(each)), key=len, default="")
-    return path[len(base) :] if path != base else path.rsplit("/", 1)[-1]
-
-
-def _base(text: str) -> str:
-    """The folder in which a glob begins; what is no glob, as it is."""
-    plain, *glob = re.split(r"[*?\[]", text, maxsplit=1)
-    return (plain.rpartition("/")[0] if glob else plain).rstrip("/")
 
 
 def _scanned(store: Store, form: str, skip_damage: bool, entry: Entry) -> Scanned:

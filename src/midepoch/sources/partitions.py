@@ -12,6 +12,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
+_GLOB = re.compile(r"[*?\[]")
 Values = tuple[tuple[str, Any], ...]
 
 
@@ -27,6 +28,38 @@ def hive_values(paths: Sequence[str]) -> tuple[list[Values], pa.Schema]:
     types = {key: pa.int64() if all(_is_int(found[key]) for found in texts) else pa.string() for key in keys}
     values = [tuple((key, _typed(found[key], types[key])) for key in keys) for found in texts]
     return values, pa.schema(list(types.items()))
+
+
+def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """The paths of files below the roots of their partitions.
+
+    Folders above a folder that was given are no partitions. A file or a glob has no such border: there they are the
+    nearest folders called ``key=value`` that follow on each other.
+    """
+    files = set(given).intersection(paths)
+    others = [text for text in given if text not in files]
+    found = []
+    for path in paths:
+        roots = [_root(text, path) for text in ((path,) if path in files else others)]
+        root = max((each for each in roots if path.startswith(each)), key=len, default="")
+        found.append(path[len(root) :].lstrip("/"))
+    return found
+
+
+def _root(text: str, path: str) -> str:
+    plain, *glob = _GLOB.split(text, maxsplit=1)
+    if text != path and not glob:
+        return text.rstrip("/") + "/"
+    folders = path.split("/")[:-1]
+    fixed = plain.split("/")[:-1] if text != path else folders
+    if any("=" in folder for folder in folders[len(fixed) :]):
+        folders = fixed  # some of the partitions are matched by the glob
+    else:
+        while any("=" in folder for folder in folders) and "=" not in folders[-1]:
+            folders.pop()
+    while folders and "=" in folders[-1]:
+        folders.pop()
+    return "".join(f"{folder}/" for folder in folders)
 
 
 def _texts(path: str) -> dict[str, str | None]:
