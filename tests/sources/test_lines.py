@@ -7,6 +7,11 @@ import gzip
 import io
 import json
 import logging
+import os
+import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import midepoch
+from forks import forked
 from midepoch.errors import FormatError
-from midepoch.sources.formats import lines
+from midepoch.sources.formats import compressed, lines
 from midepoch.sources.formats.cutting import is_closed, row_ends
 from midepoch.testing import assert_resumes_exactly
 
@@ -239,3 +245,96 @@ def test_rows_written_by_python_end_where_it_ended_them(rows: list[list[str]]) -
         parts.append(file.getvalue().encode())
     expected = [sum(map(len, parts[: i + 1])) for i in range(len(parts))]
     assert row_ends(b"".join(parts), b",").tolist() == expected
+
+
+def test_cutting_quoted_rows_takes_no_step_for_each_value() -> None:
+    data = b"".join(b'"%d","a ""b"", c\n"\n' % i for i in range(20_000))
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count)
+    try:
+        ends = row_ends(data, b",")
+    finally:
+        sys.setprofile(None)
+    assert len(ends) == 20_000
+    assert steps < 200
+
+
+def compressed_file(folder: Path, kind: str, rows: int = 2000) -> Path:
+    import pyarrow as pa
+
+    path = folder / f"a.jsonl.{kind}"
+    codec = {"gz": "gzip", "zst": "zstd", "bz2": "bz2", "lz4": "lz4"}[kind]
+    with pa.CompressedOutputStream(str(path), codec) as file:
+        for i in range(rows):
+            file.write(json_line(i).encode() + b"\n")
+    return path
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks of about 100 rows; one entry for each time that decompressing begins."""
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(lines, "_READ", 1000)
+    monkeypatch.setattr(compressed, "_READ", 700)
+    found: list[int] = []
+    rewind = compressed._Decompressed._rewind
+    monkeypatch.setattr(compressed._Decompressed, "_rewind", lambda self: (found.append(1), rewind(self))[1])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "bz2", "lz4"])
+def test_a_compressed_file_is_decompressed_once_in_any_order(kind: str, tmp_path: Path, openings: list[int]) -> None:
+    ds = midepoch.from_files(compressed_file(tmp_path, kind), cache_bytes=200_000)
+    assert len(ds.pipeline.source.layout.block_starts) > 15
+    blocks = list(range(len(ds.pipeline.source.layout.block_starts) - 1))
+    random.Random(1).shuffle(blocks)
+    for block in blocks:
+        start, stop = ds.pipeline.source.layout.block_starts[block : block + 2].tolist()
+        assert ds.pipeline.source.fetch(block, ["id"]).column("id").to_pylist() == list(range(start, stop))
+    assert len(openings) == 1
+    assert sorted(i for batch in ds.shuffle(seed=1).loader(64) for i in batch["id"].tolist()) == list(range(2000))
+    assert len(openings) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 20_000])
+def test_contents_that_do_not_fit_are_read_all_the_same(limit: int, tmp_path: Path, openings: list[int]) -> None:
+    ds = midepoch.from_files(compressed_file(tmp_path, "gz"), cache_bytes=limit)
+    assert [row["id"] for row in ds] == list(range(2000))
+    assert len(openings) <= 2 + 4  # in order: once, and again for what threads ask for out of turn
+    for block in (15, 3, 9, 0):
+        start, stop = ds.pipeline.source.layout.block_starts[block : block + 2].tolist()
+        assert ds.pipeline.source.fetch(block, ["id"]).column("id").to_pylist() == list(range(start, stop))
+
+
+KILLED = """
+import os, signal, sys
+import midepoch
+from midepoch.sources.formats import lines
+lines.BLOCK_BYTES, lines._READ = 3000, 1000
+ds = midepoch.from_files(sys.argv[1], cache_dir=sys.argv[2], index_dir=sys.argv[2])
+assert ds.pipeline.source.fetch(9, ["id"]).num_rows
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_no_decompressed_contents(tmp_path: Path) -> None:
+    path, cache = compressed_file(tmp_path, "gz"), tmp_path / "cache"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(cache)], check=False, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    left = [name for _, _, names in os.walk(cache) for name in names]
+    assert all("midepoch-" in name for name in left), left
+    assert len(midepoch.from_files(path, cache_dir=cache)) == 2000
+
+
+def test_a_fork_decompresses_for_itself(tmp_path: Path, openings: list[int]) -> None:
+    ds = midepoch.from_files(compressed_file(tmp_path, "gz"))
+    first = ds.pipeline.source.fetch(2, ["id"]).column("id").to_pylist()
+    assert forked(lambda: ds.pipeline.source.fetch(2, ["id"]).column("id").to_pylist() == first) == 0
+    assert ds.pipeline.source.fetch(9, ["id"]).num_rows
+    batches = [batch["id"].tolist() for batch in ds.shuffle(seed=2).loader(32)]
+    assert [batch["id"].tolist() for batch in ds.shuffle(seed=2).loader(32, num_workers=2)] == batches

@@ -18,7 +18,7 @@ from midepoch.order import Layout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
-from midepoch.sources.formats import Block, format_named
+from midepoch.sources.formats import Block, Scratch, format_named
 from midepoch.sources.index import Index, IndexedFile
 from midepoch.sources.stores import Entry, Store
 
@@ -168,8 +168,14 @@ class Source:
         entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
         assert index.ends is not None
         end = int(index.ends[number])
+        scratch = Scratch(self.access.cache.folder, self.access.cache.limit)
         block = Block(
-            entry, int(index.offsets[number]), None if end < 0 else end, index.footers[of_file], file.dictionaries
+            entry,
+            int(index.offsets[number]),
+            None if end < 0 else end,
+            index.footers[of_file],
+            file.dictionaries,
+            scratch,
         )
         rows = int(index.starts[number + 1] - index.starts[number])
         read = [*columns, *(name for name in self._filter_columns if name not in columns)]

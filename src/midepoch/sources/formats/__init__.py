@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from midepoch.sources.formats.base import Block, Format, Scanned
+from midepoch.sources.formats.base import Block, Format, Scanned, Scratch
 
 _WHERE = {
     "arrow": ("ipc", "ArrowFormat"),
@@ -27,4 +27,4 @@ def format_named(name: str) -> Format:
     return found
 
 
-__all__ = ["Block", "Format", "Scanned", "format_named"]
+__all__ = ["Block", "Format", "Scanned", "Scratch", "format_named"]

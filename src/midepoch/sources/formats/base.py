@@ -43,6 +43,14 @@ class Scanned:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Where contents of compressed files are kept, and how many bytes. By default, in the cache folder."""
+
+    folder: str = ""
+    limit: int = 4 << 30
+
+
+@dataclass(frozen=True)
 class Block:
     """A block to decode. ``end`` is where the next one begins, None for the last of a file."""
 
@@ -51,6 +59,7 @@ class Block:
     end: int | None
     footer: bytes = b""
     dictionaries: Chains = ()
+    scratch: Scratch = Scratch()
 
 
 class Format(Protocol):

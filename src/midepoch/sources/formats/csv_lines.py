@@ -15,8 +15,9 @@ import pyarrow.csv as pc
 from midepoch.errors import FormatError
 from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import broken_quoted_rows, is_closed, row_ends
-from midepoch.sources.formats.lines import contents, read_rows, scan_lines
+from midepoch.sources.formats.lines import read_rows, scan_lines
 from midepoch.sources.stores import Entry, Store
 
 _HEADER = 1 << 20

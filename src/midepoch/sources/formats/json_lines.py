@@ -10,9 +10,10 @@ import pyarrow.json as pj
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
+from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import broken_rows, row_ends
 from midepoch.sources.formats.inferred import MIXED_REMEDY
-from midepoch.sources.formats.lines import contents, read_rows, scan_lines
+from midepoch.sources.formats.lines import read_rows, scan_lines
 from midepoch.sources.stores import Entry, Store
 
 _BOM = b"\xef\xbb\xbf"

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from midepoch.errors import FormatError
-from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.formats.compressed import compression, contents, decompressed, skip
 from midepoch.sources.formats.cutting import is_closed, row_ends, without
 from midepoch.sources.formats.inferred import lacking, nulls, widest
 from midepoch.sources.stores import Entry, Store
@@ -52,23 +51,6 @@ class Dialect(Protocol):
     def refused(self, problem: Exception) -> str:
         """A message about rows that can be read alone, but not together."""
         ...
-
-
-def compression(path: str) -> str | None:
-    """The codec that a file's name says it is compressed with."""
-    return COMPRESSIONS.get(os.path.splitext(path.lower())[1])
-
-
-@contextmanager
-def contents(store: Store, entry: Entry) -> Iterator[Any]:
-    """The file as a stream of its contents, decompressed."""
-    with store.open(entry) as file:
-        codec = compression(entry.path)
-        if codec is None:
-            yield file.arrow
-        else:
-            with pa.CompressedInputStream(file.arrow, codec) as stream:
-                yield stream
 
 
 def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
@@ -205,7 +187,7 @@ class _Text:
         found = bytearray()
         for size in (1 << 16, 1 << 8, 1):
             with suppress(OSError, pa.ArrowException), contents(self._store, self._entry) as file:
-                _skip(file, position + len(found))
+                skip(file, position + len(found))
                 while data := file.read(size):
                     found += data
         return bytes(found)
@@ -237,11 +219,4 @@ def _read_range(store: Store, block: Block) -> bytes:
             if len(data) != end - block.offset:
                 raise OSError(f"{len(data)} bytes came where {end - block.offset} were asked for")
             return data
-    with contents(store, block.entry) as stream:
-        _skip(stream, block.offset)
-        return bytes(stream.read() if block.end is None else stream.read(block.end - block.offset))
-
-
-def _skip(stream: Any, size: int) -> None:
-    while size and (passed := len(stream.read(min(size, _READ)))):
-        size -= passed
+    return decompressed(store, block)

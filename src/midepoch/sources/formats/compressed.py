@@ -1,0 +1,190 @@
+"""The contents of compressed files, decompressed once by a process, in whatever order their blocks are asked for.
+
+A compressed file can only be read from its beginning. So what was decompressed is kept in a file without a name in the
+cache folder: it is gone with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from midepoch.sources.files import COMPRESSIONS
+from midepoch.sources.formats.base import Block, Scratch
+from midepoch.sources.index import default_index_dir
+from midepoch.sources.stores import Entry, OpenFile, Store
+
+_log = logging.getLogger("midepoch")
+_READ = 1 << 20
+_MOST_FILES = 128
+"""Files to keep open: a process may have 1,024 in all, and each takes one or two."""
+
+
+def compression(path: str) -> str | None:
+    """The codec that a file's name says it is compressed with."""
+    return COMPRESSIONS.get(os.path.splitext(path.lower())[1])
+
+
+@contextmanager
+def contents(store: Store, entry: Entry) -> Iterator[Any]:
+    """The file as a stream of its contents, decompressed."""
+    with store.open(entry) as file:
+        codec = compression(entry.path)
+        if codec is None:
+            yield file.arrow
+        else:
+            with pa.CompressedInputStream(file.arrow, codec) as stream:
+                yield stream
+
+
+def skip(stream: Any, size: int) -> None:
+    """Read over so many bytes."""
+    while size and (passed := len(stream.read(min(size, _READ)))):
+        size -= passed
+
+
+def decompressed(store: Store, block: Block) -> bytes:
+    """The contents of a block of a compressed file."""
+    if block.end is None and block.offset < _READ:  # the only block: there is nothing to come back for
+        with contents(store, block.entry) as stream:
+            skip(stream, block.offset)
+            return bytes(stream.read())
+    file = _files.get(store, block)
+    try:
+        return file.read(block.offset, block.end)
+    except BaseException:
+        _files.forget(file)  # the stream may stand anywhere
+        raise
+
+
+class _Decompressed:
+    """The contents of one file, as far as they were asked for: at its beginning as many as fit, in a file."""
+
+    def __init__(self, store: Store, entry: Entry, scratch: Scratch) -> None:
+        self._store, self._entry, self.limit = store, entry, scratch.limit
+        self._lock = threading.Lock()
+        self._raw: OpenFile | None = None
+        self._stream: Any = None
+        self._position = 0  # of the stream
+        self._file = _unnamed_file(scratch.folder)
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)
+        self._is_growing, self._is_whole = self._file is not None, False
+        self.size = 0  # of the file
+
+    def read(self, offset: int, end: int | None) -> bytes:
+        """The bytes from ``offset`` to ``end``, or to the end of the contents."""
+        with self._lock:
+            if self._is_growing and (end is None or end > self.size):
+                self._grow(end)
+            kept = self._kept(offset, self.size if end is None else min(end, self.size))
+            start = offset + len(kept)
+            if self._is_whole or (end is not None and start >= end):
+                return kept
+            if self._stream is None or start < self._position:
+                self._rewind()
+            skip(self._stream, start - self._position)
+            rest = bytes(self._stream.read() if end is None else self._stream.read(end - start))
+            self._position = start + len(rest)
+            return kept + rest
+
+    def _kept(self, offset: int, stop: int) -> bytes:
+        if self._file is None or offset >= stop:
+            return b""
+        return os.pread(self._file.fileno(), stop - offset, offset)
+
+    def _grow(self, end: int | None) -> None:
+        assert self._file is not None
+        if self._position != self.size or self._stream is None:
+            self._rewind()
+            skip(self._stream, self.size)
+            self._position = self.size
+        while end is None or self.size < end:
+            data = self._stream.read(_READ if end is None else min(_READ, end - self.size))
+            self._position += len(data)
+            if not data:
+                self._is_whole, self._is_growing = True, False
+                self._raw = self._stream = None
+                return
+            if self.size + len(data) > self.limit or not self._write(data):
+                self._is_growing = False
+                _log.warning(
+                    "%s: no more than %d bytes of its contents are kept: blocks after them are decompressed again and "
+                    "again if they are not read in order. Give more cache_bytes and disk, or write smaller files.",
+                    self._store.name(self._entry.path), self.size,
+                )  # fmt: skip
+                return
+            self.size += len(data)
+
+    def _write(self, data: bytes) -> bool:
+        assert self._file is not None
+        try:
+            self._file.seek(self.size)
+            self._file.write(data)
+        except OSError:  # the disk is full
+            return False
+        return True
+
+    def _rewind(self) -> None:
+        self._raw = self._store.open(self._entry)
+        self._stream = pa.CompressedInputStream(self._raw.arrow, compression(self._entry.path))
+        self._position = 0
+
+
+def _unnamed_file(folder: str) -> IO[bytes] | None:
+    for place in (Path(folder) if folder else default_index_dir() / "blocks", Path(tempfile.gettempdir())):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryFile(dir=place, buffering=0)
+        except OSError:
+            continue
+    return None
+
+
+class _Files:
+    """The files that were read last, as many as there is room for. A fork has none: it cannot share their streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[Any, ...], _Decompressed] = OrderedDict()
+
+    def get(self, store: Store, block: Block) -> _Decompressed:
+        key = (store.identity, block.entry, block.scratch)
+        with self._lock:
+            file = self._open.get(key)
+            if file is None:
+                file = self._open[key] = _Decompressed(store, block.entry, block.scratch)
+            self._open.move_to_end(key)
+            while len(self._open) > 1 and (
+                len(self._open) > _MOST_FILES or sum(each.size for each in self._open.values()) > file.limit
+            ):
+                self._open.popitem(last=False)  # closed when the last thread has read from it
+            return file
+
+    def forget(self, file: _Decompressed) -> None:
+        with self._lock:
+            self._open = OrderedDict((key, each) for key, each in self._open.items() if each is not file)
+
+
+_files = _Files()
+_inherited: list[_Files] = []
+
+
+def _start_again() -> None:
+    global _files
+    _inherited.append(_files)  # not freed: a stream of a store would wait for threads that a fork does not have
+    _files = _Files()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_start_again)
