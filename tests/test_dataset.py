@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import midepoch
-from midepoch.errors import DataNotFoundError
 
 
 @pytest.fixture
@@ -229,9 +228,31 @@ def test_pickles_small_and_with_its_place(make_files: Callable[..., list[str]]) 
     assert ids(pickle.loads(data)) == whole[2990:]
 
 
-def test_no_rows_to_load(ds: midepoch.Dataset) -> None:
-    with pytest.raises(DataNotFoundError, match="no rows to load"):
-        ds.take(0).loader(4)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 1},
+    {"drop_last": True},
+    {"ends": "drop"},
+    {"ends": "pad"},
+    {"rank": 1, "world_size": 2, "ends": "pad"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_an_empty_dataset_has_empty_epochs(
+    ds: midepoch.Dataset, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for empty in (ds.take(0), ds.take(0).shuffle(seed=1), ds.take(0).map(lambda row: {"x": 1})):
+        assert len(empty) == len(list(empty)) == len(list(empty.iter(2))) == 0
+        loader = empty.loader(4, **options)
+        assert [list(loader) for _ in range(3)] == [[], [], []]
+        assert len(loader) == 0
+        assert loader.state_dict()["epoch"] == 3
+        again = empty.loader(4, **options)
+        again.load_state_dict(loader.state_dict())
+        assert list(again) == []
+    assert "no rows to load" in caplog.text
+    assert len(ds.take(0).shard(2, 1)) == len(list(ds.take(0).shard(2, 1))) == 0
 
 
 def test_schema_and_columns(ds: midepoch.Dataset) -> None:

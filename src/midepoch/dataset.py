@@ -202,7 +202,7 @@ class Dataset(Stages, Resumable):
             raise ValueError(f"the dataset is already shard {self.pipeline.cut.index} of {self.pipeline.cut.count}")
         cut = Cut(index, num_shards)
         check_agreed(self.pipeline.seed_alone, num_shards)
-        if num_shards > self.pipeline.rows:
+        if num_shards > self.pipeline.rows > 0:
             raise ValueError(f"{self.pipeline.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and self.num_files >= num_shards > 1)
         # A position that a state was loaded for is one of that state's lanes: they stay. So do lanes that were given.

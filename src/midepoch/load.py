@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from midepoch.progress import shown
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
-from midepoch.sources.files import Found, PathLike, check_format, find_files, paths_of
+from midepoch.sources.files import Found, PathLike, check_format, check_path, find_files, paths_of
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import Index, default_index_dir, open_index
@@ -25,6 +26,7 @@ from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_s
 from midepoch.sources.stores import Retry
 
 DEFAULT_CACHE_BYTES = 4 << 30
+_log = logging.getLogger("midepoch")
 
 
 def from_files(
@@ -109,7 +111,7 @@ def load_from_disk(
 
     A dataset dict needs a split; a single dataset needs none (to slice it, any name will do).
     """
-    folder = Path(os.path.expanduser(path))
+    folder = Path(os.path.expanduser(check_path(path)))
     splits = saved_splits(folder)
     if splits is None:
         files = saved_files(folder)
@@ -145,7 +147,7 @@ def load_dataset(
     ``force_reindex=True``. ``split`` takes the whole notation: ``"train[:90%]"``, ``"train[10:20]+test"``.
     """
     parts = parse_split(split)
-    request = HubRequest(str(path), name, data_files, data_dir, revision, load_dataset_kwargs)
+    request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
     folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
@@ -192,11 +194,11 @@ def _check_on_error(on_error: str) -> None:
 
 def _make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
     """All rows of a source (or those selected), in the order in which they lie."""
-    if not source.rows:
-        where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
-        filtered = source.access is not None and source.access.filter is not None
-        raise DataNotFoundError(f"there are no rows {'that pass the filter ' if filtered else ''}in {where}.")
+    filtered = source.access is not None and source.access.filter is not None
+    where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
+    if not source.rows and not filtered:
+        raise DataNotFoundError(f"there are no rows in {where}.")
     order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
     if not len(order):
-        raise DataNotFoundError(f"the split means none of the {source.rows} rows.")
+        _log.warning("the dataset is empty: the %s leaves no row of %s", "filter" if filtered else "split", where)
     return Dataset(Pipeline(source, order, on_error=on_error))

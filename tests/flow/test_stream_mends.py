@@ -582,8 +582,8 @@ def test_whether_one_state_is_enough(numbers: Numbers) -> None:
 
 
 def test_nothing_to_load(numbers: Numbers, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(midepoch.DataNotFoundError, match="no rows to load"):
-        numbers(0, 9).take(0).filter(always).loader(4)
+    assert list(numbers(0, 9).take(0).filter(always).loader(4)) == []
+    assert "no rows to load" in caplog.text
     with pytest.raises(midepoch.DataNotFoundError, match="source 1 has no rows"):
         midepoch.mix([numbers(0, 9), numbers(0, 9).take(0)])
     assert list(numbers(0, 9).filter(lambda row: False).loader(4)) == []

@@ -20,7 +20,7 @@ import pytest
 
 import midepoch
 from conftest import write_arrow
-from midepoch.errors import ColumnError, DataChangedError, DataNotFoundError, FormatError
+from midepoch.errors import ColumnError, DataChangedError, FormatError
 from midepoch.sources.formats import lines
 from midepoch.testing import assert_resumes_exactly
 
@@ -170,6 +170,22 @@ def test_filters(kind: str, moments: list[int] | None, tmp_path: Path, small_blo
         assert len(ds.select_columns(["text"])) == len(wanted)
     some = lambda: midepoch.from_files(tmp_path, filters=[("id", ">", 15)]).shuffle(seed=1, window=2)  # noqa: E731
     assert_resumes_exactly(some, steps=moments)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_a_filter_that_leaves_nothing_leaves_an_empty_dataset(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / f"a.{kind}"
+    WRITERS[kind](path, rows(0, 50))
+    for _ in range(2):  # made, then read
+        caplog.clear()
+        ds = midepoch.from_files(path, filters=[("id", ">", 99)])
+        assert "the dataset is empty: the filter leaves no row" in caplog.text
+        assert len(ds) == len(list(ds)) == len(ds.shuffle(seed=1).loader(4)) == 0
+        assert ds.column_names == COLUMNS
+        assert list(ds.shuffle(seed=1).loader(4, num_workers=1)) == []
+        assert list(ds.filter(pc.field("id") > 1).loader(4)) == []
 
 
 def test_a_filter_is_part_of_the_state(tmp_path: Path) -> None:
@@ -349,7 +365,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ({"partitioning": "dir"}, ValueError, "partitioning"),
         ({"cache_bytes": 0}, ValueError, "cache_bytes"),
         ({"storage_options": {"key": "x"}}, ValueError, "local path"),
-        ({"filters": [("id", ">", 99)]}, DataNotFoundError, "no rows"),
+        ({"filters": {"id": 1}}, ValueError, r"filters must be .*got \{'id': 1\}.*Write .*\[\(\"label\""),
+        ({"filters": lambda row: True}, ValueError, "it is a function"),
+        ({"filters": [("id", "~", 1)]}, ValueError, "not a valid operator"),
     ):
         with pytest.raises(error, match=text):
             next(iter(midepoch.from_files(tmp_path, **arguments).loader(2)))  # type: ignore[arg-type]

@@ -206,6 +206,20 @@ def test_missing_and_empty(tmp_path: Path) -> None:
         midepoch.load_dataset("parquet", data_files=str(tmp_path / "gone.parquet"), split="train")
 
 
+def test_what_is_no_path_is_an_error_that_names_what_to_call(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"a": [1]})
+    for given in (data, [data], data.to_iterable_dataset(), datasets.DatasetDict({"train": data})):
+        with pytest.raises(TypeError, match=r"got a datasets\..*load_from_disk\(folder\)"):
+            midepoch.from_files(given)
+    for other in (None, 5, b"a.parquet", {"train": "a.parquet"}, [3], data.data.table):
+        with pytest.raises(TypeError, match="paths of files are expected"):
+            midepoch.from_files(other)
+    with pytest.raises(TypeError, match="got a datasets"):
+        midepoch.load_from_disk(data)
+    with pytest.raises(TypeError, match="got a datasets"):
+        midepoch.load_dataset(data, split="train", index_dir=tmp_path)
+
+
 def test_zero_rows(tmp_path: Path) -> None:
     path = write_arrow(tmp_path / "a.arrow", numbered(0, 0), 5)
     with pytest.raises(DataNotFoundError, match="no rows"):

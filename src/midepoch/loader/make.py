@@ -9,7 +9,6 @@ from typing import Any
 from midepoch.agreement import connected
 from midepoch.audit.ledger import ledger_of
 from midepoch.checks import whole
-from midepoch.errors import DataNotFoundError
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, ends_of
 from midepoch.order import Cut
@@ -39,7 +38,7 @@ def make_loader(
 ) -> Loader:
     """A loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
     if not pipeline.rows:
-        raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
+        _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
     is_shard = pipeline.cut.count > 1  # of which the rows are known already
     cut, together = cut_of(pipeline.cut, rank, world_size, data_parallel)

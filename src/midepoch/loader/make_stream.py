@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 from midepoch.agreement import connected
 from midepoch.checks import whole
-from midepoch.errors import DataNotFoundError, WorldError
+from midepoch.errors import WorldError
 from midepoch.flow.lanes import Place, Share
 from midepoch.flow.standing import What
 from midepoch.loader.equal import EqualSteps
@@ -17,6 +18,8 @@ from midepoch.loader.stream import StreamLoader
 from midepoch.order import Cut
 from midepoch.seeds import check_agreed
 from midepoch.world import spans_all
+
+_log = logging.getLogger("midepoch")
 
 
 def make_stream_loader(
@@ -36,7 +39,7 @@ def make_stream_loader(
 ) -> StreamLoader:
     """A loader of a stream from a place on; the arguments are those of ``Stream.loader``, unchecked."""
     if not any(leaf.rows for leaf in what.spec.leaves):
-        raise DataNotFoundError("there are no rows to load: the split, slice or selection is empty.")
+        _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
     cut, together = cut_of(what.cut, rank, world_size, data_parallel)
     ends = ends_of(drop_last, ends)

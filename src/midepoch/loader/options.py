@@ -40,7 +40,7 @@ def check_goes_on(failure: BaseException | None, closed: bool) -> None:
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:
     """Raise ValueError if no batch would be left of an epoch."""
-    if options.ends == "drop" and rows < options.batch_size * ranks:
+    if options.ends == "drop" and 0 < rows < options.batch_size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
             f"each of {ranks} ranks, and the last one is dropped if it is not whole. Use smaller batches, or "

@@ -89,11 +89,35 @@ def find_files(
 def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
     """One or several paths as a list of texts."""
     if isinstance(paths, (str, os.PathLike)):
-        return [os.fspath(paths)]
-    listed = [os.fspath(path) for path in paths]
+        return [check_path(paths)]
+    package = type(paths).__module__.partition(".")[0]
+    if isinstance(paths, (bytes, Mapping)) or package in _NO_PATHS or not isinstance(paths, Iterable):
+        raise TypeError(_not_a_path(paths))
+    listed = [check_path(path) for path in paths]
     if not listed:
         raise DataNotFoundError("no files given: the list of paths is empty.")
     return listed
+
+
+_NO_PATHS = ("datasets", "midepoch", "pyarrow", "pandas", "polars", "torch")
+
+
+def check_path(given: Any) -> str:
+    """A path as text. Raises TypeError for anything else."""
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
+    if not isinstance(path, str):
+        raise TypeError(_not_a_path(given))
+    return path
+
+
+def _not_a_path(given: Any) -> str:
+    kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
+    if kind.startswith("datasets."):
+        return (
+            f"paths of files are expected, got a {kind}. Call midepoch.load_dataset(name, split=…) with its source, "
+            "or write it by save_to_disk(folder) and call midepoch.load_from_disk(folder)."
+        )
+    return f"paths of files are expected (a text, a pathlib.Path or a list of them), got a {kind}. Pass where it lies."
 
 
 def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:

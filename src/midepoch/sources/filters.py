@@ -90,8 +90,11 @@ def parse_filter(filters: Any) -> Filter | None:
         return _named(filters)
 
     try:
+        if not isinstance(filters, (list, tuple)):
+            raise TypeError(f"it is a {type(filters).__name__}")
         return _named(pq.filters_to_expression(_plain(filters)))
-    except (ValueError, TypeError, IndexError) as problem:
+    except (ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as problem:
         raise ValueError(
-            f"filters must be a pyarrow expression or a list of (column, operator, value), got {filters!r}: {problem}"
+            f"filters must be a pyarrow expression or a list of (column, operator, value), got {filters!r}: {problem}. "
+            'Write pyarrow.compute.field("label") == 1, or [("label", "==", 1)].'
         ) from None
