@@ -17,6 +17,7 @@ from midepoch.order import EpochOrder, Uses
 from midepoch.pipeline import Pipeline
 from midepoch.read import MIN_RUN, Reader, Rows
 from midepoch.read.columns import Located, is_plain
+from midepoch.sources.taking import taken
 from midepoch.spent import Spent
 from midepoch.transforms import (
     Batch,
@@ -217,7 +218,8 @@ class Engine:
             return found, places
         _log.warning("skipped %d rows that cannot be read or decoded", found.batch.num_rows - len(good))
         kept = np.zeros(0, dtype=bool)  # not None: some are missing
-        return Rows(found.batch.take(pa.array(good, pa.int64())), True, kept), places[good]
+        columns = [taken(column, np.array(good, dtype=np.int64)) for column in found.batch.columns]
+        return Rows(pa.RecordBatch.from_arrays(columns, schema=found.batch.schema), True, kept), places[good]
 
     def transform(self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None) -> Batch:
         """All steps in turn; or only some, of those from the first function on."""

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
+from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.formats import Block, Format
 from midepoch.sources.partitions import Values
 from midepoch.sources.stores import Store
@@ -66,4 +67,5 @@ def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: 
     try:
         return column.cast(kind)
     except pa.ArrowException as problem:
-        raise CorruptBlockError(f"{store.name(block.entry.path)}: column {name!r} is not {kind}: {problem}") from None
+        text = f"{store.name(block.entry.path)}: column {name!r} is not {kind}: {problem}"
+        raise CorruptBlockError(text) if is_damage(problem) else refusal(problem, text) from None

@@ -8,9 +8,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
+from midepoch.sources.taking import taken
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -42,6 +44,17 @@ class Filter:
         whole = schema.empty_table()
         self._try(whole)
         return [name for name in schema.names if not self._passes(whole.drop_columns([name]))]
+
+    def apply(self, table: pa.Table, columns: list[str]) -> pa.Table:
+        """The rows that pass. ``columns`` are those that the expression asks for."""
+        try:
+            return table.filter(self.expression)
+        except pa.ArrowNotImplementedError:  # for another column, of a type that pyarrow cannot filter
+            numbers = pa.Array.from_buffers(pa.int64(), len(table), [None, pa.py_buffer(np.arange(len(table)))])
+            left = table.select(columns).append_column("", numbers).filter(self.expression).column("")
+            places = left.combine_chunks().to_numpy()
+            arrays = [taken(pa.concat_arrays(column.chunks), places) for column in table.columns]
+            return pa.table(arrays, schema=table.schema)
 
     def _try(self, table: pa.Table) -> None:
         try:

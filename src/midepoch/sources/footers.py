@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.storage import atomic_write
 
 _SUFFIX = ".midepoch-footers"
@@ -50,6 +51,8 @@ class Footers:
             with pa.memory_map(self.path) as mapped:
                 table = pa.ipc.open_file(mapped).read_all()
         except (OSError, pa.ArrowException) as problem:
+            if not is_damage(problem):
+                raise refusal(problem, f"{self.path} could not be read: {problem}") from None
             raise FormatError(
                 f"{self.path} cannot be read ({problem}): open the dataset with force_reindex=True."
             ) from None

@@ -16,6 +16,7 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.order import Layout
 from midepoch.order.shuffle import DEFAULT_WINDOW
+from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Block, Scratch, format_named
@@ -197,12 +198,14 @@ class Source:
 
         try:
             table = store.persist(file.path, "read", checked)
-            table = table if chosen is None else table.filter(chosen.expression).select(list(columns))
+            table = table if chosen is None else chosen.apply(table, self._filter_columns).select(list(columns))
             if table.num_rows != rows:
                 raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
         except CorruptBlockError as problem:
             raise CorruptBlockError(f"{problem} {self._remedy(number)}") from None
         except pa.ArrowException as problem:
+            if not is_damage(problem):
+                raise refusal(problem, f"{store.name(file.path)}: {problem}") from None
             raise CorruptBlockError(f"{store.name(file.path)}: {problem}. {self._remedy(number)}") from None
         return table
 

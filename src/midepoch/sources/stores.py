@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
+from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.fsspec_files import Handler
 
 T = TypeVar("T")
@@ -188,6 +189,8 @@ class Store:
                         f"{self.name(path)} cannot be {what}: access is denied ({text}). "
                         "Check the credentials in the environment or in storage_options."
                     ) from None
+                if not is_damage(problem):
+                    raise refusal(problem, f"{self.name(path)} could not be {what}: {text}") from None
                 pause = self.retry.pause(attempt)
                 spent = time.monotonic() - started
                 if self.local or attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget:

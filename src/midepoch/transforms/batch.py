@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
+from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import Paths, to_python
 from midepoch.transforms.features import Encoded
 
@@ -188,8 +189,7 @@ def pick(column: Any, places: Int64Array) -> Any:
     if isinstance(column, np.ndarray):
         return column[places]
     if hasattr(column, "take") and hasattr(column, "null_count"):
-        numbers = pa.py_buffer(np.ascontiguousarray(places))  # pa.array would import pandas
-        return column.take(pa.Array.from_buffers(pa.int64(), len(places), [None, numbers]))
+        return column.take(places) if isinstance(column, Encoded) else taken(column, places)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         return column[torch.from_numpy(places)]

@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import MidepochError
+from midepoch.sources.damage import is_damage
+from midepoch.sources.taking import Int64Array, taken
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Encoded:
     def __getitem__(self, places: slice) -> Encoded:
         return Encoded(self.name, self.array[places], self.schema)
 
-    def take(self, places: Any) -> Encoded:
-        return Encoded(self.name, self.array.take(places), self.schema)
+    def take(self, places: Int64Array) -> Encoded:
+        return Encoded(self.name, taken(self.array, places), self.schema)
 
     @property
     def null_count(self) -> int:
@@ -36,7 +38,9 @@ class Encoded:
         """Whether one row can be decoded."""
         try:
             self[place : place + 1].decode("python")
-        except Exception:
+        except Exception as problem:
+            if not is_damage(problem):
+                raise
             return False
         return True
 
@@ -46,7 +50,13 @@ class Encoded:
         array = self.array
         if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array, pa.ExtensionArray):
             array = pa.ExtensionArray.from_storage(field.type, array)
-        return formatter.format_batch(pa.table([array], schema=pa.schema([field])))[self.name]
+        try:
+            return formatter.format_batch(pa.table([array], schema=pa.schema([field])))[self.name]
+        except ImportError as problem:
+            raise MidepochError(
+                f"column {self.name!r} cannot be decoded, because a package is missing: {problem} Install it, or leave "
+                "the column out with remove_columns."
+            ) from problem
 
 
 @lru_cache(maxsize=64)

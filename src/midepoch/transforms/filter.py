@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.filters import Filter
+from midepoch.sources.taking import taken
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
 from midepoch.transforms.function import Function, RunContext
@@ -98,7 +99,7 @@ class FilterExpression:
         kept = np.flatnonzero(mask)
         bits = pa.py_buffer(np.packbits(mask, bitorder="little"))
         chosen = pa.Array.from_buffers(pa.bool_(), len(mask), [None, bits])
-        columns = {name: _one(column.filter(chosen)) for name, column in arrays.items()}
+        columns = {name: _filtered(column, chosen, kept) for name, column in arrays.items()}
         rows, places = (np.concatenate(both)[kept] for both in zip(*((b.rows, b.places) for b in batches), strict=True))
         return Batch(columns, rows, places, True, batches[0].nullable)
 
@@ -143,6 +144,13 @@ def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
         raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
     mask = _one(found.fill_null(False) if found.null_count else found)
     return mask.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _filtered(column: pa.ChunkedArray, mask: pa.Array, places: npt.NDArray[np.int64]) -> pa.Array:
+    try:
+        return _one(column.filter(mask))
+    except pa.ArrowNotImplementedError:
+        return taken(_one(column), places)
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:

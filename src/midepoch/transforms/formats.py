@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, MapError, MidepochError
+from midepoch.sources.damage import is_damage
 from midepoch.transforms.arrow_values import to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded
@@ -130,9 +131,9 @@ def _python(name: str, column: Any, batch: Batch) -> list[Any]:
 def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
     try:
         return column.decode(kind)
-    except MidepochError:
-        raise
     except Exception as problem:
+        if isinstance(problem, MidepochError) or not is_damage(problem):
+            raise
         bad = next((i for i in range(len(column)) if not column.decodes(i)), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from problem
 
@@ -148,7 +149,9 @@ def readable(column: pa.Array) -> bool:
     """Whether all values are what their type says: text is UTF-8, offsets point inside."""
     try:
         column.validate(full=True)
-    except pa.ArrowException:
+    except pa.ArrowException as problem:
+        if not is_damage(problem):
+            raise
         return False
     return True
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from midepoch.errors import MapError, MidepochError
 from midepoch.order.keys import derive
+from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.formats import finish, present, present_rows, unshared
@@ -100,7 +101,7 @@ class Function:
         where = run.place(rows[0])
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
         text = f"{self.call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
-        if self.on_error == "skip":
+        if self.on_error == "skip" and is_damage(problem):
             _log.warning("skipped: %s", text)
             return
         if isinstance(problem, MidepochError) and not isinstance(problem, MapError):

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
+from midepoch.sources.damage import is_damage
 from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
@@ -60,6 +61,8 @@ class _CsvRows:
         try:
             self.parse(data)
         except pa.ArrowException as problem:
+            if not is_damage(problem):
+                raise
             return re.sub(r"^CSV parse error: (Row #\d+: )?", "", str(problem)).rstrip()
         return None if is_closed(data, self.delimiter) else "a quoted value begins in it and never ends"
 

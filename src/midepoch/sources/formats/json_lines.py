@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from midepoch.errors import FormatError
+from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import broken_rows, row_ends
@@ -53,6 +54,8 @@ class _JsonLines:
         except UnicodeDecodeError as problem:
             return f"it is not UTF-8 text: {problem}"
         except pa.ArrowException as problem:
+            if not is_damage(problem):
+                raise
             if _MIXED.search(str(problem)) and _is_json(data):
                 return None  # types that do not go together are no damage of a row
             return re.sub(r"^JSON parse error: |\.? in row \d+$|\.$", "", str(problem))

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from midepoch.errors import FormatError
+from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.compressed import compression, contents, decompressed, skip
 from midepoch.sources.formats.cutting import is_closed, row_ends, without
@@ -92,8 +93,9 @@ def _read(
     try:
         if text.is_cut or dialect.delimiter is None or is_closed(data, dialect.delimiter):
             return dialect.parse(data), ranges
-    except (pa.ArrowException, UnicodeDecodeError):
-        pass
+    except (pa.ArrowException, UnicodeDecodeError) as problem:
+        if not is_damage(problem):
+            raise
     ranges = dialect.broken(data)
     if ranges and not skip_damage:
         first, stop = ranges[0]
@@ -167,7 +169,7 @@ class _Text:
                 position += len(data)
                 yield data
         except (OSError, pa.ArrowException) as problem:
-            if compression(self._entry.path) is None or not self._can_be_fetched():
+            if not is_damage(problem) or compression(self._entry.path) is None or not self._can_be_fetched():
                 raise
             if not self._salvage:
                 raise FormatError(

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.orc as po
 
 from midepoch.errors import FormatError
+from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.stores import Entry, OpenFile, Store
 
@@ -35,7 +36,7 @@ class OrcFormat(NoStatistics):
                 footer = _footer(file, tail, size)
                 counts = _counted(whole) if footer is None else [_number(stripe, 5) for stripe in _messages(footer, 3)]
             except (pa.ArrowException, OSError, IndexError, ValueError, zlib.error) as problem:
-                if isinstance(problem, OSError) and not store.local:
+                if (isinstance(problem, OSError) and not store.local) or not is_damage(problem):
                     raise
                 raise FormatError(f"{name}: not a whole ORC file: {problem}. Copy or download it again.") from None
             found = Scanned(schema, etag=file.etag)

@@ -1,0 +1,151 @@
+"""on_error="skip" passes over damage of rows and blocks, and over nothing else."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+import midepoch
+from conftest import write_arrow
+from forks import forked
+from midepoch.errors import CorruptBlockError, DataChangedError, MapError, MidepochError
+from midepoch.sources.damage import is_damage
+
+
+def caused(problem: Exception, cause: Exception) -> Exception:
+    problem.__cause__ = cause
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (ValueError("x"), True),
+        (NotImplementedError("a kind of row that a function does not know"), True),
+        (pa.ArrowInvalid("x"), True),
+        (OSError("zlib inflate failed"), True),
+        (CorruptBlockError("x"), True),
+        (MapError("x"), True),
+        (ImportError("x"), False),
+        (MemoryError(), False),
+        (pa.ArrowMemoryError("x"), False),
+        (pa.ArrowNotImplementedError("x"), False),
+        (OSError(errno.ENOMEM, "x"), False),
+        (OSError(errno.EMFILE, "x"), False),
+        (OSError(f"Failed to open file: {os.strerror(errno.ENFILE)}"), False),
+        (DataChangedError("x"), False),
+        (MidepochError("x"), False),
+        (caused(MapError("x"), ImportError("y")), False),
+    ],
+    ids=repr,
+)
+def test_what_is_damage(problem: Exception, expected: bool) -> None:
+    assert is_damage(problem) is expected
+
+
+def no_files_left(action: Callable[[], Any]) -> str:
+    """The name of what is raised while no file can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        action()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_rows_are_not_skipped_for_want_of_open_files(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"x": range(100)}), path, row_group_size=10)
+    else:
+        path.write_text("x\n1\n2\n" if kind == "csv" else '{"x": 1}\n{"x": 2}\n')
+    ds = midepoch.from_files(path, on_error="skip")
+    assert forked(lambda: "FetchError" in no_files_left(lambda: list(ds))) == 0
+    assert ds.pipeline.source.fetch(0, ["x"]).num_rows  # from here on what a block takes besides the file is known
+    raised = f"FetchError: {path} could not be read: "
+    assert forked(lambda: no_files_left(lambda: list(ds)).startswith(raised)) == 0
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_image_is_not_skipped_for_want_of_a_package(
+    on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.new("RGB", (2, 2)).save(file, "PNG")
+    images = [{"bytes": data, "path": None} for data in (file.getvalue(), b"no image", file.getvalue())]
+    features = datasets.Features({"image": datasets.Image(), "x": datasets.Value("int64")})
+    datasets.Dataset.from_dict({"image": images, "x": [0, 1, 2]}, features=features).save_to_disk(tmp_path / "a")
+    ds = midepoch.load_from_disk(tmp_path / "a", on_error=on_error)
+    assert [row["x"] for row in midepoch.load_from_disk(tmp_path / "a", on_error="skip")] == [0, 2]
+    monkeypatch.setattr(datasets.config, "PIL_AVAILABLE", False)
+    with pytest.raises(MidepochError, match="column 'image' cannot be decoded.*install 'Pillow'") as caught:
+        list(ds)
+    assert not isinstance(caught.value, CorruptBlockError)
+    assert [row["x"] for row in ds.remove_columns(["image"])] == [0, 1, 2]
+
+
+def import_missing(row: Any) -> Any:
+    import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+
+def out_of_memory(row: Any) -> Any:
+    raise MemoryError
+
+
+def out_of_files(row: Any) -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def unsupported(row: Any) -> Any:
+    pc.equal(pa.array(["a"], pa.string_view()), "a")
+
+
+@pytest.mark.parametrize("function", [import_missing, out_of_memory, out_of_files, unsupported])
+def test_functions_that_cannot_run_skip_no_rows(function: Callable[[Any], Any], tmp_path: Path) -> None:
+    ds = midepoch.from_files(write_arrow(tmp_path / "a.arrow", pa.table({"x": range(6)}), 2))
+    for made in (
+        ds.map(function, on_error="skip"),
+        ds.map(function, batched=True, on_error="skip"),
+        ds.filter(function, on_error="skip"),
+        ds.filter(function, batched=True, on_error="skip"),
+        ds.flat_map(function, on_error="skip"),
+    ):
+        with pytest.raises(MapError, match="failed on row 0"):
+            list(made)
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_rows_with_views_are_filtered(kind: pa.DataType, suffix: str, on_error: str, tmp_path: Path) -> None:
+    table = pa.table({"x": range(20), "view": pa.array([str(i) for i in range(20)]).cast(kind)})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "arrow":
+        write_arrow(path, table, 6)
+    else:
+        pq.write_table(table, path, row_group_size=6)
+    expected = table.to_pylist()[11:]
+    ds = midepoch.from_files(path, on_error=on_error)
+    assert list(midepoch.from_files(path, on_error=on_error, filters=[("x", ">", 10)])) == expected
+    assert list(ds.filter(pc.field("x") > 10)) == expected
+    assert list(ds.filter(lambda row: row["x"] > 10)) == expected
+    shuffled = list(ds.shuffle(seed=1).filter(pc.field("x") > 10))
+    assert sorted(shuffled, key=lambda row: row["x"]) == expected
+    with pytest.raises(midepoch.ColumnError, match="cannot be used"):
+        midepoch.from_files(path, on_error=on_error, filters=[("view", "==", "7")])
