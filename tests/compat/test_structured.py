@@ -212,6 +212,87 @@ def test_resume_of_a_resume_in_the_documented_loop(lake: Path) -> None:
             assert sorted(seen) == [(epoch, i) for epoch in range(3) for i in range(ROWS)]
 
 
+SAVE_POINTS = [
+    "before the first batch",
+    "mid",
+    "last batch",
+    "last batch, iterator deleted",
+    "end",
+    "end, iterator alive",
+]
+
+
+def run_to(point: str, epoch: int, lake: Path, workers: int, **arguments: Any) -> tuple[dict[str, Any], int]:
+    """Run the saving loop up to a point of an epoch: the state there, and the rows of that epoch delivered so far."""
+    loader, dataset = make(lake, num_workers=workers, batch_size=120, **arguments)
+    for before in range(epoch):
+        dataset.set_epoch(before)
+        ids(loader)
+    dataset.set_epoch(epoch)
+    if point == "before the first batch":
+        return dataset.state_dict(), 0
+    batches = iter(loader)
+    taken = 2 if point == "mid" else len(loader)
+    delivered = len(ids(next(batches) for _ in range(taken)))
+    if point.startswith("end"):
+        assert next(batches, None) is None
+    if point in ("last batch, iterator deleted", "end"):
+        del batches
+    return json.loads(json.dumps(dataset.state_dict())), delivered
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["the resumed epoch not named", "every epoch named"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_save_point_resumes_with_the_rows_left_of_each_epoch(lake: Path, workers: int, named: bool) -> None:
+    """By the documented loop; the state does not depend on whether the iterator is alive or was asked for its end."""
+    loader, dataset = make(lake, num_workers=0, batch_size=120)
+    whole = []
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        whole.append(ids(loader))
+    for start in range(2):
+        states = {}
+        for point in SAVE_POINTS:
+            states[point], delivered = run_to(point, start, lake, workers)
+            again, resumed = make(lake, num_workers=workers, batch_size=120)
+            resumed.load_state_dict(states[point])
+            passes = []
+            for epoch in range(start, 3):
+                if named or epoch != start:
+                    resumed.set_epoch(epoch)
+                passes.append(ids(again))
+            assert passes == [whole[start][delivered:], *whole[start + 1 :]], point
+        assert all(states[point] == states["last batch"] for point in SAVE_POINTS[2:])
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_every_save_point_resumes_twice_in_a_row(lake: Path, point: str) -> None:
+    state, delivered = run_to(point, 0, lake, 0)
+    again, resumed = make(lake, batch_size=120)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert len(ids(again)) == ROWS - delivered
+    last, final = make(lake, batch_size=120)
+    final.load_state_dict(resumed.state_dict())
+    assert ids(last) == []
+    final.set_epoch(1)
+    assert len(ids(last)) == ROWS
+
+
+def test_every_save_point_resumes_on_other_ranks(lake: Path) -> None:
+    for point in SAVE_POINTS:
+        (state, mine), (other, theirs) = (run_to(point, 0, lake, 0, num_ranks=2, rank=rank) for rank in range(2))
+        assert state == other
+        rest = []
+        for rank in range(3):
+            loader, dataset = make(lake, num_ranks=3, rank=rank)
+            dataset.load_state_dict([state, other])
+            rest += ids(loader)
+            dataset.set_epoch(1)
+            assert len(ids(loader)) == ROWS // 3
+        assert len(set(rest)) == len(rest) == ROWS - mine - theirs
+
+
 def test_arguments_are_checked_at_once(lake: Path) -> None:
     for arguments in (
         {"split_rows": "10"},

@@ -83,7 +83,7 @@ def test_end_of_epoch_states(ds: midepoch.Dataset) -> None:
     assert behind_last["position"] == 37
     assert next(iterator, None) is None
     after_stop = loader.state_dict()
-    assert (after_stop["epoch"], after_stop["position"]) == (1, 0)
+    assert after_stop == behind_last
 
     for state in (behind_last, after_stop):
         plain = make()
@@ -104,6 +104,35 @@ def test_end_of_epoch_states(ds: midepoch.Dataset) -> None:
     skipping_first.set_epoch(1)
     assert (rolled, ids(skipping_first)) == (second, [])
     assert first != second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_naming_the_epoch_that_a_state_was_saved_at_the_end_of_repeats_nothing(
+    ds: midepoch.Dataset, stream: bool
+) -> None:
+    """A loop that saves after an epoch, with its number, and names every epoch."""
+    chosen: Any = ds.shuffle(seed=1).filter(lambda row: row["id"] % 3 > 0) if stream else ds.shuffle(seed=1)
+    loader = chosen.loader(5)
+    whole = [ids(loader), ids(loader)]
+    loader.set_epoch(0)
+    iterator = iter(loader)
+    for _ in whole[0]:
+        next(iterator)
+    assert next(iterator, None) is None
+    state = loader.state_dict()
+    assert (loader.epoch, loader.position) == (1, 0)
+    resumed = chosen.loader(5)
+    resumed.load_state_dict(state)
+    passes = []
+    for epoch in range(2):
+        resumed.set_epoch(epoch)
+        passes.append(ids(resumed))
+    assert passes == [[], whole[1]]
+    unnamed = chosen.loader(5)
+    unnamed.load_state_dict(state)
+    assert (unnamed.epoch, ids(unnamed)) == (1, whole[1])
+    loader.set_epoch(0)  # in the run itself it is a wish to have it again
+    assert ids(loader) == whole[0]
 
 
 def test_state_loaded_and_saved_again_is_the_same(ds: midepoch.Dataset) -> None:

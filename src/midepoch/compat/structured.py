@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from midepoch.progress import shown
 from midepoch.resumable import Resumable
 from midepoch.sources.files import PathLike
 from midepoch.world import find_world
+
+_log = logging.getLogger("midepoch")
 
 OUTPUTS = {"torch": "torch", "numpy": "numpy", "arrow": "arrow", "dict": "python"}
 _SPLIT_BYTES = 128 << 20
@@ -168,7 +171,15 @@ class StructuredDataset(Resumable):
         state = states.one_of(state, self._loader.cut)
         self._loader.load_state_dict(state)
         # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
-        self._loader.set_epoch(state["epoch"])
+        epoch = state["epoch"]
+        self._loader.set_epoch(epoch)
+        if self._loader.epoch > epoch:
+            _log.warning(
+                "this state was saved after the last batch of epoch %d, so its first pass is empty. "
+                "Call set_epoch(%d) to start the next epoch.",
+                epoch,
+                epoch + 1,
+            )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""

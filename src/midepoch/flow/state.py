@@ -97,8 +97,9 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
             raise mismatch("pipeline", first["pipeline"], current["pipeline"])
         described = _json(first["parts"], dict, "parts")
     adopted, convert = matched.match(spec, described, "")
-    merged = _merged([_place(one) for one in found], first["lanes"], spec)
-    if matched.mixed and len({one["epoch"] for one in found}) > 1:
+    places = [_place(one) for one in found]
+    merged = _merged(places, first["lanes"], spec)
+    if matched.mixed and len({(place.epoch, place.ended) for place in places}) > 1:
         raise states.apart(
             "parts",
             "some ranks were through with the epoch when these states were saved, others were not: a mix can only be "
@@ -108,7 +109,8 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
     for lane, at in merged.lanes.items():
         cursor = convert(at.cursor, 0, Of(merged.epoch, lane))
         check_cursor(adopted, cursor)
-        lanes[lane] = replace(at, cursor=cursor, ended=at.ended and not matched.mixed)
+        # A lane may have something left in another mix; an epoch that was over in all lanes stays so.
+        lanes[lane] = replace(at, cursor=cursor, ended=at.ended and (merged.ended or not matched.mixed))
     worker = (first["worker"], first["workers"], first["shards"]) if first["workers"] else None
     return Restored(
         replace(merged, lanes=lanes),

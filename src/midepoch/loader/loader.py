@@ -164,12 +164,17 @@ class Loader(AnyLoader):
         return plan, rolled
 
     def _epoch_over(self, plan: Plan, rolled: bool) -> None:
-        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
+        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it.
+
+        Until the next epoch is named or begun, a state is that after the last batch: naming the finished epoch after a
+        resume, as a loop that saves its own epoch number does, repeats nothing.
+        """
         if self._cursor.epoch not in (plan.epoch, plan.epoch - rolled):
             self._delivered = None  # another epoch was named while this one was gone through
             return
-        self._cursor = Cursor(plan.epoch, plan.end) if rolled else Cursor(plan.epoch + 1)
-        self._delivered, self._asked = None, False
+        end = Cursor(plan.epoch, plan.end)
+        self._cursor = end if rolled else Cursor(plan.epoch + 1)
+        self._delivered, self._asked = end if plan.end else None, False
 
     def _source(self, plan: Plan) -> _Source:
         options = self._options

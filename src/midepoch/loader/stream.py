@@ -213,7 +213,10 @@ class StreamLoader(AnyLoader):
         return self._bundles
 
     def epoch_over(self, place: Place, rolled: bool) -> None:
-        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it."""
+        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it.
+
+        Until the next epoch is named or begun, a state is that after the last batch, as for a dataset's loader.
+        """
         if place.position:
             self._what = replace(self._what, epoch_outputs=place.position)
         else:
@@ -222,7 +225,7 @@ class StreamLoader(AnyLoader):
             self._delivered = None  # another epoch was named while this one was gone through
             return
         self._place = place if rolled else Place(place.epoch + 1)
-        self._delivered, self._asked = None, False
+        self._delivered, self._asked = place if place.position else None, False
 
     def note(self, packing: Packing) -> None:
         """What a pass that has ended has packed."""
