@@ -115,6 +115,11 @@ def test_moved_files_are_the_same_files(small_files: list[str], tmp_path: Path) 
         ({"shuffle_seed": None}, CheckpointMismatchError, "shuffle_seed"),
         ({"shard_config": [2, 0]}, CheckpointMismatchError, "shard_config"),
         ({"arrow_files": ["a.arrow"]}, CheckpointMismatchError, "arrow_files"),
+        ({"arrow_files": None}, CheckpointMismatchError, "arrow_files"),
+        ({"arrow_files": 3}, CheckpointMismatchError, "arrow_files"),
+        ({"shuffled_files": None}, CheckpointMismatchError, "shuffled_files"),
+        ({"dataset_fingerprint": "abc", "num_files": 9}, CheckpointMismatchError, "dataset_fingerprint"),
+        ({"split_start_idx": None}, CheckpointMismatchError, "split_start_idx"),
         ({"shuffled_files": []}, CheckpointMismatchError, "shuffled_files"),
         ({"current_file_index": 99}, StateError, "file number 99"),
         ({"current_example_index": 99}, StateError, "example 99"),
@@ -129,6 +134,79 @@ def test_what_does_not_belong_is_refused(
     with pytest.raises(error, match=text):
         ids.load_state_dict({**documented(ids), **change})
     assert ids.state_dict() == before
+
+
+@pytest.mark.parametrize("key", KEYS[1:])
+def test_a_state_without_one_of_the_documented_keys_is_refused(small_files: list[str], key: str) -> None:
+    ids = SimpleArrowIterableDataset(small_files)
+    before = ids.state_dict()
+    state = documented(ids)
+    del state[key]
+    with pytest.raises(CheckpointMismatchError, match=f"{key} differs") as caught:
+        ids.load_state_dict(state)
+    assert (caught.value.field, caught.value.saved) == (key, None)
+    with pytest.raises(CheckpointMismatchError):
+        ids.load_state_dict({"current_file_index": 1, "current_example_index": 3})
+    assert ids.state_dict() == before
+
+
+SIZES = [9, 1, 12, 8, 7]  # rows of small_files
+
+
+def of_forgather(files: list[str], taken: int) -> dict[str, Any]:
+    """The state that forgather has when its generator is stopped after the yield of row number ``taken``."""
+    file, example = 0, 0
+    for _ in range(taken):
+        if example == SIZES[file]:
+            file, example = file + 1, 0
+        example += 1
+    return {
+        "current_file_index": file,
+        "current_example_index": example,
+        "shuffle_seed": None,
+        "shard_config": None,
+        "arrow_files": files,
+        "file_lengths": SIZES,
+        "shuffled_files": None,
+        "shuffled_lengths": None,
+        "split_start_idx": None,
+        "split_end_idx": None,
+        "shard_start_idx": None,
+        "shard_end_idx": None,
+    }
+
+
+def test_states_of_forgather_resume_at_the_row_after_the_last_one(small_files: list[str]) -> None:
+    """It counts the next example, where the documented state has the last one."""
+    for taken in (0, 1, 8, 9, 10, 11, 21, 22, 36, 37):
+        ids = SimpleArrowIterableDataset(small_files)
+        ids.load_state_dict(of_forgather(small_files, taken))
+        ids.set_epoch(0)  # of an epoch that is over nothing is left
+        assert numbers(ids) == list(range(taken, 37))
+    after = {**of_forgather(small_files, 37), "current_file_index": 5, "current_example_index": 0}
+    ids = SimpleArrowIterableDataset(small_files)
+    ids.load_state_dict(after)  # after its StopIteration
+    ids.set_epoch(0)
+    assert numbers(ids) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"file_lengths": [9, 1, 12, 8, 8]}, "file_lengths"),
+        ({"shard_config": [1, 0, "file"]}, "shard_config"),
+        ({"split_end_idx": 30}, "split_end_idx"),
+        ({"shard_start_idx": 0, "shard_end_idx": 12}, "shard_start_idx"),
+        ({"epoch": 1}, "epoch"),
+    ],
+)
+def test_states_of_forgather_that_mean_other_rows_are_refused(
+    small_files: list[str], change: dict[str, Any], field: str
+) -> None:
+    ids = SimpleArrowIterableDataset(small_files)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        ids.load_state_dict({**of_forgather(small_files, 5), **change})
+    assert caught.value.field == field
 
 
 def test_plain_state_then_workers(small_files: list[str]) -> None:

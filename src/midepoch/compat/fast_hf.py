@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,20 @@ from midepoch.order.shuffle import UnitShuffle
 from midepoch.pipeline import Pipeline
 from midepoch.standing import Standing
 from midepoch.state import Cursor
+
+_log = logging.getLogger("midepoch")
+
+_DOCUMENTED = (
+    "current_file_index",
+    "current_example_index",
+    "shuffle_seed",
+    "shard_config",
+    "arrow_files",
+    "shuffled_files",
+)
+_FORGATHER = ("split_start_idx", "split_end_idx", "shard_start_idx", "shard_end_idx")
+"""Keys in every state that forgather writes, beside the documented ones."""
+_FORGATHER_LENGTHS = ("file_lengths", "shuffled_lengths")
 
 
 class _DocumentedStanding(Standing):
@@ -56,25 +71,26 @@ class _DocumentedStanding(Standing):
         """The documented form, with lists of files and none of the core's fields, as a state of the core."""
         if not isinstance(state, Mapping) or states.KEY in state or "current_file_index" not in state:
             return state
+        counts_next = _check_keys(state)
         try:
-            place, example = int(state["current_file_index"]), int(state["current_example_index"])
-            shards, shard = map(int, state["shard_config"][:2]) if state.get("shard_config") else (1, 0)
+            place, example = int(state["current_file_index"]), int(state["current_example_index"]) - counts_next
+            shards, shard = map(int, state["shard_config"][:2]) if state["shard_config"] else (1, 0)
             share = Cut(shard, shards)
-        except (KeyError, TypeError, ValueError, IndexError) as problem:
+        except (TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
         if shards != self.pipeline.cut.count:
             cause = "the documented form does not say how rows were cut into shards: it fits the same number of them"
             raise CheckpointMismatchError("shard_config", shards, self.pipeline.cut.count, cause)
-        pipeline, epoch = self._with_seed(state.get("shuffle_seed")), self.shared.epoch
-        self._check_files("arrow_files", state.get("arrow_files"), _arrow_files(self.pipeline))
+        pipeline, epoch = self._with_seed(state["shuffle_seed"]), self.shared.epoch
+        self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.pipeline))
+        self._check_lengths(state.get("file_lengths"))
         if pipeline.order.shuffle is not None:
-            self._check_files("shuffled_files", state.get("shuffled_files"), _shuffled(pipeline, epoch))
+            self._check_files("shuffled_files", state["shuffled_files"], _shuffled(pipeline, epoch))
         starts, _ = _file_places(pipeline, epoch)
-        if not 0 <= place < len(starts) - 1 or not -1 <= example < starts[place + 1] - starts[place]:
-            raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
-        at = int(starts[place]) + example
+        at = _row_before(starts, place, example, counts_next)
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
         over = taken >= share.before(pipeline.rows)  # of this shard: others may have a row more
+        _log.warning("this state names its files but says nothing of their contents: only the names were compared.")
         return states.save(states.identity(pipeline), Cursor(epoch, pipeline.rows if over else taken * shards))
 
     def _with_seed(self, saved: Any) -> Pipeline:
@@ -89,13 +105,54 @@ class _DocumentedStanding(Standing):
 
     def _check_files(self, name: str, saved: Any, current: list[str]) -> None:
         """Files by name, not by folder: data that has only moved is still the same data."""
-        if saved is None or saved == _digest(current):
+        if saved == _digest(current):
             return
-        if isinstance(saved, str) or [_name(file) for file in saved] != [_name(file) for file in current]:
-            shown = saved if isinstance(saved, str) else f"{len(saved)} files"
+        listed = isinstance(saved, Sequence) and not isinstance(saved, str)
+        if not listed or [_name(file) for file in saved] != [_name(file) for file in current]:
+            shown = f"{len(saved)} files" if listed else saved
             raise CheckpointMismatchError(
                 name, shown, f"{len(current)} files", "files were added, removed or reordered"
             )
+
+    def _check_lengths(self, saved: Any) -> None:
+        current = np.diff(self.pipeline.source.layout.file_starts).tolist()
+        if saved is not None and saved != current:
+            before, now = next((pair for pair in zip(saved, current, strict=False) if pair[0] != pair[1]), (None, None))
+            raise CheckpointMismatchError("file_lengths", before, now, "a file has other rows than when it was saved")
+
+
+def _check_keys(state: Mapping[str, Any]) -> bool:
+    """Raise unless the origin of a state is certain. True if it is forgather, which counts the next example.
+
+    The documented state has six keys, and its example is the last one delivered. The states that forgather writes have
+    keys of their own beside these.
+    """
+    for key in _DOCUMENTED:
+        if key not in state or (key == "arrow_files" and state[key] is None):
+            cause = "the state was saved by another program: it does not say which data it belongs to, or where in it"
+            raise CheckpointMismatchError(key, None, "required", cause)
+    forgather = all(key in state for key in _FORGATHER)
+    known = {*_DOCUMENTED, *_FORGATHER, *_FORGATHER_LENGTHS} if forgather else set(_DOCUMENTED)
+    unknown = sorted(map(str, state.keys() - known))
+    if unknown:
+        cause = "the state was saved by another program, or by a version whose way of counting is not known"
+        raise CheckpointMismatchError(unknown[0], state[unknown[0]], "not a key of this state", cause)
+    if forgather:
+        used = next((key for key in ("shard_config", *_FORGATHER) if state[key] is not None), None)
+        if used is not None:
+            cause = "forgather cuts shards and splits in other places than midepoch"
+            raise CheckpointMismatchError(used, state[used], None, cause)
+    return forgather
+
+
+def _row_before(starts: Any, place: int, example: int, counts_next: bool) -> int:
+    """Number of the last row delivered, in the epoch's order of files; -1 if none was."""
+    files = len(starts) - 1
+    if counts_next and place == files and example == -1:
+        return int(starts[files]) - 1
+    if not 0 <= place < files or not -1 <= example < starts[place + 1] - starts[place]:
+        raise StateError(f"the state is damaged: there is no example {example} in file number {place}.")
+    return int(starts[place]) + example
 
 
 class SimpleArrowIterableDataset(Dataset):
