@@ -243,6 +243,7 @@ class BatchIterator(HasState):
         self._progress = Progress(start.engine.pipeline.rows, start.cut, start.cursor)
         self._ahead = Lookahead(start.engine, self._progress)
         self._next = self._progress.first
+        self._reached = self._next  # counting a short last batch as full: other shards may have had a full one
         self._ended = False
 
     def __iter__(self) -> BatchIterator:
@@ -258,13 +259,13 @@ class BatchIterator(HasState):
                 raise StopIteration
             self._engine.reached(self._progress.epoch, self._progress.cursor(self._next).position)
             batch = self._engine.transform(self._progress.epoch, self._engine.read(self._ahead.take(self._next, stop)))
-            self._next = stop
+            self._reached, self._next = self._next + self._size, stop
             if len(batch):
                 return self._engine.columns(batch)
 
     @property
     def cursor(self) -> Cursor:
-        return self._progress.end if self._ended else self._progress.cursor(self._next)
+        return self._progress.end if self._ended else self._progress.cursor(self._reached)
 
     def state_dict(self) -> dict[str, Any]:
         """Just behind the last batch handed over."""

@@ -39,14 +39,20 @@ class _Iterator(HasState):
 
     @property
     def place(self) -> Place:
-        """Just behind the last output handed over."""
+        """After the last output delivered, and what all shards together get until each has had as many turns.
+
+        It is the same on all shards that have had as many turns, also where the last outputs are fewer than the shards.
+        """
         if self._ended:
             return self._lanes.place()
-        if self._deal is None:
-            return self._start
-        return self._deal.place(self._given if self._given < self._size else None)
+        return self._start if self._deal is None else self._deal.place(self._turns)
 
     _size = 0
+
+    @property
+    def _turns(self) -> int | None:
+        """Turns of the deal that this shard has had; None: all of them."""
+        raise NotImplementedError
 
     def _take(self, count: int) -> Any:
         """The next outputs of this process, or StopIteration."""
@@ -86,6 +92,10 @@ class StreamRows(_Iterator):
         self._given += 1
         return row
 
+    @property
+    def _turns(self) -> int | None:
+        return self._given
+
 
 class StreamBatches(_Iterator):
     """Batches of outputs, as columns."""
@@ -98,5 +108,10 @@ class StreamBatches(_Iterator):
         batch = self._take(self._count)
         if self._drop_last and len(batch) < self._count:
             batch = self._take(self._count)  # the end: StopIteration
+        made = finish(present(batch, self._kind), self._kind)
         self._given = self._size
-        return finish(present(batch, self._kind), self._kind)
+        return made
+
+    @property
+    def _turns(self) -> int | None:
+        return None if self._given else 0  # a batch is the shard's part of a whole deal

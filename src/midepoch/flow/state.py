@@ -182,8 +182,10 @@ def _merged(places: Sequence[Place], lanes: int, spec: Spec) -> Place:
     found: dict[int, LaneAt] = {}
     for place in behind:
         for lane, at in place.lanes.items():
-            if found.setdefault(lane, at) != at:
+            before = found.get(lane, at)
+            if before.outputs != at.outputs:
                 raise _steps_apart(places)
+            found[lane] = before if before.ended else at  # one of the ranks may know that it is the end
     running = {place.position for place in behind if not any(at.ended for at in place.lanes.values())}
     if len(running) > 1:
         raise _steps_apart(places)
