@@ -272,7 +272,7 @@ class Dataset(Stages, Resumable):
         return self._by_number().get(key, self.epoch, len(self))
 
     def _by_number(self) -> RandomAccess:
-        self._access = self._access or RandomAccess(self.pipeline)
+        self._access = self._access or RandomAccess(self._standing.seeded)
         return self._access
 
     def __getitems__(self, keys: Sequence[int]) -> Any:

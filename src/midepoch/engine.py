@@ -31,6 +31,7 @@ from midepoch.transforms import (
 )
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import readable
+from midepoch.transforms.generators import Generators
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -57,6 +58,7 @@ class Engine:
         self._inherited: Reader | None = None
         self._narrow: Engine | None = None
         self._process = os.getpid()
+        self.generators = Generators(pipeline.seed, pipeline.global_seed or 0, pipeline.path)
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = pipeline.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
@@ -226,7 +228,7 @@ class Engine:
         if not self.pipeline.tail:
             return batch
         began = perf_counter()
-        run = RunContext(self.pipeline.seed, epoch, self._place)
+        run = RunContext(self.pipeline.seed, epoch, self._place, self.pipeline.path, self.generators)
         chosen = self.pipeline.tail[after:] if steps is None else self.pipeline.tail[after : after + steps]
         found = run_steps(chosen, batch, run)
         self.spent.functions += perf_counter() - began

@@ -18,7 +18,8 @@ class Pipeline:
 
     ``seed_drawn``: the seed was not given by the user, so a resume takes over the one in the state; ``seed_agreed``:
     it is the same on all ranks all the same. ``lanes_given``: the number of lanes was, so a loader does not choose it;
-    ``lanes_kept``: nor does it choose one for a state that was loaded.
+    ``lanes_kept``: nor does it choose one for a state that was loaded. ``global_seed``: what the global random
+    generators are seeded from while functions run, once it is drawn. ``path``: see ``RunContext``.
     """
 
     source: Source
@@ -31,6 +32,8 @@ class Pipeline:
     seed_agreed: bool = False
     lanes_given: bool = False
     lanes_kept: bool = False
+    global_seed: int | None = None
+    path: int = 0
     changes: tuple[str, ...] = ()
     """What was allowed to differ from the run that saved a state, at resumes so far."""
 
@@ -96,6 +99,11 @@ class Pipeline:
     @property
     def has_map(self) -> bool:
         return bool(self.tail)
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user run, which may draw from global generators."""
+        return any(isinstance(step, Function) for step in self.tail)
 
     @cached_property
     def text(self) -> str:

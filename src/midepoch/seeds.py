@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import random
 import secrets
+import sys
+from typing import Any
+
+import numpy as np
 
 from midepoch.agreement import Occasions, first_said
 
@@ -21,6 +27,27 @@ def draw_seed(what: str) -> tuple[int, bool]:
     seed = int(said or drawn)
     _log.info("shuffle(seed=None): drew seed %d", seed)
     return seed, said is not None
+
+
+def draw_global_seed(what: str) -> int:
+    """What the global generators are seeded from while functions run: it follows ``torch.manual_seed``.
+
+    Where torch is not imported, it follows ``random.seed`` and ``numpy.random.seed`` together. Nothing is drawn from
+    the generators. In a DataLoader worker it is the seed that torch has drawn for all of them. Other ranks take that of
+    the first to arrive.
+    """
+    torch: Any = sys.modules.get("torch")
+    data: Any = sys.modules.get("torch.utils.data")
+    worker = data.get_worker_info() if data is not None else None
+    if worker is not None:
+        return int(worker.seed - worker.id) % 2**64
+    if torch is not None:
+        own = int(torch.initial_seed()) % 2**64
+    else:
+        states = repr((random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]))  # type: ignore[index]
+        own = int.from_bytes(hashlib.blake2b(states.encode(), digest_size=8).digest(), "little")
+    said = first_said(f"global_seed/{what}/{_draws.next(f'global {what}')}", str(own))
+    return int(said or own)
 
 
 def check_agreed(drawn_alone: bool, shards: int) -> None:

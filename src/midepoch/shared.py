@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from midepoch.order import Cut
 
 _SIZE = 16384
-_EPOCH, _ASKED, _NOTES = 0, 8, 16
+_EPOCH, _ASKED, _SEEDED, _SEED, _NOTES = 0, 8, 9, 16, 24
 _NOTE = struct.Struct("<qqq")
 
 
@@ -32,13 +32,17 @@ class Note(NamedTuple):
 
 
 class SharedCell:
-    """The epoch, whether it was asked for by name, and where each worker stood when it began."""
+    """The epoch, whether it was asked for by name, the seed of the global generators once it is drawn, and where each
+    worker stood when it began.
+    """
 
-    def __init__(self, epoch: int = 0, asked: bool = False, *, fd: int | None = None) -> None:
+    def __init__(
+        self, epoch: int = 0, asked: bool = False, global_seed: int | None = None, *, fd: int | None = None
+    ) -> None:
         self._fd = fd
         self._memory = mmap.mmap(-1 if fd is None else fd, _SIZE)
         if fd is None:
-            self.epoch, self.asked = epoch, asked
+            self.epoch, self.asked, self.global_seed = epoch, asked, global_seed
 
     @property
     def epoch(self) -> int:
@@ -56,6 +60,15 @@ class SharedCell:
     def asked(self, value: bool) -> None:
         self._memory[_ASKED] = int(value)
 
+    @property
+    def global_seed(self) -> int | None:
+        return int(struct.unpack_from("<Q", self._memory, _SEED)[0]) if self._memory[_SEEDED] else None
+
+    @global_seed.setter
+    def global_seed(self, value: int | None) -> None:
+        struct.pack_into("<Q", self._memory, _SEED, value or 0)
+        self._memory[_SEEDED] = int(value is not None)
+
     def note(self, worker: int, note: Note) -> None:
         at = _NOTES + worker * _NOTE.size
         if at + _NOTE.size > _SIZE:
@@ -67,7 +80,7 @@ class SharedCell:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:  # a plain pickle: a copy of the values
-            return SharedCell, (self.epoch, self.asked)
+            return SharedCell, (self.epoch, self.asked, self.global_seed)
         if self._fd is None:
             self._move_to_file()
         assert self._fd is not None

@@ -13,6 +13,7 @@ from midepoch.engine import Engine
 from midepoch.iterate import BatchIterator, RowIterator, Start
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
+from midepoch.seeds import draw_global_seed
 from midepoch.shared import Note, SharedCell, worker_share
 from midepoch.state import Cursor, Resumed
 
@@ -54,9 +55,14 @@ class Standing:
 
     def load(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Go on from a state, or raise and change nothing."""
-        resumed, self.pipeline = self._resume(state, allow)
-        self._go_to(resumed)
+        self._adopt(*self._resume(state, allow))
         self._latest, self._delivered = None, None
+
+    def _adopt(self, resumed: Resumed, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        if resumed.global_seed is not None:
+            self.shared.global_seed = resumed.global_seed
+        self._go_to(resumed)
 
     def _go_to(self, resumed: Resumed) -> None:
         """Stand at a cursor. One at the end of an epoch leaves alone another epoch that was asked for by name."""
@@ -92,7 +98,7 @@ class Standing:
 
     def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
         """The state at a cursor, for the iterators of this dataset."""
-        state = states.save(states.identity(self.pipeline), cursor)
+        state = states.save(states.identity(self.pipeline), cursor, self.seeded.global_seed)
         _, worker = self.share()
         if worker is not None:
             state["worker"], state["workers"], state["shards"] = worker
@@ -101,6 +107,16 @@ class Standing:
         if cut.count > 1 and self.pipeline.can_skip:
             state["shard"], state["shards"] = cut.index, cut.count
         return state
+
+    @property
+    def seeded(self) -> Pipeline:
+        """The pipeline as it is run: with the seed of the global generators, drawn when it is first asked for."""
+        if not self.pipeline.has_functions:
+            return self.pipeline
+        if self.shared.global_seed is None:
+            given = self.pipeline.global_seed
+            self.shared.global_seed = draw_global_seed(self.pipeline.source.fingerprint) if given is None else given
+        return replace(self.pipeline, global_seed=self.shared.global_seed)
 
     def cursor(self) -> Cursor:
         if self._latest is not None:
@@ -139,7 +155,7 @@ class Standing:
             note = Note(self._round, at_end, cursor.epoch)
             self.shared.note(worker[0], note)
             late = self._roll_over(note, worker[1]) if at_end else None
-        start = Start(Engine(self.pipeline, shared=share.count > 1), share, cursor, self._round, self._batch, late)
+        start = Start(Engine(self.seeded, shared=share.count > 1), share, cursor, self._round, self._batch, late)
         self._round = self._batch = 0
         return start
 
@@ -179,8 +195,8 @@ class Standing:
 
     def start_at(self, state: Mapping[str, Any]) -> Start:
         """Where an iterator of this dataset goes on that is given a state itself, as StatefulDataLoader does."""
-        resumed, self.pipeline = self._resume(state)
-        self._go_to(resumed)
+        resumed, pipeline = self._resume(state)
+        self._adopt(resumed, pipeline)
         if self.share()[1] is None:
             return self.start_from(self.begin())
         self.start = 0

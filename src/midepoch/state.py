@@ -50,6 +50,7 @@ class Resumed:
     batch: int = 0
     shard: tuple[int, int] | None = None  # (shard, shards) of a state that is not global
     changes: tuple[str, ...] = ()  # what was allowed to differ, here and at resumes before
+    global_seed: int | None = None
 
 
 def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
@@ -57,7 +58,8 @@ def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
     order = replace(pipeline.order, lanes=resumed.lanes)
     if order.shuffle is not None and resumed.seed is not None:
         order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
-    return replace(pipeline, order=order, seed_agreed=True, lanes_kept=True, changes=resumed.changes)
+    seed = pipeline.global_seed if resumed.global_seed is None else resumed.global_seed
+    return replace(pipeline, order=order, seed_agreed=True, lanes_kept=True, changes=resumed.changes, global_seed=seed)
 
 
 def identity(pipeline: Pipeline) -> dict[str, Any]:
@@ -104,9 +106,10 @@ def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
     return Order(selection, shuffle, belongs["lanes"])
 
 
-def save(belongs: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
+def save(belongs: Mapping[str, Any], cursor: Cursor, global_seed: int | None = None) -> dict[str, Any]:
     """The state of a pipeline (by its ``identity``) at a cursor."""
-    return {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **belongs}
+    drawn = {} if global_seed is None else {"global_seed": global_seed}
+    return {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **belongs, **drawn}
 
 
 def check(state: Any) -> None:
@@ -131,7 +134,7 @@ def one_of(state: Any, cut: Cut) -> Any:
             f"{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all ranks behind the "
             "same batch; the state of one rank alone restores every rank.",
         )
-    free = {"epoch", "position", "worker", "round", "batch", *(("shard",) if skipping else ())}
+    free = {"epoch", "position", "worker", "round", "batch", "global_seed", *(("shard",) if skipping else ())}
     for rank, one in enumerate(found):
         for name in _TYPES.keys() - free:
             if one[name] != found[0][name]:
@@ -208,7 +211,7 @@ def load(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed
     cursor = Cursor(found["epoch"], found["position"])
     seed = None if "seed" in allow else found["seed"]
     place = (found["round"], found["batch"], shard)
-    return Resumed(cursor, seed, found["lanes"], worker, *place, tuple(changes[-16:]))
+    return Resumed(cursor, seed, found["lanes"], worker, *place, tuple(changes[-16:]), found["global_seed"])
 
 
 def load_global(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed:
@@ -247,6 +250,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "parts": (str,),
     "changes": (str,),
     "epoch_outputs": (int,),
+    "global_seed": (int, type(None)),
 }
 _DEFAULTS = {
     "worker": 0,
@@ -261,6 +265,7 @@ _DEFAULTS = {
     "parts": "",
     "changes": "",
     "epoch_outputs": 0,
+    "global_seed": None,
 }
 _MOST_LANES = 2**31
 
@@ -287,7 +292,7 @@ def parse(state: Any) -> dict[str, Any]:
         if (isinstance(value, bool) and types != (bool,)) or not isinstance(value, types):
             what = "is missing" if value is ... else f"is {value!r:.40}"
             raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
-        if isinstance(value, int) and not 0 <= value < (2**64 if name == "seed" else LARGEST):
+        if isinstance(value, int) and not 0 <= value < (2**64 if name.endswith("seed") else LARGEST):
             raise StateError(f"the state is damaged: {name!r} is {value}.")
     if not 1 <= found["lanes"] < _MOST_LANES:
         raise StateError(f"the state is damaged: 'lanes' is {found['lanes']}.")

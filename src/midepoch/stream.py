@@ -12,7 +12,7 @@ from midepoch.flow.chunk import real
 from midepoch.flow.iterate import StreamBatches, StreamRows
 from midepoch.flow.lanes import Place
 from midepoch.flow.length import estimated_length, known_length
-from midepoch.flow.spec import Local, Spec, StageSpec, Window
+from midepoch.flow.spec import Spec, StageSpec, Window
 from midepoch.flow.standing import FlowStanding, What
 from midepoch.order import Cut
 from midepoch.order.keys import check_seed
@@ -21,7 +21,6 @@ from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed
 from midepoch.stages import Stages
 from midepoch.standing import register_with_torch
-from midepoch.steps import functions_in
 from midepoch.transforms import Step
 from midepoch.transforms.formats import check_format
 
@@ -126,9 +125,7 @@ class Stream(Stages, Resumable):
 
     @property
     def _functions(self) -> int:
-        base, stages = self.spec.base, self.spec.stages
-        count = functions_in(base.steps) if isinstance(base, Pipeline) else 0
-        return count + sum(functions_in(stage.steps) for stage in stages if isinstance(stage, Local))
+        return self.spec.functions
 
     @property
     def _input_format(self) -> str:

@@ -8,20 +8,26 @@ from midepoch.errors import StateError
 from midepoch.flow.chunk import At, Flow
 from midepoch.flow.combined import Concatenated, Mixed, Zipped
 from midepoch.flow.rows import Bundles, Referred, Rows
-from midepoch.flow.spec import Concat, Mix, Spec
+from midepoch.flow.spec import Concat, Mix, Spec, path_below
 from midepoch.flow.stages import Packing, stage
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
+from midepoch.transforms import RunContext
+from midepoch.transforms.generators import Generators
 
 
-def open_flow(spec: Spec, bundles: Bundles, packing: Packing, epoch: int, lane: Cut, cursor: At, leaf: int = 0) -> Flow:
+def open_flow(
+    spec: Spec, bundles: Bundles, packing: Packing, epoch: int, lane: Cut, cursor: At, leaf: int = 0, path: int = 0
+) -> Flow:
     """One lane of a flow, from a cursor on. ``leaf`` is the number of its first source among all."""
     if spec.stages:
 
         def source(inner: At) -> Flow:
-            return open_flow(spec.before, bundles, packing, epoch, lane, inner, leaf)
+            return open_flow(spec.before, bundles, packing, epoch, lane, inner, leaf, path)
 
-        return stage(spec.stages[-1], source, cursor, spec.seed, epoch, packing)
+        base_seed = bundles.engines[leaf].pipeline.global_seed or 0
+        run = RunContext(spec.seed, epoch, path=path, generators=Generators(spec.seed, base_seed, path))
+        return stage(spec.stages[-1], source, cursor, run, packing)
     base = spec.base
     if isinstance(base, Pipeline):
         kind = Referred if spec.plain else Rows
@@ -31,7 +37,8 @@ def open_flow(spec: Spec, bundles: Bundles, packing: Packing, epoch: int, lane: 
         firsts.append(firsts[-1] + len(part.leaves))
 
     def open_part(number: int, of_epoch: int, inner: At) -> Flow:
-        return open_flow(base.parts[number], bundles, packing, of_epoch, lane, inner, firsts[number])
+        below = path_below(path, base.tags[number])
+        return open_flow(base.parts[number], bundles, packing, of_epoch, lane, inner, firsts[number], below)
 
     if isinstance(base, Mix):
         return Mixed(base, open_part, start(spec), epoch, lane.index, cursor)

@@ -11,7 +11,7 @@ from itertools import chain
 from midepoch.flow.schema import NOTHING, Known, Schema, known_of, schema_of
 from midepoch.order.mixing import spans
 from midepoch.pipeline import Pipeline, columns_after, group_of, is_one_to_one, text_of
-from midepoch.transforms import Cast, ColumnStep, Map, Step
+from midepoch.transforms import Cast, ColumnStep, Function, Map, Step
 from midepoch.transforms.packing import PackSpec
 
 STOPS = ("first", "all", "never")
@@ -132,6 +132,11 @@ class Zip:
     parts: tuple[Spec, ...]
 
     @property
+    def tags(self) -> tuple[int, ...]:
+        """As those of a mix; the parts are known by their places."""
+        return tags_of([str(number) for number in range(len(self.parts))])
+
+    @property
     def text(self) -> str:
         return "zip"
 
@@ -143,6 +148,12 @@ def tags_of(names: Sequence[str]) -> tuple[int, ...]:
     """A number for each of these, and another for each that comes again."""
     texts = [f"{name} {names[:i].count(name)}" for i, name in enumerate(names)]
     return tuple(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts)
+
+
+def path_below(path: int, tag: int) -> int:
+    """The path of a part of a combination, by the combination's own: 64 bits, and not 0."""
+    digest = hashlib.blake2b(f"{path} {tag}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1
 
 
 def _skips(step: Step) -> bool:
@@ -201,18 +212,44 @@ class Spec:
             return (self.base,)
         return tuple(chain.from_iterable(part.leaves for part in self.base.parts))
 
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user run, which may draw from global generators."""
+        after = (step for stage in self.stages if isinstance(stage, Local) for step in stage.steps)
+        return any(isinstance(step, Function) for step in after) or any(leaf.has_functions for leaf in self.leaves)
+
+    def paths(self, path: int = 0) -> tuple[int, ...]:
+        """For each leaf, the number that tells the generators of its functions from those of all others."""
+        if isinstance(self.base, Pipeline):
+            return (path,)
+        parts = zip(self.base.parts, self.base.tags, strict=True)
+        return tuple(chain.from_iterable(part.paths(path_below(path, tag)) for part, tag in parts))
+
     def with_step(self, step: Step) -> Spec:
         """With one step more. What a row of a mix becomes does not depend on the mix: where that is so for certain, its
         sources do it, each in its workers.
         """
         base, stages = self.base, self.stages
         if stages and isinstance(stages[-1], Local):
-            return Spec(base, (*stages[:-1], Local((*stages[-1].steps, step))))
+            return Spec(base, (*stages[:-1], Local((*stages[-1].steps, self._numbered(step)))))
         if isinstance(base, Pipeline) and not stages:
-            return Spec(replace(base, steps=(*base.steps, step)))
+            return Spec(replace(base, steps=(*base.steps, self._numbered(step))))
         if isinstance(base, (Mix, Concat)) and not stages and _of_a_row(step):
             return Spec(replace(base, parts=tuple(part.with_step(step) for part in base.parts)))
-        return Spec(base, (*stages, Local((step,))))
+        return Spec(base, (*stages, Local((self._numbered(step),))))
+
+    def _numbered(self, step: Step) -> Step:
+        """A function with the number of those before it, which tells their generators apart."""
+        return replace(step, number=self.functions) if isinstance(step, Function) else step
+
+    @property
+    def functions(self) -> int:
+        """How many functions there are, but for those of the parts of a combination."""
+        steps = chain(
+            self.base.steps if isinstance(self.base, Pipeline) else (),
+            chain.from_iterable(stage.steps for stage in self.stages if isinstance(stage, Local)),
+        )
+        return sum(isinstance(step, Function) for step in steps)
 
     @property
     def seed(self) -> int:

@@ -30,10 +30,10 @@ class Packing:
         self.tokens, self.places = self.tokens + tokens, self.places + places
 
 
-def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, seed: int, epoch: int, packing: Packing) -> Flow:
+def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing) -> Flow:
     """The flow of a stage over the flow before it, which is opened at the cursor that this one's begins with."""
     if isinstance(spec, Local) and spec.keeps_rows:
-        return Same(source(cursor), spec.steps, RunContext(seed, epoch))
+        return Same(source(cursor), spec.steps, run)
     inner, count = cursor
     flow = source(inner)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
@@ -44,8 +44,7 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, seed: int, 
         partial = not spec.drop_last
         return Grouped(flow, inner, spec.size, lambda batch: as_one_row(batch), count, partial=partial)
     if isinstance(spec, Window):
-        return Grouped(flow, inner, spec.size, lambda batch: _shuffled(batch, spec.seed, epoch), count)
-    run = RunContext(seed, epoch)
+        return Grouped(flow, inner, spec.size, lambda batch: _shuffled(batch, spec.seed, run.epoch), count)
     if not spec.grouped:
         return Each(flow, inner, spec.steps, run, count)
     return Grouped(flow, inner, spec.size, lambda batch: run_steps(spec.steps, batch, run), count)

@@ -14,6 +14,7 @@ from midepoch.flow.rows import Bundles, BundlesHere
 from midepoch.flow.spec import Spec
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
+from midepoch.seeds import draw_global_seed
 from midepoch.shared import SharedCell, worker_share
 from midepoch.state import check_worker
 
@@ -29,6 +30,14 @@ class What:
     lanes_chosen: bool = False
     changes: tuple[str, ...] = ()
     epoch_outputs: int = 0
+    global_seed: int | None = None
+    """What the global random generators are seeded from while functions run, once it is drawn."""
+
+    def seeded(self) -> What:
+        """With the seed of the global generators, drawn unless there is one."""
+        if self.global_seed is not None:
+            return self
+        return replace(self, global_seed=draw_global_seed(self.spec.digest))
 
     def for_processes(self, count: int) -> What:
         """With a lane for each process, unless lanes were chosen, or rows are only copied and need none."""
@@ -49,10 +58,11 @@ class What:
             lanes_chosen=True,
             changes=found.changes,
             epoch_outputs=found.epoch_outputs,
+            global_seed=self.global_seed if found.global_seed is None else found.global_seed,
         )
 
     def save(self, place: Place) -> dict[str, Any]:
-        return states.save(self._identity, place, self.epoch_outputs, self.changes)
+        return states.save(self._identity, place, self.epoch_outputs, self.changes, self.global_seed)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -67,7 +77,10 @@ class What:
     @property
     def leaves(self) -> tuple[Pipeline, ...]:
         """The pipelines of single sources, each cut into the lanes."""
-        return tuple(replace(leaf, order=replace(leaf.order, lanes=self.lanes)) for leaf in self.spec.leaves)
+        return tuple(
+            replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=self.global_seed, path=path)
+            for leaf, path in zip(self.spec.leaves, self.spec.paths(), strict=True)
+        )
 
 
 def check_known(place: Place, share: Share, lanes: int) -> None:
@@ -125,10 +138,18 @@ class FlowStanding:
     def save_at(self, place: Place) -> dict[str, Any]:
         process, worker = self.share()
         what = self.what if place.begun else self.what.for_processes(process.count)
-        state = what.save(place)
+        state = self._seeded(what).save(place)
         if worker is not None:
             state["worker"], state["workers"], state["shards"] = worker
         return state
+
+    def _seeded(self, what: What) -> What:
+        """As it is run: with the seed of the global generators, drawn when it is first asked for."""
+        if not what.spec.has_functions:
+            return what
+        if self.shared.global_seed is None:
+            self.shared.global_seed = what.seeded().global_seed
+        return replace(what, global_seed=self.shared.global_seed)
 
     def load(self, state: Any, allow: Collection[str] = ()) -> None:
         """Go on from a state, or raise and change nothing."""
@@ -138,6 +159,8 @@ class FlowStanding:
     def _go_to(self, found: states.Restored) -> None:
         """Stand at a place. One at the end of an epoch leaves alone another epoch that was asked for by name."""
         self.what, self.start = self.what.restored(found), found.place
+        if found.global_seed is not None:
+            self.shared.global_seed = found.global_seed
         ended, asked = found.place.ended, self.shared.asked
         if self.share()[1] is not None:
             # The epoch is shared with the main process, which may have named another one for the pass after this.
@@ -177,7 +200,8 @@ class FlowStanding:
     def open_at(self, place: Place, process: Cut) -> Lanes:
         if not place.begun:
             self.what = self.what.for_processes(process.count)
-        return self.what.open(process, BundlesHere(self.what.leaves, shared=process.count > 1), place)
+        what = self._seeded(self.what)
+        return what.open(process, BundlesHere(what.leaves, shared=process.count > 1), place)
 
     def start_at(self, state: Any) -> tuple[Place, Lanes]:
         """Where an iterator of this stream goes on that is given a state itself, as StatefulDataLoader does."""

@@ -39,6 +39,7 @@ class Restored:
     epoch_outputs: int
     changes: tuple[str, ...]
     worker: tuple[int, int, int] | None
+    global_seed: int | None
 
 
 def identity(spec: Spec, lanes: int) -> dict[str, Any]:
@@ -59,7 +60,9 @@ def identity(spec: Spec, lanes: int) -> dict[str, Any]:
     }
 
 
-def save(belongs: Mapping[str, Any], place: Place, epoch_outputs: int, changes: Sequence[str]) -> dict[str, Any]:
+def save(
+    belongs: Mapping[str, Any], place: Place, epoch_outputs: int, changes: Sequence[str], global_seed: int | None = None
+) -> dict[str, Any]:
     """The state of a flow (by its ``identity``) at a place."""
     lanes = [[lane, at.outputs, int(at.ended), at.cursor] for lane, at in sorted(place.lanes.items())]
     return {
@@ -71,6 +74,7 @@ def save(belongs: Mapping[str, Any], place: Place, epoch_outputs: int, changes: 
         "known": f"{place.known.index}/{place.known.count}",
         "epoch_outputs": epoch_outputs,
         "changes": json.dumps(list(changes)[-_KEPT:]) if changes else "",
+        **({} if global_seed is None else {"global_seed": global_seed}),
     }
 
 
@@ -119,6 +123,7 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         max(one["epoch_outputs"] for one in found),
         tuple(changes[-_KEPT:]),
         worker,
+        first["global_seed"],
     )
 
 
@@ -156,7 +161,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    free = {"epoch", "position", "flow", "known", "worker", "round", "batch", "epoch_outputs"}
+    free = {"epoch", "position", "flow", "known", "worker", "round", "batch", "epoch_outputs", "global_seed"}
     for rank, one in enumerate(found):
         for name in sorted(found[0].keys() - free):
             if one.get(name) != found[0][name]:

@@ -132,7 +132,7 @@ class BatchMaker:
         self._engine = Engine(
             pipeline, shared=shared, readers=options.num_workers if self.decodes_only else 0, spent=self.spent
         )
-        self._collate, self._collate_columns = options.collate_fn, options.collate_columns
+        self._options = options
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
@@ -235,11 +235,11 @@ class BatchMaker:
         return Made(read.step, value, skipped, rows=len(batch))
 
     def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:
-        if self._collate is None:
+        if self._options.collate_fn is None:
             return present(batch, self.format)
         first, stop = plan.bounds(read.step)
         where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
-        return collated(batch, self.format, self._collate, self._collate_columns, where)
+        return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 
 
 def _skipped(read: Read, batch: Batch) -> int:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from midepoch.engine import Engine
 from midepoch.flow.rows import Bundle, Sizes, make, most_rows
 from midepoch.loader.options import Options
-from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method, seed_globals
+from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.spent import Parcel, Spent
@@ -150,7 +150,6 @@ class _BundleWorker(Worker):
 
     def _make(self, bundle: Bundle) -> Batch:
         leaf = self._leaves[bundle.leaf]
-        seed_globals(leaf.seed, bundle.epoch, bundle.row * bundle.lane.count + bundle.lane.index)
         if bundle.leaf not in self._engines:
             self._engines[bundle.leaf] = Engine(leaf, shared=True, spent=self._spent)
         return make(self._engines[bundle.leaf], bundle)

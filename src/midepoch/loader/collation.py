@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch.errors import MapError
-from midepoch.loader.options import PADDING
+from midepoch.loader.options import PADDING, Options
 from midepoch.transforms import Batch, finish, present, present_rows
+from midepoch.transforms.formats import can_repeat
+from midepoch.transforms.generators import Generators, Seeds
 
 
 def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
@@ -23,11 +24,19 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
     return batch.with_columns({**batch.columns, PADDING: mark})
 
 
-def collated(batch: Batch, kind: str, function: Callable[[Any], Any], columns: bool, where: str = "") -> Any:
-    """What ``collate_fn`` makes of a batch: of its rows, or of its columns."""
-    rows: Any = finish(present(batch, kind), kind) if columns else present_rows(batch, kind)
-    try:
+def collated(batch: Batch, kind: str, options: Options, generators: Generators, epoch: int, where: str = "") -> Any:
+    """What ``collate_fn`` makes of a batch: of its rows, or of its columns. Global generators are seeded for it."""
+    function: Any = options.collate_fn
+
+    def collate(seeds: Seeds | None) -> Any:
+        rows: Any = finish(present(batch, kind), kind) if options.collate_columns else present_rows(batch, kind)
+        if seeds is not None:
+            first = batch.slice(0, 1)
+            seeds.set(seeds.of(first.rows, first.ordinals)[0])
         return function(rows)
+
+    try:
+        return generators.run("collate_fn", ("collate", 0, epoch), collate, repeatable=can_repeat(batch))
     except Exception as problem:  # a StopIteration would end the epoch silently
         raise MapError(
             f"collate_fn failed on a batch of {len(batch)} rows{where}: {type(problem).__name__}: {problem}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from midepoch.loader.workers import WorkerPool
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.resumable import HasState
+from midepoch.seeds import draw_global_seed
 from midepoch.state import Cursor
 from midepoch.transforms import finish
 
@@ -109,7 +111,8 @@ class Loader(AnyLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on: just behind the last batch handed over. The same on every rank; under 1 KB, JSON-able."""
-        return states.save(self._identity, self._where())
+        self._draw_seed()
+        return states.save(self._identity, self._where(), self._pipeline.global_seed)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Collection[str] = ()) -> None:
         """Go on from a state, saved by any rank, with any batch size, number of workers and world size.
@@ -124,6 +127,12 @@ class Loader(AnyLoader):
         self._maker, self._delivered, self._asked = None, None, False
         self._cursor = self._stood = resumed.cursor
         self._how = "loaded"
+
+    def _draw_seed(self) -> None:
+        """Fix what the global generators are seeded from while functions run: at the first pass, or the first state."""
+        if self._pipeline.global_seed is None and (self._pipeline.has_functions or self._options.collate_fn):
+            seed = draw_global_seed(self._pipeline.source.fingerprint)
+            self._pipeline = replace(self._pipeline, global_seed=seed)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
@@ -178,6 +187,7 @@ class Loader(AnyLoader):
 
     def _source(self, plan: Plan) -> _Source:
         options = self._options
+        self._draw_seed()
         self._maker = self._maker or BatchMaker(self._pipeline, options, self._meter.spent)
         if self._maker.direct:
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import random
 import select
 import signal
 import sys
@@ -18,13 +17,11 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.spawned import Packed, packed, without_main
 from midepoch.loader.transport import Receiver, Sender
-from midepoch.order.keys import derive
 from midepoch.pipeline import Pipeline
 
 _CHECK = 2.0
@@ -291,16 +288,3 @@ def compact(table: pa.Table) -> pa.Table:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     return pa.ipc.open_stream(sink.getvalue()).read_all()
-
-
-def seed_globals(seed: int, epoch: int, number: int) -> None:
-    """Other random numbers in every worker and epoch, for maps that use the global generators.
-
-    They depend on the number of workers; a map that must not asks for ``with_generator=True``.
-    """
-    key = derive(seed, epoch, "map", number, words=2)
-    random.seed(int(key[0]))
-    np.random.seed(int(key[0]) & 0xFFFFFFFF)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(int(key[1]) >> 1)

@@ -16,6 +16,7 @@ from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.present import Presenter
 from midepoch.resumable import HasState
+from midepoch.transforms.generators import Generators
 
 _NOTHING = object()
 
@@ -104,11 +105,14 @@ class StreamPass(HasState):
     """Iterates the batches of a pass."""
 
     def __init__(self, loader: Loading, start: Place, rolled: bool) -> None:
-        self._loader, self._presenter = loader, Presenter(loader.what.format, loader.options)
+        self._loader = loader
         self._begin(start, rolled)
 
     def _begin(self, start: Place, rolled: bool) -> None:
         self._start, self._rolled = start, rolled
+        what = self._loader.what
+        generators = Generators(what.spec.seed, what.global_seed or 0)
+        self._presenter = Presenter(what.format, self._loader.options, generators)
         self._loader.meter.begin()
         self._lanes: Lanes | None = None
         self._steps: Steps | None = None
@@ -177,12 +181,12 @@ class StreamPass(HasState):
     def _presented(self, deal: Any) -> Any:
         """The batch of a deal (of a collate function: whatever it returns); _NOTHING if all of it is for others."""
         if deal is Steps.PADDING:
-            return self._presenter.padding(self._something())
+            return self._presenter.padding(self._something(), self._start.epoch)
         if len(deal.items):
             self._last = deal.items
-            return self._presenter.batch(deal.items)
+            return self._presenter.batch(deal.items, self._start.epoch)
         if self._loader.options.ends == "pad":
-            return self._presenter.padding(deal.some)
+            return self._presenter.padding(deal.some, self._start.epoch)
         return _NOTHING
 
     def _something(self) -> Items:

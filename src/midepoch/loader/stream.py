@@ -120,6 +120,7 @@ class StreamLoader(AnyLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on: just behind the last batch handed over. A few numbers for each lane of this rank."""
+        self._draw_seed()
         return self._what.save(self._where())
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
@@ -133,6 +134,11 @@ class StreamLoader(AnyLoader):
         self.close()
         self._what, self._place = self._what.restored(found), found.place
         self._bundles, self._delivered, self._asked = None, None, False
+
+    def _draw_seed(self) -> None:
+        """Fix what the global generators are seeded from while functions run: at the first pass, or the first state."""
+        if self._what.spec.has_functions or self._options.collate_fn is not None:
+            self._what = self._what.seeded()
 
     def check_state(self, state: Any) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
@@ -168,6 +174,7 @@ class StreamLoader(AnyLoader):
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
+        self._draw_seed()
         place, rolled = self._next_place()
         batches = StreamPass(self, place, rolled)
         self._iterator = weakref.ref(batches)
@@ -182,6 +189,7 @@ class StreamLoader(AnyLoader):
 
     def resume(self, batches: StreamPass) -> tuple[Place, bool]:
         """A pass was given a state, which this has loaded: where it goes on."""
+        self._draw_seed()
         self._iterator = weakref.ref(batches)
         return self._next_place()
 

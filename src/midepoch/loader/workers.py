@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.options import Options
-from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method, seed_globals
+from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
 from midepoch.pipeline import Pipeline
 from midepoch.spent import Parcel
 
@@ -86,7 +86,6 @@ class _Worker(Worker):
                 self._report(run, problem)
 
     def _make(self, run: int, plan: Plan, maker: BatchMaker) -> None:
-        seed_globals(self._pipeline.seed, plan.epoch, self._number)
         sent = 0
         for chunk in maker.read(plan, self._number, self._options.num_workers):
             for read in chunk:

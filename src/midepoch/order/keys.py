@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-PURPOSE = {"rows": 1, "blocks": 2, "window": 3, "files": 4, "map": 5, "mix": 6, "outputs": 7}
+PURPOSE = {
+    "rows": 1,
+    "blocks": 2,
+    "window": 3,
+    "files": 4,
+    "map": 5,
+    "mix": 6,
+    "outputs": 7,
+    "functions": 8,
+    "collate": 9,
+}
 """Numbers that are part of the order for ever: never renumber, only add."""
 
 

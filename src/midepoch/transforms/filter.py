@@ -33,11 +33,11 @@ class FilterRows(Function):
         if not len(batch):
             return batch
         given = self.given(batch)
-        kept = self._groups(given, run) if self.batched else self._rows(given, run)
+        kept = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
         return batch if len(kept) == len(batch) else batch.keep(np.array(kept, dtype=np.int64))
 
     def _rows(self, given: Batch, run: RunContext) -> list[int]:
-        if not (self.with_indices or self.with_generator or self.fn_kwargs):
+        if run.seeds is None and not (self.with_indices or self.with_generator or self.fn_kwargs):
             # Without a call of our own for each row. Where one fails, it is asked for again below, row by row.
             function, columns, first = self.function, self.input_columns, self.fresh(given)
             try:

@@ -27,7 +27,8 @@ class FlatMap(Function):
             return batch
         rows: list[Mapping[str, Any]] = []
         parents: list[int] = []
-        for i, made in self.on_rows(self.given(batch), run):
+        given = self.given(batch)
+        for i, made in self.seeded(given, run, lambda run: self.on_rows(given, run)):
             for row in made:
                 if rows and row.keys() != rows[0].keys():
                     raise MapError(

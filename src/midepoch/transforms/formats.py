@@ -65,7 +65,19 @@ def unshared(batch: Batch) -> Batch:
     return replace(batch, columns={**batch.columns, **{name: _copied(column) for name, column in made.items()}})
 
 
+def can_repeat(batch: Batch) -> bool:
+    """Whether a function can be called for these rows once more: it cannot write into what it is given for good."""
+    return all(map(_is_fixed, batch.columns.values()))
+
+
+def _is_fixed(column: Any) -> bool:
+    if isinstance(column, (pa.Array, Encoded)):  # of which every call gets values of its own
+        return True
+    return type(column) is list and set(map(type, column)) <= _FIXED_TYPES
+
+
 _FIXED = (str, bytes, int, float, bool, complex, type(None))
+_FIXED_TYPES = frozenset(_FIXED)
 
 
 def _copied(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -14,18 +14,28 @@ from midepoch.order.keys import derive
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
-from midepoch.transforms.formats import finish, present, present_rows, unshared
+from midepoch.transforms.formats import can_repeat, finish, present, present_rows, unshared
+from midepoch.transforms.generators import Generators, Seeds
+
+T = TypeVar("T")
 
 _log = logging.getLogger("midepoch")
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a step may know of the run: enough to name a row and make its generator, nothing that varies by topology."""
+    """What a step may know of the run: enough to name a row and make its generator, nothing that varies by topology.
+
+    ``path`` tells apart the parts of a combination, each of which counts its functions from 0; it is 0 for a pipeline
+    by itself. ``seeds``: what the global generators are seeded with before each call, where they are.
+    """
 
     seed: int
     epoch: int
     place: Callable[[int], str] = field(default=str)
+    path: int = 0
+    generators: Generators = field(default_factory=Generators)
+    seeds: Seeds | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +73,28 @@ class Function:
         """What is given to it at one attempt: where failures are skipped there may be another, of the same values."""
         return unshared(given) if self.on_error == "skip" else given
 
+    def seeded(self, given: Batch, run: RunContext, action: Callable[[RunContext], T]) -> T:
+        """What ``action`` returns, which calls the function for these rows: with the global generators seeded."""
+        return run.generators.run(
+            self,
+            ("functions", self.number, run.epoch),
+            lambda seeds: action(run if seeds is None else replace(run, seeds=seeds)),
+            repeatable=self.on_error == "skip" or can_repeat(given),
+        )
+
     def on_rows(self, given: Batch, run: RunContext) -> list[tuple[int, Any]]:
         """(place, result) of every row; of those that do not fail, where failures are skipped."""
         rows = present_rows(self.fresh(given), self.input_format)
         results: list[tuple[int, Any]] = []
+        seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
         for i, row in enumerate(rows):
             number = int(given.rows[i])
             try:
                 args = [row] if self.input_columns is None else [row[name] for name in self.input_columns]
                 args += [number] if self.with_indices else []
                 args += [self._generator(run, given, i)] if self.with_generator else []
+                if run.seeds is not None:
+                    run.seeds.set(seeds[i])
                 results.append((i, self.checked(self.function(*args, **self.fn_kwargs))))
             except Exception as problem:
                 self.failed(problem, run, [number])
@@ -84,6 +106,9 @@ class Function:
         args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
         args += [[int(number) for number in group.rows]] if self.with_indices else []
         args += [[self._generator(run, group, i) for i in range(len(group))]] if self.with_generator else []
+        if run.seeds is not None:
+            first = group.slice(0, 1)
+            run.seeds.set(run.seeds.of(first.rows, first.ordinals)[0])
         return self.function(*args, **self.fn_kwargs)
 
     def checked(self, result: Any) -> Any:
@@ -94,8 +119,9 @@ class Function:
         row = int(batch.rows[i])
         key = derive(run.seed, run.epoch, "map", (self.number << 48) + row, words=2)
         ordinal = 0 if batch.ordinals is None else int(batch.ordinals[i])
-        # Rows that were made of one row draw from one sequence, 2**192 numbers apart.
-        return np.random.Generator(np.random.Philox(key=key, counter=(ordinal & (2**64 - 1)) << 192))
+        # Rows that were made of one row draw from one sequence, 2**192 numbers apart; parts of a combination, 2**128.
+        counter = ((ordinal & (2**64 - 1)) << 192) + (run.path << 128)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
     def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
         where = run.place(rows[0])

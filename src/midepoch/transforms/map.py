@@ -36,8 +36,8 @@ class Map(Function):
         given = self.given(batch)
         check_columns(self.remove_columns, list(batch.columns), f"map({self.name}, remove_columns=…)")
         if not self.one_to_one:
-            return self._free(batch, given, run)
-        kept, made = self._groups(given, run) if self.batched else self._rows(given, run)
+            return self.seeded(given, run, lambda run: self._free(batch, given, run))
+        kept, made = self.seeded(given, run, lambda run: (self._groups if self.batched else self._rows)(given, run))
         if len(kept) < len(batch):
             batch = batch.keep(np.array(kept, dtype=np.int64))
         columns = {name: column for name, column in batch.columns.items() if name not in self.remove_columns}
