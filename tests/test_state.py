@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import midepoch
@@ -129,3 +131,30 @@ def test_every_released_version_is_accepted(path: Path, tmp_path: Path) -> None:
     state = {**fixture["state"], "data": ds.state_dict()["data"]}  # pyarrow's bytes may change with its version
     ds.load_state_dict(state)
     assert [row["id"] for row in ds] == fixture["rest"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_settings_that_were_not_given_are_taken_over(tmp_path: Path, stream: bool) -> None:
+    """The default scope and window depend on the format and the cache: a resume keeps those of the run."""
+    table = pa.table({"id": range(600)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+
+    def make(**options: Any) -> Any:
+        shuffle = {name: options.pop(name) for name in ("scope", "window", "seed") if name in options}
+        ds = midepoch.from_files(tmp_path / "a.parquet", index_dir=tmp_path / "ix", **options)
+        ds = ds.shuffle(**{"seed": 1, **shuffle})
+        return (ds.filter(lambda row: True) if stream else ds).loader(16)
+
+    first = make(cache_bytes=2000)
+    iterator = iter(first)
+    seen = [next(iterator)["id"].tolist() for _ in range(5)]
+    state, rest = first.state_dict(), [batch["id"].tolist() for batch in iterator]
+    assert state["window"] != make().state_dict()["window"]
+    for others in ({}, {"scope": "window"}, {"window": state["window"]}):
+        again = make(**others)
+        again.load_state_dict(state)
+        assert [batch["id"].tolist() for batch in again] == rest
+    assert sorted(sum(seen + rest, [])) == list(range(600))
+    for others in ({"window": 3}, {"scope": "rows"}, {"seed": 2}):
+        with pytest.raises(CheckpointMismatchError, match="window|scope|seed"):
+            make(**others).load_state_dict(state)

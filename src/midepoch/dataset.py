@@ -162,19 +162,21 @@ class Dataset(Stages, Resumable):
 
         ``scope``: "rows" permutes all rows; "window" permutes blocks, then rows within windows of ``window`` blocks;
         "files" permutes whole files. The default is "rows" where files are mapped, and "window" where blocks have to be
-        fetched or decoded, each of which then is read once an epoch. Without a seed one is drawn, kept in the state,
-        and taken over on resume.
+        fetched or decoded, each of which then is read once an epoch; windows then take 256 MB in memory, or less if
+        ``cache_bytes`` is small. Without a seed one is drawn. Whatever was not given is taken over from the state on
+        resume.
         """
         source, drawn, agreed = self.pipeline.source, seed is None, False
         if seed is None:
             seed, agreed = draw_seed(f"{source.fingerprint}/{self.pipeline.order.selection.text}")
         check_agreed(drawn and not agreed, self.pipeline.cut.count)
+        defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
         scope = scope or self._default_scope or ("window" if source.fetched else "rows")
         aligned = source.fetched and scope == "window"
-        window = source.window if window is None else window
+        window = source.window_in_cache if window is None else window
         shuffle = Shuffle(seed, scope, window, aligned)
         order = replace(self.pipeline.order, shuffle=shuffle)
-        pipeline = replace(self.pipeline, order=order, seed_drawn=drawn, seed_agreed=agreed)
+        pipeline = replace(self.pipeline, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=defaults)
         return self._derive(pipeline, same_positions=False)
 
     _default_scope: str | None = None

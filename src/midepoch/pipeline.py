@@ -30,6 +30,8 @@ class Pipeline:
     on_error: str = "raise"
     seed_drawn: bool = False
     seed_agreed: bool = False
+    defaults: frozenset[str] = frozenset()
+    """The settings of the shuffle ("scope", "window") that the user did not give: a resume takes over the state's."""
     lanes_given: bool = False
     lanes_kept: bool = False
     global_seed: int | None = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from midepoch.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Cut, Order, Selection, Shuffle
+from midepoch.order.shuffle import SCOPES
 from midepoch.pipeline import Pipeline
 
 VERSION = 1
@@ -43,7 +44,7 @@ class Resumed:
     """What a state says: where to go on, and what to take over from the run that saved it."""
 
     cursor: Cursor
-    seed: int | None
+    shuffle: Shuffle | None
     lanes: int
     worker: tuple[int, int, int] | None = None  # (worker, workers, shards) of a state kept by one worker
     round: int = 0
@@ -54,12 +55,27 @@ class Resumed:
 
 
 def adopt(resumed: Resumed, pipeline: Pipeline) -> Pipeline:
-    """The pipeline with what it takes over from the run that saved the state: a drawn seed, and the lanes."""
-    order = replace(pipeline.order, lanes=resumed.lanes)
-    if order.shuffle is not None and resumed.seed is not None:
-        order = replace(order, shuffle=replace(order.shuffle, seed=resumed.seed))
+    """The pipeline with what it takes over from the run that saved the state: how it shuffles, and the lanes."""
+    order = replace(pipeline.order, lanes=resumed.lanes, shuffle=resumed.shuffle)
     seed = pipeline.global_seed if resumed.global_seed is None else resumed.global_seed
     return replace(pipeline, order=order, seed_agreed=True, lanes_kept=True, changes=resumed.changes, global_seed=seed)
+
+
+def taken_over(pipeline: Pipeline, saved: Mapping[str, Any], allow: Collection[str] = ()) -> Pipeline:
+    """The pipeline with those settings of its shuffle that were not given to it, as a state has them.
+
+    Defaults depend on how the data is reached and on the size of the cache, which may both change between runs.
+    """
+    shuffle, scope = pipeline.order.shuffle, saved["scope"]
+    if shuffle is None or scope not in SCOPES or (scope != shuffle.scope and "scope" not in pipeline.defaults):
+        return pipeline
+    window, seed = shuffle.window, shuffle.seed
+    if scope == "window" and "window" in pipeline.defaults and saved["window"]:
+        window = saved["window"]
+    if pipeline.seed_drawn and "seed" not in allow and isinstance(saved["seed"], int):
+        seed = saved["seed"]
+    order = replace(pipeline.order, shuffle=Shuffle(seed, scope, window, saved["aligned"]))
+    return replace(pipeline, order=order)
 
 
 def identity(pipeline: Pipeline) -> dict[str, Any]:
@@ -182,11 +198,10 @@ def load(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed
     """
     check_allow(allow)
     found = parse(one_of(state, pipeline.cut))
+    pipeline = taken_over(pipeline, found, allow)
     current = identity(pipeline)
     changes = changes_in(found["changes"])
     for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline"):
-        if name == "seed" and pipeline.seed_drawn and found["scope"] == current["scope"]:
-            continue
         if found[name] != current[name]:
             if name not in allow:
                 raise CheckpointMismatchError(name, found[name], current[name], CAUSES[name])
@@ -209,9 +224,10 @@ def load(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed
     if found["position"] > pipeline.rows:
         raise CheckpointMismatchError("rows", found["rows"], pipeline.rows, f"position {found['position']} lies behind")
     cursor = Cursor(found["epoch"], found["position"])
-    seed = None if "seed" in allow else found["seed"]
     place = (found["round"], found["batch"], shard)
-    return Resumed(cursor, seed, found["lanes"], worker, *place, tuple(changes[-16:]), found["global_seed"])
+    return Resumed(
+        cursor, pipeline.order.shuffle, found["lanes"], worker, *place, tuple(changes[-16:]), found["global_seed"]
+    )
 
 
 def load_global(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed:

@@ -14,12 +14,14 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
 import midepoch
 from conftest import numbered, write_arrow
 from midepoch.errors import DataNotFoundError
+from midepoch.sources import Source
 
 PLAIN = ["id", "text", "score"]
 
@@ -297,5 +299,36 @@ def test_file_that_changes_under_a_dataset(make_files: Callable[..., list[str]])
     (path,) = make_files([20])
     ds = midepoch.from_files(path)
     os.truncate(path, 100)
-    with pytest.raises(midepoch.CorruptBlockError, match="the data has changed"):
+    with pytest.raises(midepoch.errors.DataChangedError, match="has 100 bytes but had"):
         list(ds)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_compressed_arrow_files_are_decoded_once_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """As blocks of Parquet are: shuffled in windows and kept in the cache, not decompressed again for every row."""
+    feather.write_feather(numbered(0, 3000), str(tmp_path / "a.feather"), compression=codec, chunksize=100)
+    fetched: list[int] = []
+    fetch = Source.fetch
+    monkeypatch.setattr(Source, "fetch", lambda self, n, columns: (fetched.append(n), fetch(self, n, columns))[1])
+    ds = midepoch.from_files(tmp_path / "a.feather", index_dir=tmp_path / "ix").shuffle(seed=1)
+    assert ds.pipeline.source.fetched and ds.pipeline.order.shuffle.scope == "window"
+    rows = list(ds)
+    assert sorted(row["id"] for row in rows) == list(range(3000))
+    assert all(row["text"].startswith(f"row {row['id']} ") for row in rows)
+    assert sorted(fetched) == list(range(30))
+    write_arrow(tmp_path / "b.arrow", numbered(0, 3000), 100)
+    assert not midepoch.from_files(tmp_path / "b.arrow", index_dir=tmp_path / "ix").pipeline.source.fetched
+
+
+def test_windows_of_a_shuffle_fit_into_the_cache(tmp_path: Path) -> None:
+    pq.write_table(numbered(0, 20_000), tmp_path / "a.parquet", row_group_size=200)
+    opened = [
+        midepoch.from_files(tmp_path / "a.parquet", index_dir=tmp_path / "ix", **options).shuffle(seed=1)
+        for options in ({}, {"cache_bytes": 100_000})
+    ]
+    large, small = (ds.pipeline.order.shuffle.window for ds in opened)
+    source = opened[1].pipeline.source
+    assert large == source.window > small >= 2
+    assert small * 200 * source.bytes_per_row <= 0.4 * 100_000

@@ -50,7 +50,7 @@ class Matched:
             text = saved.get("pipeline") if isinstance(saved, Mapping) else saved
             raise mismatch("pipeline", text, spec.text, where)
         if isinstance(base, Pipeline):
-            return self._pipeline(spec, base, saved, here, where), lambda at, *_: at
+            return self._pipeline(spec, base, saved, where), lambda at, *_: at
         self._check("pipeline", saved.get("pipeline"), here["pipeline"], where)
         parts = saved["parts"]
         if not isinstance(parts, list) or not all(isinstance(one, Mapping) for one in parts):
@@ -61,18 +61,13 @@ class Matched:
             new, convert = self._several(spec, base, parts, where)
         return new, lambda at, need, of: _through(spec, at, need, of, convert)
 
-    def _pipeline(
-        self, spec: Spec, base: Pipeline, saved: Mapping[str, Any], here: Mapping[str, Any], where: str
-    ) -> Spec:
+    def _pipeline(self, spec: Spec, base: Pipeline, saved: Mapping[str, Any], where: str) -> Spec:
+        base = states.taken_over(base, {**_PLAIN, **saved}, self._allow)
+        here = describe(replace(spec, base=base))
         for name in ("data", *CHECKED):
-            drawn = name == "seed" and base.seed_drawn and saved.get("scope") == here.get("scope")
-            if not drawn:
-                default = _PLAIN.get(name)
-                self._check(name, saved.get(name, default), here.get(name, default), where)
-        order, seed = base.order, saved.get("seed")
-        if order.shuffle is not None and base.seed_drawn and isinstance(seed, int):
-            order = replace(order, shuffle=replace(order.shuffle, seed=seed))
-        return replace(spec, base=replace(base, order=order, seed_agreed=True))
+            default = _PLAIN.get(name)
+            self._check(name, saved.get(name, default), here.get(name, default), where)
+        return replace(spec, base=replace(base, seed_agreed=True))
 
     def _several(self, spec: Spec, base: Concat | Zip, parts: Sequence[Any], where: str) -> tuple[Spec, Convert]:
         if len(parts) != len(base.parts):

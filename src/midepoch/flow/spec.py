@@ -321,7 +321,10 @@ class Spec:
             shuffle = self.base.order.shuffle
             seed = None if shuffle is None or self.base.seed_drawn else shuffle.seed
             what += [self.base.source.fingerprint, self.base.order.selection.text]
-            what += [] if shuffle is None else [shuffle.scope, str(shuffle.window), str(seed)]
+            if shuffle is not None:
+                # By default windows depend on the size of the cache, which says nothing about the data.
+                window = self.base.source.window if "window" in self.base.defaults else shuffle.window
+                what += [shuffle.scope, str(window), str(seed)]
         else:
             what += [part.digest for part in self.base.parts]
         return hashlib.blake2b("\n".join(what).encode(), digest_size=6).hexdigest()

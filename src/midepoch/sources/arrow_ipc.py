@@ -58,6 +58,7 @@ class FileScan:
     nullable: set[tuple[str, ...]] = field(default_factory=set)  # paths of columns and children with a null
     fingerprint: str = ""
     complete: bool = True  # False when record batches of a damaged file were left out
+    compressed: bool = False  # whether some record batches have to be decompressed
 
 
 class _Scanning:
@@ -88,6 +89,7 @@ class _Scanning:
         elif message.kind == RECORD_BATCH and message.rows:
             self.scan.offsets.append(at)
             self.scan.rows.append(message.rows)
+            self.scan.compressed |= message.compressed
             nulls = [count for _, count in message.nodes]
             self.scan.nullable.update(p for p, count in zip(self._paths, nulls, strict=False) if count)
             self._messages.append(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -36,6 +37,7 @@ class Message:
     buffers: tuple[tuple[int, int], ...] = ()  # offset in the body and length of each
     dictionary: int = 0  # which one a dictionary message defines
     delta: bool = False  # and whether it adds values to it
+    compressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class _Table:
     def scalar(self, number: int, code: str, default: int = 0) -> int:
         where = self._where(number)
         return int(struct.unpack_from(code, self._data, where)[0]) if where else default
+
+    def has(self, number: int) -> bool:
+        return bool(self._where(number))
 
     def table(self, number: int) -> _Table:
         where = self._where(number)
@@ -117,7 +122,8 @@ def _parsed(metadata: Bytes, body: int) -> Message:
     nodes, buffers = header.structs(1, "<qq"), header.structs(2, "<qq")
     if any(at < 0 or size < 0 or at + size > length for at, size in buffers):
         raise struct.error("a buffer reaches outside its body")
-    return Message(kind, body, end, header.scalar(0, "<q"), tuple(nodes), tuple(buffers))  # type: ignore[arg-type]
+    found: dict[str, Any] = {"nodes": tuple(nodes), "buffers": tuple(buffers)}
+    return Message(kind, body, end, header.scalar(0, "<q"), **found, compressed=header.has(3))
 
 
 def check_rows(message: Message, columns: Sequence[int], nodes: int) -> None:

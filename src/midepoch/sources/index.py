@@ -34,6 +34,10 @@ MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
 
+class CompressedError(FormatError):
+    """A file cannot be mapped, since it has to be decompressed."""
+
+
 class IndexedFile(NamedTuple):
     """One file as it was when indexed."""
 
@@ -122,18 +126,23 @@ def open_index(
     index_dir: Path | None = None,
     force: bool = False,
     skip_damage: bool = False,
+    uncompressed: bool = False,
     progress: Progress | None = None,
 ) -> Index:
-    """The index of these files: read if it is there and fresh, else made (by one process at a time) and kept."""
+    """The index of these files: read if it is there and fresh, else made (by one process at a time) and kept.
+
+    ``uncompressed``: raise CompressedError for files whose record batches would have to be decompressed.
+    """
     absolute = [Path(os.path.abspath(path)) for path in files]
-    key = hashlib.blake2b("\0".join([*map(str, absolute), f"{skip_damage}"]).encode(), digest_size=16).hexdigest()
+    how = f"{skip_damage}{' uncompressed' * uncompressed}"
+    key = hashlib.blake2b("\0".join([*map(str, absolute), how]).encode(), digest_size=16).hexdigest()
     path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
     if not force and (index := _fresh(path, absolute)) is not None:
         return index
     with locked(path) as writable:
         if not force and (index := _fresh(path, absolute)) is not None:  # another process made it meanwhile
             return index
-        index = _build(absolute, skip_damage, progress)
+        index = _build(absolute, skip_damage, uncompressed, progress)
         if not writable:
             return index
         try:
@@ -151,9 +160,12 @@ def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
     return index if all(file.unchanged() for file in index.files) else None
 
 
-def _build(files: Sequence[Path], skip_damage: bool, progress: Progress | None) -> Index:
+def _build(files: Sequence[Path], skip_damage: bool, uncompressed: bool, progress: Progress | None) -> Index:
     report = progress or (lambda _done, _total: None)
     scans = for_all(partial(_scanned, skip_damage), files, lambda done: report(done, len(files)))
+    for path, (found, _) in zip(files, scans, strict=True):
+        if uncompressed and found.compressed:
+            raise CompressedError(f"{path} is compressed: it cannot be used as it is mapped.")
     schema = scans[0][0].schema
     usable(files[0], schema)
     entries = []

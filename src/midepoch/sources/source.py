@@ -35,6 +35,7 @@ _PLAIN_FEATURES = {
 
 
 _WINDOW_BYTES = 256 << 20
+_WINDOW_SHARE = 0.35  # of the cache
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,20 @@ class Source:
     @property
     def window(self) -> int:
         """How many blocks to shuffle together by default: those that take 256 MB in memory, if they have to be kept."""
+        return self._window(_WINDOW_BYTES)
+
+    @property
+    def window_in_cache(self) -> int:
+        """As ``window``, but with room in the cache for the blocks of one window while the next one is read."""
+        if self.access is None:
+            return self.window
+        return self._window(min(_WINDOW_BYTES, int(self.access.cache.limit * _WINDOW_SHARE)))
+
+    def _window(self, room: int) -> int:
         if not self.fetched:
             return DEFAULT_WINDOW
         block = self.rows * self.bytes_per_row / max(1, len(self.layout.block_starts) - 1)
-        return int(min(DEFAULT_WINDOW, max(2, _WINDOW_BYTES // max(1.0, block))))
+        return int(min(DEFAULT_WINDOW, max(2, room // max(1.0, block))))
 
     @cached_property
     def files(self) -> tuple[IndexedFile, ...]:
