@@ -299,7 +299,7 @@ def test_file_that_changes_under_a_dataset(make_files: Callable[..., list[str]])
     (path,) = make_files([20])
     ds = midepoch.from_files(path)
     os.truncate(path, 100)
-    with pytest.raises(midepoch.errors.DataChangedError, match="has 100 bytes but had"):
+    with pytest.raises(midepoch.errors.DataChangedError, match="it has 100 bytes and had"):
         list(ds)
 
 

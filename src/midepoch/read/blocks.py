@@ -84,10 +84,7 @@ class Blocks:
             except FileNotFoundError:
                 raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
             if buffer.size != file.size:
-                raise DataChangedError(
-                    f"{file.path} has {buffer.size} bytes but had {file.size} when it was indexed. Open the dataset "
-                    "again to use the new contents; a state saved before will then be refused."
-                )
+                raise _changed(file, f"it has {buffer.size} bytes and had {file.size}")
             if stat.st_mtime_ns != file.mtime_ns:
                 _same_contents(file)
             mapped = self._files[number] = _MappedFile(buffer, (stat.st_dev, stat.st_ino), stat.st_mtime_ns)
@@ -196,10 +193,14 @@ _NONE = np.empty(0, dtype=np.int64)
 def _same_contents(file: IndexedFile) -> None:
     """Refuse a file with another time of change unless it holds what it held."""
     if scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
-        raise DataChangedError(
-            f"{file.path} has other contents than when it was indexed. Open the dataset again to use them; a state "
-            "saved before will then be refused."
-        )
+        raise _changed(file, "it has other contents")
+
+
+def _changed(file: IndexedFile, difference: str) -> DataChangedError:
+    return DataChangedError(
+        f"{file.path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
+        "a state saved before will then be refused."
+    )
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:
