@@ -14,6 +14,7 @@ import pytest
 
 import midepoch
 from midepoch.errors import DataChangedError, MidepochError
+from midepoch.sources.arrow_ipc import scan
 
 TABLE = pa.table(
     {
@@ -121,3 +122,65 @@ def test_damaged_row_groups_are_skipped_alike_on_every_resume(tmp_path: Path) ->
         resumed = ds.shuffle(seed=1, window=2).loader(16, num_workers=2 * (step == 4))
         resumed.load_state_dict(saved.state_dict())
         assert [batch["id"].tolist() for batch in resumed] == batches[step:]
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    """In place, and with the time it had: nothing tells that the file has changed."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("kind", ["stream", "file", "lz4", "dictionary", "fetched"])
+def test_a_header_damaged_after_indexing_is_a_damaged_block(kind: str, tmp_path: Path) -> None:
+    table = TABLE.append_column("word", pa.array([f"{i % 7}" for i in range(200)]))
+    if kind == "dictionary":
+        table = table.set_column(4, "word", table["word"].dictionary_encode())
+    make = pa.ipc.new_stream if kind in ("stream", "dictionary") else pa.ipc.new_file
+    path = tmp_path / "a.arrow"
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if kind == "lz4" else None)
+    with make(path, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=50)
+    filters = [("id", ">=", 0)] if kind == "fetched" else None
+    whole, offset = path.read_bytes(), scan(path).offsets[1]
+    strict, lenient = (midepoch.from_files(path, filters=filters, on_error=mode) for mode in ("raise", "skip"))
+    others = [row for row in table.to_pylist() if not 50 <= row["id"] < 100]
+    draw = np.random.default_rng(3)
+    refused = 0
+    for at in [0, 4, *draw.integers(0, 700, 60).tolist()]:
+        overwrite(path, offset + at, bytes([int(draw.choice([0, 1, 127, 255]))]) * int(draw.choice([1, 4])))
+        found = list(lenient)
+        try:
+            list(strict)
+        except midepoch.CorruptBlockError:
+            refused += 1
+        assert found[:50] == others[:50]
+        assert found[-100:] == others[-100:]  # whatever is between them: the damage may be in a value
+        overwrite(path, 0, whole)
+    assert refused > 10
+
+
+def test_lengths_that_no_memory_holds_are_a_damaged_block(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"id": range(4000)})
+    with pa.ipc.new_stream(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    ds, lenient = (midepoch.from_files(path, on_error=mode) for mode in ("raise", "skip"))
+    offset = scan(path).offsets[2]
+    length = path.read_bytes().index((8000).to_bytes(8, "little"), offset)  # before the compressed values
+    overwrite(path, length, (1 << 62).to_bytes(8, "little"))
+    with pytest.raises(midepoch.CorruptBlockError, match=r"a\.arrow"):
+        list(ds)
+    assert [row["id"] for row in lenient] == [*range(2000), *range(3000, 4000)]
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_text_that_is_not_utf8_names_the_row_in_every_format(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(path, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    overwrite(path, path.read_bytes().index(b"row 33 "), b"\xff")
+    with pytest.raises(midepoch.CorruptBlockError, match="column 'text' of row 33 "):
+        list(midepoch.from_files(path).with_format(kind).loader(10))

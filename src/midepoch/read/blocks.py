@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import weakref
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from midepoch.sources.index import IndexedFile
 HEAP_BYTES = 256 << 20
 """How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
 _MAPPED_BLOCKS = 512
+_MOST_COMPRESSED = 1 << 12
 _CHECK_SECONDS = 1.0
 _CHECKED_FILES = 1024  # at most, each time: 1.5 ms
 _LEAST_FILES = 64
@@ -155,7 +157,9 @@ class Blocks:
             batch.validate()
             if batch.num_rows != int(starts[block + 1] - starts[block]):
                 raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {starts[block + 1] - starts[block]}")
-        except (pa.ArrowException, OSError, ValueError) as problem:
+        except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
+            if isinstance(problem, MemoryError) and not _absurd(problem, file.size):
+                raise
             path = self._source.files[number].path
             raise CorruptBlockError(
                 f"the record batch at byte {offset} of {path} (rows {starts[block]} to {starts[block + 1] - 1} of the "
@@ -201,6 +205,12 @@ def _changed(file: IndexedFile, difference: str) -> DataChangedError:
         f"{file.path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
         "a state saved before will then be refused."
     )
+
+
+def _absurd(problem: MemoryError, size: int) -> bool:
+    """Whether more memory was asked for than what a file of this size can hold: its lengths are damaged."""
+    asked = max(map(int, re.findall(r"[0-9]+", str(problem))), default=0)
+    return asked > _MOST_COMPRESSED * size
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.sources.arrow_ipc import Chains
-from midepoch.sources.arrow_messages import MAGIC, Bytes, Read, read_footer, whole_message
+from midepoch.sources.arrow_messages import DAMAGE, MAGIC, Bytes, Read, read_footer, whole_message
 
 
 class BatchReader:
@@ -40,8 +40,11 @@ class BatchReader:
                 self._feed.give(whole_message(self._read, at, self._size))
             self._feed.give(whole_message(self._read, offset, self._size, end))
             batch = self._stream.read_next_batch()
-        except BaseException:
+            batch.validate(full=True)  # whatever takes from it or casts it trusts its offsets
+        except BaseException as problem:
             self._stream = None  # its dictionaries may be half loaded
+            if isinstance(problem, (EOFError, StopIteration, *DAMAGE)):
+                raise pa.ArrowInvalid(f"there is no whole record batch at byte {offset}: {problem}") from None
             raise
         finally:
             self._feed.clear()

@@ -19,6 +19,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.arrow_messages import (
     CONTINUATION,
+    DAMAGE,
     DICTIONARY,
     END_OF_STREAM,
     HEADER_READ,
@@ -41,7 +42,6 @@ _FILE_START = 8
 _SAMPLED_BLOCKS = 64
 _SAMPLE = 256
 _ZEROS_READ = 1 << 20
-_DAMAGE = (struct.error, IndexError, OverflowError)
 
 Chains = tuple[tuple[tuple[int, ...], ...], ...]
 """Dictionaries of a file: for each one its versions, in order, and of each the offsets of the messages that make it."""
@@ -137,7 +137,7 @@ def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> File
     if start:
         try:
             footer = read_footer(read, size)
-        except _DAMAGE as problem:
+        except DAMAGE as problem:
             if not skip_damage:
                 raise FormatError(_damage(path, size, size, problem)) from None
             _log.warning("%s: %s", path, problem)
@@ -163,7 +163,7 @@ def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: b
             if message.kind != kinds[at]:
                 raise struct.error("it is not what the footer says it is")
             scanning.check(message)
-        except _DAMAGE as problem:
+        except DAMAGE as problem:
             if not skip_damage:
                 raise FormatError(_damage(path, at, size, problem)) from None
             _log.warning("%s: the message at byte %d cannot be read: %s", path, at, problem)
@@ -183,7 +183,7 @@ def _schema_end(read: Read, footer: FileFooter) -> int:
     """The end of the schema message with which a file begins; Polars writes one that has no length."""
     try:
         message = message_at(read, read(HEADER_READ, _FILE_START), _FILE_START, footer.start)
-    except _DAMAGE:
+    except DAMAGE:
         return footer.start
     return message.end if message.kind == SCHEMA else footer.start
 
@@ -195,7 +195,7 @@ def _check_unlisted(read: Read, end: int, start: int) -> None:
     head = read(HEADER_READ, end)
     try:
         unlisted = struct.unpack_from("<I", head)[0] == CONTINUATION and message_at(read, head, end, start)
-    except _DAMAGE:
+    except DAMAGE:
         return  # padding
     if unlisted:
         raise struct.error(f"the footer does not list the message at byte {end}")
@@ -216,7 +216,7 @@ def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -
             message = message_at(read, head, at, size)
             if scanning is not None:
                 scanning.check(message)
-        except _DAMAGE as problem:
+        except DAMAGE as problem:
             if scanning is None or not skip_damage:
                 raise FormatError(_damage(path, at, size, problem)) from None
             _log.warning("%s: the message at byte %d cannot be read: %s", path, at, problem)

@@ -1,7 +1,7 @@
 """The messages of Arrow IPC, as far as they have to be understood to find record batches without reading them.
 
 Layout: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
-Every function here raises ``struct.error`` for bytes that are no such message.
+Every function here raises one of ``DAMAGE`` for bytes that are no such message.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ END_OF_STREAM = struct.pack("<II", CONTINUATION, 0)
 SCHEMA, DICTIONARY, RECORD_BATCH = 1, 2, 3
 HEADER_READ = 4096  # a header and the first bytes of its body: one page, one read
 _FILE_START = 8
+DAMAGE = (struct.error, IndexError, OverflowError)
 
 Bytes = bytes | memoryview
 Read = Callable[[int, int], Bytes]
@@ -176,6 +177,6 @@ def whole_message(read: Read, at: int, size: int, end: int | None = None) -> Byt
     if end is None or end <= at:
         try:
             end = message_at(read, read(HEADER_READ, at), at, size).end
-        except (struct.error, IndexError, OverflowError) as problem:
+        except DAMAGE as problem:
             raise pa.ArrowInvalid(f"the message at byte {at} cannot be read: {problem}") from None
     return read(end - at, at)

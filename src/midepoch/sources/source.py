@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,7 +215,7 @@ class Source:
                 raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
         except CorruptBlockError as problem:
             raise CorruptBlockError(f"{problem} {self._remedy(number)}") from None
-        except pa.ArrowException as problem:
+        except (pa.ArrowException, ValueError, LookupError, EOFError, OverflowError, struct.error) as problem:
             if not is_damage(problem):
                 raise refusal(problem, f"{store.name(file.path)}: {problem}") from None
             raise CorruptBlockError(f"{store.name(file.path)}: {problem}. {self._remedy(number)}") from None

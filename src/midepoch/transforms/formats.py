@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -133,8 +134,13 @@ def _python(name: str, column: Any, batch: Batch) -> list[Any]:
         return _decoded(name, column, "python", batch)  # type: ignore[no-any-return]
     if not isinstance(column, pa.Array):
         return list(column)
+    return _checked(name, column, batch, to_python)  # type: ignore[no-any-return]
+
+
+def _checked(name: str, column: pa.Array, batch: Batch, convert: Callable[[pa.Array], Any]) -> Any:
+    """A column converted. Raises CorruptBlockError where it holds bytes that are not what its type says."""
     try:
-        return to_python(column)
+        return convert(column)
     except (UnicodeDecodeError, pa.ArrowException) as problem:
         bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from None
@@ -189,9 +195,10 @@ def _array(name: str, column: Any, kind: str, batch: Batch) -> Any:
     if not isinstance(column, pa.Array):
         values = _stack(column, kind)
     elif kind != "numpy" and pa.types.is_temporal(column.type):
-        return to_python(column)  # there are no tensors of dates
+        return _checked(name, column, batch, to_python)  # there are no tensors of dates
     else:
-        values = to_numpy(column, batch.nullable.get(name, frozenset()), owned=batch.owned)
+        nullable = batch.nullable.get(name, frozenset())
+        values = _checked(name, column, batch, lambda found: to_numpy(found, nullable, owned=batch.owned))
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 
