@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def stream(data: str) -> midepoch.Stream:
     return found.with_lanes(6)
 
 
+def one_sided(data: str) -> midepoch.Stream:
+    """All outputs are in lane 0: of two ranks, the second one has none at all."""
+    found: midepoch.Stream = midepoch.from_files(data).select_columns("id").filter(lambda row: row["id"] < 50)
+    return found.with_lanes(2)
+
+
 def ids_of(batch: Any) -> list[int]:
     real = ~batch["is_padding"] if "is_padding" in batch else torch.ones(len(batch["id"]), dtype=torch.bool)
     return [int(number) for number in batch["id"][real]]
@@ -41,9 +48,9 @@ def passes(loader: Any) -> list[list[int]]:
     return found
 
 
-def padded_then_resumed(data: str, steps: int) -> list[list[int]]:
+def padded_then_resumed(make: Callable[[str], midepoch.Stream], data: str, steps: int) -> list[list[int]]:
     """So many steps with padding, and the rest by other loaders that go on from the states of all ranks."""
-    loader = stream(data).loader(4, ends="pad")
+    loader = make(data).loader(4, ends="pad")
     passing = iter(loader)
     found = []
     for _ in range(steps):
@@ -53,7 +60,7 @@ def padded_then_resumed(data: str, steps: int) -> list[list[int]]:
     dist.all_gather_object(states, loader.state_dict())
     if steps == 0:
         return found
-    other = stream(data).loader(4, ends="pad")
+    other = make(data).loader(4, ends="pad")
     other.load_state_dict(states)
     other.set_epoch(0)
     return found + passes(other)
@@ -75,8 +82,10 @@ def main(folder: Path, data: str, phase: str) -> None:
         said["pad"] = passes(stream(data).loader(4, ends="pad"))
         said["shared"] = passes(stream(data).with_lanes(1).loader(4, ends="pad"))
         said["resumed"] = [
-            padded_then_resumed(data, steps) for steps in range(len(said["pad"]) - 3, len(said["pad"]) + 1)
+            padded_then_resumed(stream, data, steps) for steps in range(len(said["pad"]) - 3, len(said["pad"]) + 1)
         ]
+        said["one-sided"] = [passes(one_sided(data).loader(4, num_workers=workers, ends="pad")) for workers in (0, 1)]
+        said["one-sided"] += [padded_then_resumed(one_sided, data, steps) for steps in (1, 5)]
         loader = stream(data).loader(2, ends="drop")
         said["before"] = []
         for step, batch in enumerate(loader):

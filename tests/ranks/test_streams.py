@@ -39,6 +39,10 @@ def test_two_ranks_then_three(data: str, tmp_path: Path, launched: Launch) -> No
         assert len(a) == len(b) == len(first[0]["pad"]), "also from checkpoints where a rank has only padding left"
         assert sorted(row for step in a + b for row in step) == expected
 
+    for full, padding in zip(*(one["one-sided"] for one in first), strict=True):
+        assert sorted(row for step in full for row in step) == list(range(50))
+        assert padding == [[]] * len(full), "a rank that has no output at all pads with another's"
+
     launched(3, job, str(tmp_path), data, "resume")
     second = [read(tmp_path / f"resume-{rank}.json")["after"] for rank in range(3)]
     assert len({len(steps) for steps in second}) == 1

@@ -15,6 +15,7 @@ from midepoch.loader.equal import EqualSteps
 from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.present import Presenter
+from midepoch.order import Cut
 from midepoch.resumable import HasState
 from midepoch.transforms.generators import Generators
 
@@ -38,13 +39,13 @@ class Loading(Protocol):
     @property
     def may_roll(self) -> bool: ...
 
-    def begin(self, place: Place) -> Lanes: ...
+    def begin(self, place: Place, process: Cut | None = None) -> Lanes: ...
 
     def rolled_to(self, epoch: int) -> None: ...
 
     def delivered(self, deal: Deal) -> None: ...
 
-    def padded(self) -> None: ...
+    def padded(self, place: Place) -> None: ...
 
     def epoch_over(self, place: Place, rolled: bool) -> None: ...
 
@@ -155,7 +156,8 @@ class StreamPass(HasState):
             raise StopIteration
         # The place moves here and nowhere else: when the batch is handed over.
         if deal is Steps.PADDING:
-            self._loader.padded()
+            assert self._lanes is not None
+            self._loader.padded(self._lanes.place())
         else:
             self._loader.delivered(deal)
         self._loader.meter.handed(asked, 0 if deal is Steps.PADDING else len(deal.items), value)
@@ -190,11 +192,14 @@ class StreamPass(HasState):
         return _NOTHING
 
     def _something(self) -> Items:
-        """Some outputs to pad with: the last ones, or, after a resume, what the epoch began with."""
+        """Some outputs to pad with: the last ones of this rank; after a resume the first of the epoch; or, where its
+        lanes have none at all, the first of another rank, which has one, or there would be no step.
+        """
         if self._last is None:
-            deal = self._loader.begin(Place(self._start.epoch)).take(1)
+            beginning = Place(self._start.epoch)
+            deal = self._loader.begin(beginning).take(1) or self._loader.begin(beginning, Cut()).take(1)
             if deal is None:
-                raise MidepochError('this rank has no output at all to pad with: use ends="drop", or fewer ranks.')
+                raise MidepochError('there is no output at all to pad with: use ends="drop".')
             self._last = deal.some
         return self._last
 

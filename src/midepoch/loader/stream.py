@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -51,20 +50,24 @@ class StreamLoader(AnyLoader):
         known = known_length(self._what.spec)
         if known is None or not (self.state_is_global or self._what.spec.is_rows):
             raise TypeError("the number of batches is not known: estimated_len learns it from what was seen")
-        share = self._options.batch_size * self._what.cut.count
-        return known // share if self._options.ends == "drop" else -(-known // share)
+        return self._batches_of(known)
 
     @property
     def estimated_len(self) -> int | None:
         """About how many batches an epoch has, learned from what was seen so far; None before that."""
         what = self._what
-        found: float | None = what.epoch_outputs or estimated_length(what.spec, self._where(), what.lanes)
-        if found is None:
-            return None
-        batches = found / (self._options.batch_size * what.cut.count)
         if what.epoch_outputs:  # they were counted
-            return math.floor(batches) if self._options.ends == "drop" else math.ceil(batches)
-        return max(1, round(batches))
+            return self._batches_of(what.epoch_outputs)
+        found = estimated_length(what.spec, self._where(), what.lanes)
+        return None if found is None else max(1, round(found / (self._options.batch_size * what.cut.count)))
+
+    def _batches_of(self, outputs: int) -> int:
+        """Batches of this rank, of so many outputs of all ranks."""
+        options, cut = self._options, self._what.cut
+        if options.ends == "uneven":
+            return -(-cut.before(outputs) // options.batch_size)  # none of the last step, if it has no output for it
+        step = options.batch_size * cut.count
+        return outputs // step if options.ends == "drop" else -(-outputs // step)
 
     @property
     def packing_efficiency(self) -> float | None:
@@ -168,9 +171,9 @@ class StreamLoader(AnyLoader):
         """A batch was handed over."""
         self._delivered = deal
 
-    def padded(self) -> None:
-        """A batch of nothing but padding was: other ranks have something left, and this one has not."""
-        self._delivered = self._where().over()
+    def padded(self, place: Place) -> None:
+        """A batch of nothing but padding was: other ranks have something left, and this one, at its end, has not."""
+        self._delivered = place.over()
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
@@ -193,9 +196,9 @@ class StreamLoader(AnyLoader):
         self._iterator = weakref.ref(batches)
         return self._next_place()
 
-    def begin(self, place: Place) -> Lanes:
-        """The lanes of this rank from a place on."""
-        return self._what.open(self._what.cut, self._make_bundles(), place)
+    def begin(self, place: Place, process: Cut | None = None) -> Lanes:
+        """The lanes of this rank, or of another process, from a place on."""
+        return self._what.open(process or self._what.cut, self._make_bundles(), place)
 
     @property
     def may_roll(self) -> bool:
