@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from midepoch.errors import CorruptBlockError
+from midepoch.sources.damage import is_damage
 
 T = TypeVar("T")
 
-SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS})
 _PAUSES = (0.05, 0.2, 0.8)
 
 
@@ -26,7 +25,7 @@ def retried(action: Callable[[], T], path: str) -> T:
         except FileNotFoundError:
             raise
         except OSError as problem:
-            if problem.errno not in SHORTAGES:
+            if is_damage(problem):
                 raise CorruptBlockError(f"{path} cannot be read: {problem}") from None
             if pause is None:
                 raise
