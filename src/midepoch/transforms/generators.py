@@ -14,6 +14,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -188,11 +189,21 @@ class Snapshot:
 
 
 def _words(generator: Any) -> bytes | None:
-    """The state of a Mersenne Twister; None of any other generator."""
-    if type(generator) is not np.random.MT19937:
+    """The state of a Mersenne Twister; None of any other generator, or where numpy keeps it in another way."""
+    if type(generator) is not np.random.MT19937 or not _laid_out_as_known():
         return None
     with generator.lock:
         return ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
+
+
+@lru_cache(maxsize=1)
+def _laid_out_as_known() -> bool:
+    """Whether numpy keeps the state of a Mersenne Twister as 624 words of 32 bits and the number of the next one."""
+    generator: Any = np.random.MT19937(1)
+    generator.random_raw(3)
+    state = generator.state["state"]
+    wanted = state["key"].astype(np.uint32).tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
+    return ctypes.string_at(generator.ctypes.state_address, len(wanted)) == wanted
 
 
 def _brief(state: tuple[Any, ...]) -> tuple[int, int, float | None]:
