@@ -203,7 +203,8 @@ def _laid_out_as_known() -> bool:
     generator.random_raw(3)
     state = generator.state["state"]
     wanted = state["key"].astype(np.uint32).tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
-    return ctypes.string_at(generator.ctypes.state_address, len(wanted)) == wanted
+    found: bytes = ctypes.string_at(generator.ctypes.state_address, len(wanted))
+    return found == wanted
 
 
 def _brief(state: tuple[Any, ...]) -> tuple[int, int, float | None]:
