@@ -204,7 +204,7 @@ def _laid_out_as_known() -> bool:
     state = generator.state["state"]
     wanted = state["key"].astype(np.uint32).tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
     found: bytes = ctypes.string_at(generator.ctypes.state_address, len(wanted))
-    return found == wanted
+    return bool(found == wanted)
 
 
 def _brief(state: tuple[Any, ...]) -> tuple[int, int, float | None]:
