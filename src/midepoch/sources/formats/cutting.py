@@ -43,18 +43,19 @@ def _quotes(data: bytes, delimiter: bytes) -> Int64Array:
     begins = found[::2]
     before = text[begins - 1]
     proper = (before == delimiter[0]) | (before == _NEWLINE) | (before == _RETURN) | (before == _QUOTE)
-    if (proper | (begins == 0)).all():  # no quote in the middle of a value: the common case, 20 times faster
+    if (proper | (begins == 0)).all():  # no quote in the middle of a value: the common case, 10 times faster
         return found
-    spans, last = [], None
-    for last in _quoted_value(delimiter).finditer(data):
-        spans.append((last.start(), last.end() - 1))
-    quotes = np.array(spans, dtype=np.int64).ravel()
-    return quotes if last is None or last[1] else quotes[:-1]
+    pieces = _quoted_value(delimiter).split(data)  # what is outside of quotes, a quoted value, and so on in turn
+    bounds = np.cumsum(np.fromiter(map(len, pieces[:-1]), np.int64, len(pieces) - 1))
+    bounds[1::2] -= 1
+    closed = len(pieces) == 1 or pieces[-2].count(b'"') % 2 == 0
+    return bounds if closed else bounds[:-1]
 
 
 @lru_cache(maxsize=8)
 def _quoted_value(delimiter: bytes) -> re.Pattern[bytes]:
-    return re.compile(rb"(?:\A|(?<=[" + re.escape(delimiter) + rb'\r\n]))"[^"]*(?:""[^"]*)*("|\Z)')
+    # The quote comes before the check of what precedes it: so the search goes from quote to quote.
+    return re.compile(rb'("(?<![^' + re.escape(delimiter) + rb'\r\n]")[^"]*(?:""[^"]*)*(?:"|\Z))')
 
 
 def broken_rows(data: bytes, ends: Int64Array, problem: Problem) -> list[tuple[int, int]]:
