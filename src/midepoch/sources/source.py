@@ -33,6 +33,8 @@ _PLAIN_FEATURES = {
     "Translation",
     "TranslationVariableLanguages",
 }
+_ARRAY_FEATURES = {"Array2D", "Array3D", "Array4D", "Array5D"}
+"""Stored as nested lists, which need no decoding. Inside of others they do: Arrow makes no lists of them there."""
 
 
 _WINDOW_BYTES = 256 << 20
@@ -156,13 +158,15 @@ class Source:
 
     @cached_property
     def decoded(self) -> frozenset[str]:
-        """Columns whose Hugging Face feature is more than its Arrow value: images, audio, fixed-shape arrays."""
+        """Columns whose Hugging Face feature is more than its Arrow value: images, audio, video."""
         metadata = self.schema.metadata or {}
         try:
             features = json.loads(metadata[b"huggingface"])["info"]["features"]
         except (KeyError, ValueError, TypeError):
             return frozenset()
-        return frozenset(name for name, feature in features.items() if _needs_decoding(feature))
+        return frozenset(
+            name for name, feature in features.items() if not _is_array(feature) and _needs_decoding(feature)
+        )
 
     def place(self, row: int) -> str:
         """Where a source row lies, in words for people."""
@@ -232,6 +236,10 @@ class Source:
             f'These are rows {first} to {stop - 1} of the data. Restore the file, or pass on_error="skip" to go on '
             "without them."
         )
+
+
+def _is_array(feature: Any) -> bool:
+    return isinstance(feature, dict) and feature.get("_type") in _ARRAY_FEATURES
 
 
 def _needs_decoding(feature: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
+from midepoch.transforms.arrow_values import plain_array
 from midepoch.transforms.batch import Batch, pick
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.features import Encoded
@@ -78,14 +79,16 @@ class Unbatch:
 
 
 def _plain(column: Any) -> Any:
-    return column.decode("python") if isinstance(column, Encoded) else column
+    if isinstance(column, Encoded):
+        return column.decode("python")
+    return plain_array(column) if isinstance(column, pa.Array) else column
 
 
 def _is_lists(column: Any) -> bool:
     if isinstance(column, Encoded):
         return False
     if isinstance(column, pa.Array):
-        return _is_list_type(column.type)
+        return _is_list_type(plain_array(column[:0]).type)
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column.ndim > 1
     return not isinstance(column, dict) and all(_is_list(value) for value in column)
@@ -127,7 +130,7 @@ def _listed(column: Any, count: int) -> Any:
         return [column.decode("python")]
     if isinstance(column, pa.Array):
         offsets = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(np.array([0, count], np.int64))])
-        return pa.LargeListArray.from_arrays(offsets, column)
+        return pa.LargeListArray.from_arrays(offsets, plain_array(column))
     if isinstance(column, np.ndarray) and column.dtype != object:
         return column[None]
     return [list(column)]

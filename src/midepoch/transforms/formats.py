@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, MapError, MidepochError
+from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.arrow_values import to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
@@ -141,6 +141,8 @@ def _checked(name: str, column: pa.Array, batch: Batch, convert: Callable[[pa.Ar
     """A column converted. Raises CorruptBlockError where it holds bytes that are not what its type says."""
     try:
         return convert(column)
+    except OverflowError as problem:
+        raise _too_far(name, problem) from None
     except (UnicodeDecodeError, pa.ArrowException) as problem:
         bad = next((i for i in range(len(column)) if not readable(column.slice(i, 1))), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from None
@@ -154,6 +156,13 @@ def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
             raise
         bad = next((i for i in range(len(column)) if not column.decodes(i)), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from problem
+
+
+def _too_far(name: str, problem: OverflowError) -> ColumnError:
+    return ColumnError(
+        f"column {name!r} has a time that Python cannot hold ({problem}). Leave the column out, or use "
+        'with_format("numpy") or with_format("arrow").'
+    )
 
 
 def _unreadable(name: str, row: int, problem: Exception) -> CorruptBlockError:
@@ -194,11 +203,9 @@ def _array(name: str, column: Any, kind: str, batch: Batch) -> Any:
         return _decoded(name, column, kind, batch)
     if not isinstance(column, pa.Array):
         values = _stack(column, kind)
-    elif kind != "numpy" and pa.types.is_temporal(column.type):
-        return _checked(name, column, batch, to_python)  # there are no tensors of dates
     else:
-        nullable = batch.nullable.get(name, frozenset())
-        values = _checked(name, column, batch, lambda found: to_numpy(found, nullable, owned=batch.owned))
+        paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
+        values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 
@@ -255,8 +262,9 @@ def _each_array(value: Any, convert: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.kind in "biufc":
             return convert(np.asarray(value))
-        # Dates have no tensor: Python's own, whatever their unit.
-        return (value.astype(f"{value.dtype.name.split('[')[0]}[us]") if value.dtype.kind in "mM" else value).tolist()
+        # Times that a map made have no tensor: Python's own. Those know no nanoseconds.
+        kind, _, unit = value.dtype.name.partition("[")
+        return (value.astype(f"{kind}[us]") if unit in ("ns]", "ps]", "fs]", "as]") else value).tolist()
     if isinstance(value, dict):
         return {name: _each_array(inner, convert) for name, inner in value.items()}
     if isinstance(value, list) and any(isinstance(inner, (np.ndarray, np.generic, list)) for inner in value):
