@@ -53,6 +53,8 @@ class Engine:
     ) -> None:
         self.pipeline = pipeline
         self.spent = Spent() if spent is None else spent
+        self.skipped = 0
+        """Rows left out so far under ``on_error="skip"``."""
         self._sharers, self._readers = max(pipeline.cut.count, 2 if shared else 1), readers
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
@@ -193,6 +195,7 @@ class Engine:
         places = np.arange(len(chosen)) if found.kept is None else np.flatnonzero(found.kept)
         if pipeline.on_error == "skip":
             found, places = self._only_readable(found, places)
+        self.skipped += len(chosen) - len(places)
         columns: dict[str, Any] = dict(zip(self._names, found.batch.columns, strict=True))
         columns.update(self._encoded(found))
         return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
@@ -228,11 +231,15 @@ class Engine:
         if not self.pipeline.tail:
             return batch
         began = perf_counter()
-        run = RunContext(self.pipeline.seed, epoch, self._place, self.pipeline.path, self.generators)
+        pipeline = self.pipeline
+        run = RunContext(pipeline.seed, epoch, self._place, pipeline.path, self.generators, skipped=self._skip)
         chosen = self.pipeline.tail[after:] if steps is None else self.pipeline.tail[after : after + steps]
         found = run_steps(chosen, batch, run)
         self.spent.functions += perf_counter() - began
         return found
+
+    def _skip(self, rows: int) -> None:
+        self.skipped += rows
 
     def _place(self, row: int) -> str:
         source_row = self.pipeline.order.selection.source_rows(np.array([row]))[0]

@@ -88,3 +88,11 @@ def test_shards_of_one_lane_stand_at_the_same_position(make_shards: Make) -> Non
     stream = [shard.filter(lambda row: True) for shard in shards]
     assert sorted(taken_of(stream, 2, None)) == list(range(8))
     assert [shard.state_dict()["position"] for shard in stream] == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_short_last_batch_is_left_out_if_asked(make_shards: Make, shards: int) -> None:
+    for shard in make_shards(23, 1, shards, True):
+        rows = len(list(shard))
+        batches = [batch["id"] for batch in shard.iter(4, drop_last_batch=True)]
+        assert [len(batch) for batch in batches] == [4] * (rows // 4)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
+from midepoch.errors import MapError
 
 
 @given(
@@ -43,3 +45,97 @@ def test_the_length_is_the_number_of_batches_of_each_rank(
             continue  # ranks with lanes of their own, which are not connected here or whose outputs are not counted
         assert length == len(list(loader))
         assert loader.estimated_len == length
+
+
+def broken_at(*bad: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def check(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] in bad:
+            raise ValueError(f"row {row['id']} is broken")
+        return {"id": row["id"]}
+
+    return check
+
+
+def ids(batches: Any) -> list[int]:
+    return [int(number) for batch in batches for number in batch["id"]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", [0, 1, 37, 96, 199])
+def test_the_good_rows_before_one_that_fails_are_delivered(
+    make_files: Callable[..., list[str]], workers: int, bad: int
+) -> None:
+    """All but those of the batch that it would be in; what is delivered and the state do not depend on bundles."""
+    source = midepoch.from_files(make_files([200])).select_columns("id")
+    stream = source.map(broken_at(bad)).filter(lambda row: True)
+    loader = stream.loader(5, num_workers=workers)
+    seen = []
+    with pytest.raises(MapError, match=f"row {bad} is broken"):
+        for batch in loader:
+            seen += ids([batch])
+    assert seen == list(range(bad - bad % 5))
+    assert loader.state_dict()["position"] == len(seen)
+
+
+@pytest.mark.parametrize("kind", ["rows", "batches"])
+def test_row_iteration_delivers_the_good_rows_and_raises_again(make_files: Callable[..., list[str]], kind: str) -> None:
+    source = midepoch.from_files(make_files([200])).select_columns("id")
+    stream = source.map(broken_at(150)).filter(lambda row: True)
+    seen: list[int] = []
+    iterator: Any = iter(stream) if kind == "rows" else stream.iter(1)
+    for _ in range(2):
+        with pytest.raises(MapError, match="row 150 is broken"):
+            for row in iterator:
+                seen += [row["id"]] if kind == "rows" else row["id"]
+        assert seen == list(range(150))
+        assert stream.state_dict()["position"] == 150
+
+
+def test_an_error_that_passes_loses_no_row_of_an_iteration(make_files: Callable[..., list[str]]) -> None:
+    calls = []
+
+    def once(row: dict[str, Any]) -> bool:
+        calls.append(row["id"])
+        if row["id"] == 70 and calls.count(70) < 9:
+            raise ValueError("not yet")
+        return True
+
+    stream = midepoch.from_files(make_files([200])).filter(once)
+    seen: list[int] = []
+    iterator = iter(stream)
+    while len(seen) < 200:
+        try:
+            seen.append(next(iterator)["id"])
+        except MapError:
+            continue
+    assert seen == list(range(200))
+    assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_are_skipped_are_counted(make_files: Callable[..., list[str]], workers: int) -> None:
+    source = midepoch.from_files(make_files([200])).select_columns("id")
+    bad = (3, 50, 51, 199)
+    loader = source.map(broken_at(*bad), on_error="skip").filter(lambda row: row["id"] % 2 == 0).loader(8, workers)
+    assert loader.skipped == 0
+    assert ids(loader) == [i for i in range(0, 200, 2) if i not in bad]
+    assert loader.skipped == 4
+    list(loader)
+    assert loader.skipped == 8, "over all epochs"
+    behind = midepoch.mix([source, source], seed=1).flat_map(lambda row: [broken_at(7)(row)], on_error="skip")
+    counted = behind.loader(8, workers)
+    list(counted)
+    assert counted.skipped == 2
+
+
+def test_skipped_groups_are_counted_row_by_row(make_files: Callable[..., list[str]]) -> None:
+    source = midepoch.from_files(make_files([200])).select_columns("id")
+
+    def whole(columns: dict[str, list[int]]) -> dict[str, list[int]]:
+        if 20 in columns["id"]:
+            raise ValueError("20")
+        return columns
+
+    loader = source.map(whole, batched=True, batch_size=16, on_error="skip").filter(lambda row: True).loader(8)
+    assert len(ids(loader)) == 199
+    assert loader.skipped == 1

@@ -20,6 +20,8 @@ class Owner(Protocol):
 
     def start_at(self, state: Mapping[str, Any]) -> tuple[Place, Lanes]: ...
 
+    def reopen(self, place: Place) -> Lanes: ...
+
     def epoch_over(self, iterator: Any, place: Place) -> None: ...
 
 
@@ -31,8 +33,8 @@ class _Iterator(HasState):
     def _begin(self, start: tuple[Place, Lanes]) -> None:
         self._start, self._lanes = start
         self._deal: Deal | None = None
-        self._given = 0  # outputs of the deal that were handed over
-        self._ended = False
+        self._given = self._size = 0  # outputs of the deal that were delivered, of how many
+        self._ended = self._broken = False  # broken: outputs were taken that did not get as far as to be delivered
 
     def __iter__(self) -> Any:
         return self
@@ -47,18 +49,23 @@ class _Iterator(HasState):
             return self._lanes.place()
         return self._start if self._deal is None else self._deal.place(self._turns)
 
-    _size = 0
-
     @property
     def _turns(self) -> int | None:
         """Turns of the deal that this shard has had; None: all of them."""
         raise NotImplementedError
 
     def _take(self, count: int) -> Any:
-        """The next outputs of this process, or StopIteration."""
+        """The next outputs of this process, or StopIteration. After an error it begins again after the last one that
+        was delivered: those that were taken and not delivered are not lost.
+        """
+        if self._broken:
+            place = self.place
+            self._begin((place, self._owner.reopen(place)))
+        self._broken = True  # until they are presented
         while True:
             deal = self._lanes.take(count) if not self._ended else None
             if deal is None:
+                self._broken = False
                 if not self._ended:
                     self._ended = True
                     self._owner.epoch_over(self, self.place)
@@ -85,12 +92,25 @@ class StreamRows(_Iterator):
         self._next = _FIRST
 
     def __next__(self) -> Any:
-        if self._given >= self._size:
-            batch = self._take(self._next)
-            self._rows, self._next = present_rows(batch, self._kind), min(2 * self._next, _MOST)
+        if self._broken or self._given >= self._size:
+            self._refill()
         row = self._rows[self._given]
         self._given += 1
         return row
+
+    def _refill(self) -> None:
+        try:
+            self._present(self._next)
+        except StopIteration:
+            raise
+        except Exception:
+            if self._next == _FIRST:
+                raise
+            self._present(_FIRST)  # the good ones before the one that fails come first
+
+    def _present(self, count: int) -> None:
+        self._rows = present_rows(self._take(count), self._kind)
+        self._next, self._broken = min(2 * count, _MOST), False
 
     @property
     def _turns(self) -> int | None:
@@ -107,9 +127,10 @@ class StreamBatches(_Iterator):
     def __next__(self) -> Any:
         batch = self._take(self._count)
         if self._drop_last and len(batch) < self._count:
+            self._given, self._broken = self._size, False  # left out
             batch = self._take(self._count)  # the end: StopIteration
         made = finish(present(batch, self._kind), self._kind)
-        self._given = self._size
+        self._given, self._broken = self._size, False
         return made
 
     @property

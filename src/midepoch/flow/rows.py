@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from midepoch.engine import Engine
+from midepoch.errors import DataChangedError, FetchError
 from midepoch.flow.chunk import At, Chunk, Int64Array, Refs
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
@@ -24,6 +25,8 @@ _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
 _REFS = 4096
 _FIRST_FILTERED, _FILTERED = 1 << 13, 1 << 17
+_NOT_OF_A_ROW = (FetchError, DataChangedError, OSError, MemoryError, ImportError)
+"""Errors that fewer rows would not avoid, and that may take long to come again."""
 
 
 class Bundle(NamedTuple):
@@ -36,8 +39,20 @@ class Bundle(NamedTuple):
     stop: int
 
 
+class Made(NamedTuple):
+    """The outputs of a bundle up to a row, and how many of its rows were left out under ``on_error="skip"``."""
+
+    stop: int
+    batch: Batch
+    skipped: int
+
+
 class Bundles(Protocol):
-    """Makes the bundles of lanes. ``engines``: one for every leaf, of this process."""
+    """Makes the bundles of lanes. ``engines``: one for every leaf, of this process. ``skipped``: rows left out so far
+    under ``on_error="skip"``, of the bundles that were taken.
+    """
+
+    skipped: int
 
     @property
     def engines(self) -> Sequence[Engine]: ...
@@ -77,6 +92,25 @@ def make(engine: Engine, bundle: Bundle) -> Batch:
     made = _make(engine, bundle)
     engine.spent.read += time.perf_counter() - began - (engine.spent.functions - functions)
     return made
+
+
+def make_good(engine: Engine, bundle: Bundle) -> Made:
+    """The outputs of a bundle; of fewer rows, where one cannot be made: the good rows before it come first.
+
+    Raises only where the first row (or group of rows) is the one that fails.
+    """
+    unit, before = engine.pipeline.group or 1, engine.skipped
+    while True:
+        try:
+            return Made(bundle.stop, make(engine, bundle), engine.skipped - before)
+        except _NOT_OF_A_ROW:
+            raise
+        except Exception:
+            units = -(-(bundle.stop - bundle.row) // unit)
+            if units <= 1:
+                raise
+            engine.skipped = before
+            bundle = bundle._replace(stop=bundle.row + units // 2 * unit)
 
 
 def _make(engine: Engine, bundle: Bundle) -> Batch:
@@ -129,6 +163,7 @@ class BundlesHere:
     def __init__(self, leaves: Sequence[Pipeline], *, shared: bool = False, spent: Spent | None = None) -> None:
         self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
         self._sizes = Sizes(leaves)
+        self.skipped = 0
 
     def begin(self) -> None:
         """A pass begins."""
@@ -138,8 +173,8 @@ class BundlesHere:
 
     def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
         engine, started = self.engines[leaf], time.perf_counter()
-        stop = min(row + self._sizes.now(leaf), total)
-        made = make(engine, Bundle(leaf, epoch, lane, row, stop))
+        stop, made, skipped = make_good(engine, Bundle(leaf, epoch, lane, row, min(row + self._sizes.now(leaf), total)))
+        self.skipped += skipped
         most = most_rows(engine, stop - row, made)
         self._sizes.took(leaf, most, stop - row, time.perf_counter() - started)
         return stop, made

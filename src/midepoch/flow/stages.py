@@ -21,13 +21,18 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Packing:
-    """How many tokens were packed into how many places."""
+    """How many tokens were packed into how many places; and how many outputs were left out under ``on_error="skip"``
+    by functions behind a stage.
+    """
 
     def __init__(self) -> None:
-        self.tokens = self.places = 0
+        self.tokens = self.places = self.skipped = 0
 
     def note(self, tokens: int, places: int) -> None:
         self.tokens, self.places = self.tokens + tokens, self.places + places
+
+    def skip(self, outputs: int) -> None:
+        self.skipped += outputs
 
 
 def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing) -> Flow:
@@ -45,6 +50,7 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunCon
         return Grouped(flow, inner, spec.size, lambda batch: as_one_row(batch), count, partial=partial)
     if isinstance(spec, Window):
         return Grouped(flow, inner, spec.size, lambda batch: _shuffled(batch, spec.seed, run.epoch), count)
+    run = replace(run, skipped=packing.skip)
     if not spec.grouped:
         return Each(flow, inner, spec.steps, run, count)
     return Grouped(flow, inner, spec.size, lambda batch: run_steps(spec.steps, batch, run), count)

@@ -203,6 +203,10 @@ class FlowStanding:
         what = self._seeded(self.what)
         return what.open(process, BundlesHere(what.leaves, shared=process.count > 1), place)
 
+    def reopen(self, place: Place) -> Lanes:
+        """The lanes from a place of the current pass on."""
+        return self.open_at(place, self.share()[0])
+
     def start_at(self, state: Any) -> tuple[Place, Lanes]:
         """Where an iterator of this stream goes on that is given a state itself, as StatefulDataLoader does."""
         found = self.resume(state)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.engine import Engine
-from midepoch.flow.rows import Bundle, Sizes, make, most_rows
+from midepoch.flow.rows import Bundle, Made, Sizes, make_good, most_rows
 from midepoch.loader.options import Options
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
 from midepoch.order import Cut
@@ -31,7 +31,7 @@ class _Asked:
 
     bundle: Bundle
     worker: int
-    made: Batch | None = None
+    made: Made | None = None
     problem: Any = None
     is_done: bool = False
 
@@ -40,7 +40,7 @@ class BundlePool(Pool):
     """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
 
     def __init__(self, leaves: Sequence[Pipeline], options: Options, spent: Spent) -> None:
-        self._spent = spent
+        self._spent, self.skipped = spent, 0
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self._slots = options.prefetch
@@ -65,14 +65,17 @@ class BundlePool(Pool):
         found = asked.popleft()
         while not found.is_done:
             self._hear_from(found.worker)
-        if found.bundle.stop >= total:
-            del self._lanes[key]
-        else:
-            self._ask_ahead(key, asked, total, after=found.bundle.stop)
         if found.problem is not None:
             self._raise(found.worker, found.problem)
         assert found.made is not None
-        return found.bundle.stop, found.made
+        if found.made.stop < found.bundle.stop:
+            self._forget(asked)  # the next one begins earlier
+        if found.made.stop >= total:
+            del self._lanes[key]
+        else:
+            self._ask_ahead(key, asked, total, after=found.made.stop)
+        self.skipped += found.made.skipped
+        return found.made.stop, found.made.batch
 
     def _ask_ahead(self, key: _Lane, asked: deque[_Asked], total: int, after: int | None = None) -> None:
         """Ask for the bundles of a lane that come next, while there is room: as many as of every other lane."""
@@ -100,14 +103,15 @@ class BundlePool(Pool):
         asked = self._sent[number].popleft()
         if asked is None:
             return
-        asked.made, asked.problem, asked.is_done = made, problem, True
+        asked.problem, asked.is_done = problem, True
         bundle = asked.bundle
         if problem is None:
-            seconds, spent = took
+            seconds, spent, stop, skipped = took
             if spent is not None:
                 self._spent.add(spent)
-            rows, engine = bundle.stop - bundle.row, self.engines[bundle.leaf]
-            self._sizes.took(bundle.leaf, most_rows(engine, rows, made), rows, seconds)
+            asked.made = made = Made(stop, made, skipped)
+            rows, engine = made.stop - bundle.row, self.engines[bundle.leaf]
+            self._sizes.took(bundle.leaf, most_rows(engine, rows, made.batch), rows, seconds)
 
     def _forget(self, asked: deque[_Asked]) -> None:
         for one in asked:
@@ -140,19 +144,21 @@ class _BundleWorker(Worker):
             bundle = pickle.loads(self._hear())
             try:
                 started = time.perf_counter()
-                made = _compacted(self._make(bundle))
-                self._send(((time.perf_counter() - started, self._parcel.take()), made, None), sent)
+                made = self._make(bundle)
+                batch = _compacted(made.batch)
+                took = (time.perf_counter() - started, self._parcel.take(), made.stop, made.skipped)
+                self._send((took, batch, None), sent)
                 sent += 1
             except MainIsGone:
                 raise
             except BaseException as problem:
                 self._report(0, problem)
 
-    def _make(self, bundle: Bundle) -> Batch:
+    def _make(self, bundle: Bundle) -> Made:
         leaf = self._leaves[bundle.leaf]
         if bundle.leaf not in self._engines:
             self._engines[bundle.leaf] = Engine(leaf, shared=True, spent=self._spent)
-        return make(self._engines[bundle.leaf], bundle)
+        return make_good(self._engines[bundle.leaf], bundle)
 
 
 def _compacted(batch: Batch) -> Batch:

@@ -71,6 +71,7 @@ class Steps:
         self._equal = equal
         self._ready: deque[Deal] = deque()
         self._left, self._over = 0, False
+        self._failure: Exception | None = None
         if equal is not None:
             equal.begin()
 
@@ -82,6 +83,8 @@ class Steps:
             if self._over:
                 return None
             self._agree(self._equal)
+        if self._failure is not None and not self._ready:
+            raise self._failure
         self._left -= 1
         return self._ready.popleft() if self._ready else self.PADDING
 
@@ -92,10 +95,16 @@ class Steps:
         return deal
 
     def _agree(self, equal: EqualSteps) -> None:
+        """Look ahead, and agree. What fails ahead is raised where it comes, after the good steps before it."""
         ahead = equal.ahead
-        while len(self._ready) < ahead and (deal := self._take()) is not None:
-            self._ready.append(deal)
-        counts = equal.agree(len(self._ready))
+        try:
+            while len(self._ready) < ahead and (deal := self._take()) is not None:
+                self._ready.append(deal)
+        except Exception as problem:
+            if not self._ready:
+                raise
+            self._failure = problem
+        counts = equal.agree(len(self._ready) if self._failure is None else ahead)
         self._left = min(counts) if self._ends == "drop" else max(counts)
         self._over = self._left < ahead
         while self._over and len(self._ready) > self._left:

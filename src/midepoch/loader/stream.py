@@ -42,6 +42,7 @@ class StreamLoader(AnyLoader):
         self._iterator: weakref.ref[StreamPass] | None = None
         self._bundles: BundlesHere | BundlePool | None = None
         self._packed = [0, 0]  # tokens, places, of passes before this one
+        self._skipped = 0  # by bundles and passes before these
         if place.begun:
             check_known(place, Share.of(what.lanes, what.cut), what.lanes)
 
@@ -77,6 +78,14 @@ class StreamLoader(AnyLoader):
         if live is not None and live.packing is not None:
             tokens, places = tokens + live.packing.tokens, places + live.packing.places
         return tokens / places if places else None
+
+    @property
+    def skipped(self) -> int:
+        """Rows left out so far under ``on_error="skip"``, of what this process has read: it may be a bundle ahead."""
+        live = self._iterator() if self._iterator is not None else None
+        packing = live.packing if live is not None else None
+        bundles = self._bundles.skipped if self._bundles is not None else 0
+        return self._skipped + bundles + (packing.skipped if packing is not None else 0)
 
     def __repr__(self) -> str:
         at, what = self._where(), self._what
@@ -241,6 +250,7 @@ class StreamLoader(AnyLoader):
     def note(self, packing: Packing) -> None:
         """What a pass that has ended has packed."""
         self._packed = [self._packed[0] + packing.tokens, self._packed[1] + packing.places]
+        self._skipped += packing.skipped
 
     def _end_iteration(self) -> None:
         live = self._iterator() if self._iterator is not None else None
@@ -261,6 +271,7 @@ class StreamLoader(AnyLoader):
     def _close_pool(self) -> None:
         bundles, self._bundles = self._bundles, None
         if bundles is not None:
+            self._skipped += bundles.skipped
             bundles.close()
 
     def _batches_left(self, batches: Iterator[Any], number: int) -> int | None:  # noqa: ARG002

@@ -22,6 +22,10 @@ T = TypeVar("T")
 _log = logging.getLogger("midepoch")
 
 
+def _uncounted(rows: int) -> None:
+    """Rows that are left out where nobody counts them."""
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What a step may know of the run: enough to name a row and make its generator, nothing that varies by topology.
@@ -36,6 +40,8 @@ class RunContext:
     path: int = 0
     generators: Generators = field(default_factory=Generators)
     seeds: Seeds | None = None
+    skipped: Callable[[int], None] = field(default=_uncounted)
+    """Called with a number of rows that failed and are left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +85,7 @@ class Function:
             self,
             ("functions", self.number, run.epoch),
             lambda seeds: action(run if seeds is None else replace(run, seeds=seeds)),
-            repeatable=self.on_error == "skip" or can_repeat(given),
+            repeatable=self.on_error != "skip" and can_repeat(given),  # rows that are skipped are counted once
         )
 
     def on_rows(self, given: Batch, run: RunContext) -> list[tuple[int, Any]]:
@@ -129,6 +135,7 @@ class Function:
         text = f"{self.call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
         if self.on_error == "skip" and is_damage(problem):
             _log.warning("skipped: %s", text)
+            run.skipped(len(rows))
             return
         if isinstance(problem, MidepochError) and not isinstance(problem, MapError):
             raise problem
