@@ -149,8 +149,10 @@ def test_a_header_damaged_after_indexing_is_a_damaged_block(kind: str, tmp_path:
     others = [row for row in table.to_pylist() if not 50 <= row["id"] < 100]
     draw = np.random.default_rng(3)
     refused = 0
-    for at in [0, 4, *draw.integers(0, 700, 60).tolist()]:
-        overwrite(path, offset + at, bytes([int(draw.choice([0, 1, 127, 255]))]) * int(draw.choice([1, 4])))
+    flips = [(at, bytes([value]) * size) for at in range(0, 16, 4) for value in (0, 255) for size in (4, 16)]
+    flips += [(at, bytes([int(draw.choice([0, 1, 127, 255]))])) for at in draw.integers(0, 700, 20).tolist()]
+    for at, damage in flips:
+        overwrite(path, offset + at, damage)
         found = list(lenient)
         try:
             list(strict)
