@@ -153,7 +153,7 @@ def test_pack_concat(length: int, eos: int | None, ds: midepoch.Dataset) -> None
 
 
 def test_pack_best_fit(ds: midepoch.Dataset) -> None:
-    found = list(ds.pack(64, "tokens", "best_fit", cu_seqlens=True, window=50))
+    found = list(ds.pack(64, "tokens", "best_fit", cu_seqlens=True, window=50).with_format("numpy"))
     pieces = []
     for row in found:
         segments = row["segment_ids"]
@@ -180,7 +180,7 @@ def test_pack_extra_columns(ds: midepoch.Dataset) -> None:
     both = ds.map(lambda row: {"labels": [-1 - t for t in row["tokens"] or []]}).map(
         lambda row: {"tokens": row["tokens"] or []}
     )
-    for row in both.pack(50, "tokens", eos=3, extra={"labels": -100}):
+    for row in both.pack(50, "tokens", eos=3, extra={"labels": -100}).with_format("numpy"):
         real = (row["segment_ids"] > 0) & (row["tokens"] != 3)
         assert (row["labels"][real] == -1 - row["tokens"][real]).all()
         assert (row["labels"][~real] == -100).all()

@@ -185,7 +185,7 @@ def concatenated(documents: Documents, spec: PackSpec, packs: int) -> dict[str, 
         if total < size:
             values = np.concatenate([values, np.full(size - total, pad, values.dtype)])
         columns[name] = values.reshape(packs, spec.length)
-    return {**columns, **_bounds(starts, total, packs, spec)}
+    return _as_arrow({**columns, **_bounds(starts, total, packs, spec)})
 
 
 def _bounds(starts: Int64Array, total: int, packs: int, spec: PackSpec) -> dict[str, Any]:
@@ -249,7 +249,28 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
     columns |= {"position_ids": positions, "segment_ids": segments}
     if spec.cu_seqlens:
         columns["cu_seqlens"] = edges
-    return columns, np.array([pieces[each[0]][2] for each in bins], dtype=np.int64), packed
+    return _as_arrow(columns), np.array([pieces[each[0]][2] for each in bins], dtype=np.int64), packed
+
+
+def _as_arrow(columns: dict[str, Any]) -> dict[str, pa.Array]:
+    """Sequences as columns like those that are read, which every format presents in its own way. Nothing is copied."""
+    return {name: _lists(rows) if isinstance(rows, list) else _matrix(rows) for name, rows in columns.items()}
+
+
+def _matrix(rows: Values) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(_values(np.ascontiguousarray(rows).reshape(-1)), rows.shape[1])
+
+
+def _lists(rows: list[Values]) -> pa.Array:
+    ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    return pa.ListArray.from_arrays(_values(ends), _values(np.concatenate(rows) if rows else np.zeros(0, np.int32)))
+
+
+def _values(values: Values) -> pa.Array:
+    if values.dtype.kind == "b":
+        bits = np.packbits(values, bitorder="little")
+        return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
