@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 import weakref
 from collections import OrderedDict
@@ -22,6 +21,7 @@ from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_batches import BatchReader
 from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.damage import is_damage
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
@@ -29,7 +29,6 @@ from midepoch.sources.index import IndexedFile
 HEAP_BYTES = 256 << 20
 """How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
 _MAPPED_BLOCKS = 512
-_MOST_COMPRESSED = 1 << 12
 _CHECK_SECONDS = 1.0
 _CHECKED_FILES = 1024  # at most, each time: 1.5 ms
 _LEAST_FILES = 64
@@ -158,7 +157,7 @@ class Blocks:
             if batch.num_rows != int(starts[block + 1] - starts[block]):
                 raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {starts[block + 1] - starts[block]}")
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
-            if isinstance(problem, MemoryError) and not _absurd(problem, file.size):
+            if not is_damage(problem, file.size):
                 raise
             path = self._source.files[number].path
             raise CorruptBlockError(
@@ -205,12 +204,6 @@ def _changed(file: IndexedFile, difference: str) -> DataChangedError:
         f"{file.path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
         "a state saved before will then be refused."
     )
-
-
-def _absurd(problem: MemoryError, size: int) -> bool:
-    """Whether more memory was asked for than what a file of this size can hold: its lengths are damaged."""
-    asked = max(map(int, re.findall(r"[0-9]+", str(problem))), default=0)
-    return asked > _MOST_COMPRESSED * size
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, FetchError, FormatError, MapError, MidepochError
 
 _OF_THE_MACHINE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+_MOST_COMPRESSED = 1 << 12  # times
 _TEXTS = tuple(map(os.strerror, _OF_THE_MACHINE))
 
 
-def is_damage(problem: BaseException) -> bool:
+def is_damage(problem: BaseException, size: int | None = None) -> bool:
     """Return whether a problem lies in the data, so that the rows it concerns can be skipped.
 
     A missing package, a type that is not supported, and a machine without memory, files or disk left are not damage:
-    skipping would lose healthy rows.
+    skipping would lose healthy rows. But where more memory was asked for than a file of ``size`` bytes can hold
+    compressed, its lengths are damaged.
     """
+    if size is not None and isinstance(problem, MemoryError):
+        asked = max(map(int, re.findall(r"[0-9]+", str(problem))), default=0)
+        return asked > _MOST_COMPRESSED * size
     if isinstance(problem, (ImportError, MemoryError, pa.ArrowNotImplementedError)):
         return False
     if isinstance(problem, OSError) and not isinstance(problem, MidepochError):

@@ -209,6 +209,10 @@ class Source:
         def checked() -> pa.Table:
             try:
                 return decode()
+            except MemoryError as problem:
+                if not is_damage(problem, entry.size):
+                    raise
+                raise CorruptBlockError(f"{store.name(file.path)}: {problem}.") from None
             finally:
                 store.check(entry)  # what was read may be half old and half new, and so may be what went wrong
 
