@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch  # noqa: F401  (the global generators follow its seed once it is there)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +32,10 @@ def noise(row: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]
     return {"noise": float(generator.random())}
 
 
+def global_noise(row: dict[str, Any]) -> dict[str, Any]:
+    return {"noise": random.random() + float(np.random.rand())}
+
+
 def not_sevens(row: dict[str, Any]) -> dict[str, Any]:
     if row["id"] % 7 == 0:
         raise ValueError("seven")
@@ -48,6 +55,8 @@ PIPELINES: dict[str, Pipeline] = {
         group_sum, batched=True, batch_size=3
     ),
     "random map": lambda ds: ds.shuffle(seed=3).map(noise, with_generator=True),
+    "global generators": lambda ds: ds.shuffle(seed=3).map(global_noise),
+    "cast": lambda ds: ds.shuffle(seed=1).map(double).cast({"double": "int16", "text": pa.large_string()}),
     "skipping map": lambda ds: ds.shuffle(seed=4).map(not_sevens, on_error="skip"),
     "columns": lambda ds: ds.rename_columns({"id": "n"}).select_columns(["n", "tokens"]).shuffle(seed=5),
     "torch": lambda ds: ds.shuffle(seed=1).with_format("torch"),
