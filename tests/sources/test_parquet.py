@@ -6,7 +6,11 @@ import base64
 import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,8 +51,8 @@ def test_chunks_are_those_of_pyarrow(tmp_path: Path, statistics: bool | list[str
     assert len(found) == metadata.num_row_groups
     for number, chunks in enumerate(found):
         expected = [metadata.row_group(number).column(i).statistics for i in range(metadata.num_columns)]
-        assert [chunk.nulls for chunk in chunks] == [each and each.null_count for each in expected]
-        assert all(sound(footer, chunk, column) for chunk, column in zip(chunks, described, strict=True))
+        assert chunks.nulls == [each and each.null_count for each in expected]
+        assert all(sound(footer, at, column) for at, column in zip(chunks.at, described, strict=True))
     levels = [metadata.schema.column(i) for i in range(metadata.num_columns)]
     assert [column.definition for column in described] == [column.max_definition_level for column in levels]
     assert [column.repetition for column in described] == [column.max_repetition_level for column in levels]
@@ -131,3 +135,35 @@ def test_encrypted_columns_are_named_and_the_others_read(tmp_path: Path) -> None
             list(midepoch.from_files(path, on_error=on_error))
         with pytest.raises(FormatError, match="'maybe' is encrypted"):
             midepoch.from_files(path, columns=["id"], filters=[("maybe", ">", 3.0)], on_error=on_error)
+
+
+@contextmanager
+def counted_calls() -> Iterator[Callable[[], int]]:
+    """Counts calls, of functions in C and of generators too, in all threads: no clock is asked."""
+    count = 0
+
+    def note(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield lambda: count
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_opening_filtering_and_reading_are_linear_in_columns(tmp_path: Path) -> None:
+    def cost(columns: int) -> int:
+        path = tmp_path / f"{columns}.parquet"
+        pq.write_table(pa.table({f"column {i}": range(4) for i in range(columns)}), path, row_group_size=2)
+        with counted_calls() as calls:
+            list(midepoch.from_files(path))
+            list(midepoch.from_files(path, filters=[("column 7", ">", 0)]))
+            return calls()
+
+    cost(10)  # imports
+    small, large = cost(200), cost(1600)
+    assert large < 10 * small

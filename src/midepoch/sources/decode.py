@@ -39,6 +39,7 @@ def decoder(
     ``rows``: how many there must be, where no filter makes them fewer.
     """
     constants = dict(values)
+    fields = [schema.field(name) for name in columns]
 
     def decode() -> pa.Table:
         own = [name for name in columns if name not in constants]
@@ -47,16 +48,16 @@ def decoder(
         assert count is not None
         if rows is not None and count != rows and (table is None or table.num_columns):
             raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
-        arrays = []
-        for name in columns:
-            kind = schema.field(name).type
+        arrays, there = [], {} if table is None else dict(zip(table.schema.names, table.columns, strict=True))
+        for name, field in zip(columns, fields, strict=True):
+            kind = field.type
             if name in constants:
                 arrays.append(pa.repeat(pa.scalar(constants[name], kind), rows if rows is not None else count))
-            elif table is None or name not in table.schema.names:
+            elif name not in there:
                 arrays.append(pa.nulls(rows if rows is not None else count, kind))
             else:
-                arrays.append(_cast(store, block, name, table.column(name), kind))
-        return pa.table(arrays, schema=pa.schema([schema.field(name) for name in columns]))
+                arrays.append(_cast(store, block, name, there[name], kind))
+        return pa.table(arrays, schema=pa.schema(fields))
 
     return decode
 

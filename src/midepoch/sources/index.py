@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -200,7 +201,7 @@ def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
 
 
 def usable(path: object, schema: pa.Schema) -> None:
-    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
     if twice:
         raise FormatError(f"{path}: several columns are called {', '.join(map(repr, twice))}; rename them in the file.")
     for column in schema:
@@ -214,9 +215,9 @@ def usable(path: object, schema: pa.Schema) -> None:
 def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:
     if expected.equals(found):
         return
-    for name in dict.fromkeys([*expected.names, *found.names]):
-        a = expected.field(name).type if name in expected.names else "missing"
-        b = found.field(name).type if name in found.names else "missing"
+    types, others = (dict(zip(schema.names, schema.types, strict=True)) for schema in (expected, found))
+    for name in {**types, **others}:
+        a, b = types.get(name, "missing"), others.get(name, "missing")
         if a != b:
             raise DifferentSchemasError(
                 f"the files do not have one schema: column {name!r} is {a} in {first} but {b} in {path}. "

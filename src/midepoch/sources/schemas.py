@@ -58,14 +58,12 @@ def nullable_paths(
     scans: Sequence[Scanned], schema: pa.Schema, values: Sequence[Values], added: pa.Schema | None
 ) -> frozenset[tuple[str, ...]]:
     """Where any file has a null: also where it lacks the column, or its folder says null."""
-    found = set().union(*(scan.nullable for scan in scans))
-    for name in schema.names:
-        if added is not None and name in added.names:
-            found = {path for path in found if path[0] != name}
-            if any(dict(value)[name] is None for value in values):
-                found.add((name,))
-        elif any(name not in scan.schema.names for scan in scans):
-            found.add((name,))
+    constant = set(added.names) if added is not None else set()
+    found = {path for path in set().union(*(scan.nullable for scan in scans)) if path[0] not in constant}
+    found.update((name,) for name in constant if any(dict(value)[name] is None for value in values))
+    names = set(schema.names) - constant
+    for scan in scans:
+        found.update((name,) for name in names.difference(scan.schema.names))
     return frozenset(found)
 
 

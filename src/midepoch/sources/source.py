@@ -137,8 +137,12 @@ class Source:
     @cached_property
     def nullable(self) -> dict[str, frozenset[tuple[str, ...]]]:
         """For each column, where in it at least one value is null: () for the column itself, (child,) for a child."""
-        paths = frozenset().union(*(index.nullable for index in self.indexes))
-        return {name: frozenset(path[1:] for path in paths if path[0] == name) for name in self.schema.names}
+        found: dict[str, set[tuple[str, ...]]] = {name: set() for name in self.schema.names}
+        for index in self.indexes:
+            for name, *inner in index.nullable:
+                if name in found:
+                    found[name].add(tuple(inner))
+        return {name: frozenset(paths) for name, paths in found.items()}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -28,5 +28,6 @@ class ArrowFormat(NoStatistics):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         with store.open(block.entry) as file:
             batch = BatchReader(file.read_at, file.size).read(block.offset, block.end, block.dictionaries)
-        there = [name for name in columns if name in batch.schema.names]
+        known = set(batch.schema.names)
+        there = [name for name in columns if name in known]
         return pa.table([plain_array(batch.column(name)) for name in there], names=there)

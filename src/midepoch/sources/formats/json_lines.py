@@ -34,7 +34,8 @@ class JsonFormat(NoStatistics):
         return scan_lines(store, entry, _JsonLines(), start=0, skip_damage=skip_damage)
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        wanted = pa.schema([schema.field(name) for name in columns if name in schema.names])
+        known = set(schema.names)
+        wanted = pa.schema([schema.field(name) for name in columns if name in known])
         return _parse(read_rows(store, block), wanted)
 
 

@@ -52,8 +52,10 @@ class OrcFormat(NoStatistics):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         with store.open(block.entry) as file:
             whole = po.ORCFile(file.arrow)
-            there = [name for name in columns if name in whole.schema.names]
-            batch = whole.read_stripe(block.offset, columns=there or whole.schema.names[:1])
+            names = whole.schema.names
+            known = set(names)
+            there = [name for name in columns if name in known]
+            batch = whole.read_stripe(block.offset, columns=there or names[:1])
         table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
         return table.select(there)
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.base import Block, Scanned
-from midepoch.sources.formats.parquet_chunks import Chunk, Column, column_chunks, columns, sound
+from midepoch.sources.formats.parquet_chunks import Chunks, Column, column_chunks, columns, sound
 from midepoch.sources.formats.parquet_nulls import Leaf, all_paths, leaves, null_paths
 from midepoch.sources.stores import Entry, OpenFile, Store
 
@@ -94,8 +94,8 @@ class ParquetFormat:
 def _check_encryption(name: str, block: Block, wanted: Sequence[str]) -> None:
     about = _described(name, block.footer)
     for group in about.chunks[block.offset : block.offset + 1]:
-        for leaf, chunk in zip(about.leaves, group, strict=True):
-            if chunk.at is None and leaf.column in wanted:
+        for leaf, at in zip(about.leaves, group.at, strict=True):
+            if at is None and leaf.column in wanted:
                 raise FormatError(
                     f"{name}: column {leaf.column!r} is encrypted, which is not read. Leave it out with columns=…."
                 ) from None
@@ -106,9 +106,9 @@ def _sound(block: Block, names: Sequence[str]) -> bool:
     about = _described(block.entry.path, block.footer)
     if block.offset >= len(about.chunks):
         return False
-    looked_at = zip(about.leaves, about.columns, about.chunks[block.offset], strict=True)
+    looked_at = zip(about.leaves, about.columns, about.chunks[block.offset].at, strict=True)
     try:
-        return all(sound(block.footer, chunk, column) for leaf, column, chunk in looked_at if leaf.column in names)
+        return all(sound(block.footer, at, column) for leaf, column, at in looked_at if leaf.column in names)
     except _NOT_UNDERSTOOD:
         return False
 
@@ -149,25 +149,28 @@ def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
 def _schema(name: str, footer: bytes) -> pa.Schema:
     try:
         schema = _parsed(name, footer).schema.to_arrow_schema()
-        _ = schema.metadata, schema.to_string(), leaves(schema)  # bytes that are no text show only when asked for
+        _ = schema.metadata, schema.to_string(), _leaves(schema)  # bytes that are no text show only when asked for
         return schema
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{name}: its Parquet schema cannot be read: {problem}") from None
 
 
+_leaves = lru_cache(maxsize=32)(leaves)
+
+
 class _Described(NamedTuple):
     leaves: list[Leaf]
     columns: list[Column]
-    chunks: list[list[Chunk]]  # of each row group; none where the footer has a form that is not understood
+    chunks: list[Chunks]  # of each row group; none where the footer has a form that is not understood
 
 
 @lru_cache(maxsize=32)
 def _described(name: str, footer: bytes) -> _Described:
-    found = leaves(_schema(name, footer))
+    found = _leaves(_schema(name, footer))
     try:
         described, chunks = columns(footer), column_chunks(footer)
     except _NOT_UNDERSTOOD:
         return _Described(found, [], [])
     understood = [leaf.level for leaf in found] == [column.definition for column in described]
-    understood = understood and all(len(group) == len(found) for group in chunks)
+    understood = understood and all(len(group.at) == len(found) for group in chunks)
     return _Described(found, described, chunks if understood else [])

@@ -27,41 +27,48 @@ class Column(NamedTuple):
     repetition: int
 
 
-class Chunk(NamedTuple):
-    """One column of one row group. ``at`` is where its metadata lies in the footer, None where it is encrypted."""
+class Chunks(NamedTuple):
+    """The chunks of one row group, one of each column.
 
-    at: int | None
-    nulls: int | None  # at any level of nesting, empty lists among them; None where the footer does not tell
+    ``at``: where their metadata lies in the footer, None where it is encrypted. ``nulls``: how many values are null at
+    any level of nesting, empty lists among them, None where the footer does not tell.
+    """
+
+    at: list[int | None]
+    nulls: list[int | None]
 
 
-def column_chunks(footer: bytes) -> list[list[Chunk]]:
+def column_chunks(footer: bytes) -> list[Chunks]:
     """The chunks of each row group. Raises ``ValueError`` or ``IndexError`` for a footer that is damaged."""
     file, end = struct_fields(footer, 0, only=4)
-    groups, usual = [], _usual()
     count, _, at = list_head(footer, file[4]) if 4 in file else (0, 0, end)
+    groups = []
     for _ in range(count):
         group, _ = struct_fields(footer, at, only=1)
         columns, _, at = list_head(footer, group[1])
-        chunks = []
-        for _ in range(columns):
-            chunk, at = _chunk(footer, at, usual)
-            chunks.append(chunk)
+        chunks, at = _chunks(footer, at, columns)
         groups.append(chunks)
         _, at = struct_fields(footer, at, after=1)
     return groups
 
 
-def _chunk(footer: bytes, at: int, usual: re.Pattern[bytes]) -> tuple[Chunk, int]:
-    match = usual.match(footer, at)
-    if match is not None:
-        nulls = match[2]
-        count = None if nulls is None else nulls[0] >> 1 if len(nulls) == 1 else integer(nulls, 0)[0]
-        return Chunk(match.start(1), count), match.end()
-    chunk, end = struct_fields(footer, at)
-    if 3 not in chunk or 8 in chunk or 9 in chunk:
-        return Chunk(None, None), end
-    statistics = _statistics(footer, chunk[3])
-    return Chunk(chunk[3], integer(footer, statistics[3])[0] if 3 in statistics else None), end
+def _chunks(footer: bytes, at: int, count: int) -> tuple[Chunks, int]:
+    places: list[int | None] = []
+    nulls: list[int | None] = []
+    usual = _usual().match
+    for _ in range(count):
+        match = usual(footer, at)
+        if match is not None:
+            number, at = match[2], match.end()
+            places.append(match.start(1))
+            nulls.append(0 if number == b"\0" else number if number is None else integer(number, 0)[0])
+            continue
+        chunk, at = struct_fields(footer, at)
+        encrypted = 3 not in chunk or 8 in chunk or 9 in chunk
+        statistics = {} if encrypted else _statistics(footer, chunk[3])
+        places.append(None if encrypted else chunk[3])
+        nulls.append(integer(footer, statistics[3])[0] if 3 in statistics else None)
+    return Chunks(places, nulls), at
 
 
 def _statistics(footer: bytes, at: int) -> Fields:
@@ -69,15 +76,15 @@ def _statistics(footer: bytes, at: int) -> Fields:
     return struct_fields(footer, column[12])[0] if 12 in column else {}
 
 
-def sound(footer: bytes, chunk: Chunk, column: Column) -> bool:
+def sound(footer: bytes, at: int | None, column: Column) -> bool:
     """Whether pyarrow can look at the statistics of a chunk."""
-    if chunk.at is None:
+    if at is None:
         return False
-    fields, _ = struct_fields(footer, chunk.at)
+    fields, _ = struct_fields(footer, at)
     if integer(footer, fields[1])[0] != column.kind or 17 in fields:
         return False
-    bounds = [at for number, at in _statistics(footer, chunk.at).items() if number in (1, 2, 5, 6)]
-    if column.kind != _BINARY and any(binary_size(footer, at) != column.width for at in bounds):
+    bounds = [bound for number, bound in _statistics(footer, at).items() if number in (1, 2, 5, 6)]
+    if column.kind != _BINARY and any(binary_size(footer, bound) != column.width for bound in bounds):
         return False
     sizes = struct_fields(footer, fields[16])[0] if 16 in fields else {}
     lengths = [len(integers(footer, sizes[number])) if number in sizes else 0 for number in (2, 3)]
@@ -85,11 +92,11 @@ def sound(footer: bytes, chunk: Chunk, column: Column) -> bool:
     return all(length in (0, level + 1) for length, level in histograms) and (1 not in sizes or column.kind == _BINARY)
 
 
-def definition_levels(footer: bytes, chunk: Chunk) -> list[int] | None:
-    """How many values have each definition level, where the writer noted it."""
-    if chunk.at is None:
+def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
+    """How many values of a chunk have each definition level, where the writer noted it."""
+    if at is None:
         return None
-    column, _ = struct_fields(footer, chunk.at)
+    column, _ = struct_fields(footer, at)
     sizes = struct_fields(footer, column[16])[0] if 16 in column else {}
     return integers(footer, sizes[3]) if 3 in sizes else None
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.types as pt
 
-from midepoch.sources.formats.parquet_chunks import Chunk, definition_levels
+from midepoch.sources.formats.parquet_chunks import Chunks, definition_levels
 
 Path = tuple[str, ...]
 
@@ -42,16 +42,16 @@ def _leaves(field: pa.Field, above: Leaf, path: Path, *, in_list: bool) -> Itera
     kind = field.type
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    repeated = not pt.is_struct(kind)
-    here = Leaf(above.column, nodes, level + (repeated and kind.num_fields > 0))
     if not kind.num_fields or pt.is_dictionary(kind):
         yield Leaf(above.column, nodes, level)
         return
+    repeated = not pt.is_struct(kind)
+    here = Leaf(above.column, nodes, level + repeated)
     for i in range(kind.num_fields):
         yield from _leaves(kind.field(i), here, path, in_list=in_list or repeated)
 
 
-def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Sequence[Chunk]]) -> set[Path]:
+def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Chunks]) -> set[Path]:
     """Paths with a null. Where the footer leaves it open there is one, but inside of lists.
 
     The levels that newer writers note are exact. The number of nulls of a leaf counts those above it, and empty lists:
@@ -62,14 +62,14 @@ def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Sequence[C
     for group in groups:
         without: set[Path] = set()
         open_leaves = []
-        for leaf, chunk in zip(found, group, strict=True):
-            if chunk.nulls == 0:
+        for leaf, at, count in zip(found, group.at, group.nulls, strict=True):
+            if count == 0:
                 if len(leaf.nodes) > 1:
                     without.update(node.path for node in leaf.nodes)
             elif leaf.nodes and leaf.nodes[-1].path not in nulls:
-                open_leaves.append((leaf, chunk))
-        for leaf, chunk in open_leaves:
-            levels = definition_levels(footer, chunk) if leaf.level > 1 else None
+                open_leaves.append((leaf, at))
+        for leaf, at in open_leaves:
+            levels = definition_levels(footer, at) if leaf.level > 1 else None
             if levels is not None and len(levels) == leaf.level + 1:
                 nulls.update(node.path for node in leaf.nodes if levels[node.level - 1])
             else:
