@@ -23,14 +23,16 @@ def mix(
     """Outputs of several datasets or streams in turn, as often as their weights say: a ``Stream``.
 
     In every span of positions (as short as the weights allow: 10 for 0.5, 0.3, 0.2) each source comes exactly as often
-    as its weight says; ``seed`` decides in which order. Without weights each comes as often as the others.
+    as its weight says; ``seed`` decides in which order. Without weights each comes as often as the others. A weight of
+    0 pauses a source: nothing comes of it, and it keeps its place.
 
-    ``stop="first"`` ends an epoch where a source has nothing left; with "all" sources that end are gone through again,
-    shuffled anew, until every one has ended once; with "never" the epoch has no end.
+    ``stop="first"`` ends an epoch where a source has nothing left; with "all" sources that end are iterated again,
+    shuffled again, until every one has ended once; with "never" the epoch has no end.
 
-    On resume the weights may be others, and sources may be added or left out: those that remain go on where they were,
-    which is logged and recorded in ``changes``. Sources are known again by their data and steps, or by their names if
-    they are given as a dict.
+    On resume the weights may be others, and sources may be added or left out: those that remain continue where they
+    were, which is logged and recorded in ``changes``. One that is left out and added again later begins at its
+    beginning; give it the weight 0 instead. Sources are known again by their data and steps, or by their names if they
+    are given as a dict.
 
         mixed = midepoch.mix([web.shuffle(seed=1), code.shuffle(seed=2)], weights=[0.7, 0.3], seed=3, stop="all")
     """
@@ -51,8 +53,8 @@ def mix(
     chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     if len(chosen) != len(parts):
         raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
-    if not all(math.isfinite(weight) and weight > 0 for weight in chosen):
-        raise ValueError(f"mix: weights must be above 0, got {chosen}; leave a source out that is not to come")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or not any(chosen):
+        raise ValueError(f"mix: weights must be 0 or more, and one of them above 0, got {chosen}")
     empty = [number for number, part in enumerate(parts) if not any(leaf.rows for leaf in part.leaves)]
     if empty:
         raise DataNotFoundError(f"mix: source {empty[0]} has no rows: its split, slice or selection is empty.")

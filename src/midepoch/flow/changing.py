@@ -13,9 +13,11 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
 from midepoch.flow.chunk import At
-from midepoch.flow.combined import old_schedule, pair
+from midepoch.flow.mixed import old_schedule
 from midepoch.flow.open import start
+from midepoch.flow.passes import FIRST, place_of
 from midepoch.flow.spec import Local, Mix, Spec, StageSpec
+from midepoch.order import Cut
 from midepoch.order.mixing import Schedule, spans
 from midepoch.transforms.packing import PackSpec
 
@@ -25,7 +27,7 @@ class Of:
     """Whose cursor it is: that of a lane, in an epoch. ``inside``: of a flow that is a part of another."""
 
     epoch: int
-    lane: int
+    lane: Cut
     inside: bool = False
 
 
@@ -108,20 +110,20 @@ def _coming(
         if position + need > old[0][0]:
             return None
         mapping = [number for _, number in old[0][1]]
-        sources = old_schedule(old[0], base.seed, of.epoch, of.lane, era).sources(position, position + need)
+        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, era).sources(position, position + need)
         return dict(Counter(mapping[source] for source in sources.tolist()))
-    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane, era)
+    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, era)
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 
 def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: Of) -> At:
-    entry = [0, 0, start(one.spec)] if one.old is None else each[one.old]
+    entry = [0, FIRST, start(one.spec)] if one.old is None else each[one.old]
     if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
         need = None if coming is None else coming.get(one.old, 0)
-        inner = Of(pair(of.epoch, entry[0]), of.lane, inside=True)
+        inner = Of(*place_of(entry[0], entry[1], of.epoch, of.lane), inside=True)
         entry = [entry[0], entry[1], one.convert(entry[2], need, inner)]
     return entry
 
 
 def _are_weights(weights: list[Any]) -> bool:
-    return all(isinstance(weight, (int, float)) and 0 < weight < 1e300 for weight in weights)
+    return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)

@@ -249,17 +249,20 @@ class Intake:
         """Where this is, to ask for the cursor later."""
         return self._cursor if self._chunk is None else (self._chunk, self._next)
 
+    def has_more(self) -> bool:
+        """Whether anything is left: the next chunk is made, if need be."""
+        while self._next >= self._length:
+            chunk = self._flow.pull()
+            if chunk is None:
+                return False
+            self._chunk, self._next, self._length = chunk, 0, len(chunk.items)
+        return True
+
     def take(self, count: int) -> Taken:
         """The next outputs: fewer only at the end."""
         before = self.mark()
         pieces: list[tuple[Chunk, int, int]] = []
-        while count:
-            if self._next >= self._length:
-                chunk = self._flow.pull()
-                if chunk is None:
-                    break
-                self._chunk, self._next, self._length = chunk, 0, len(chunk.items)
-                continue
+        while count and self.has_more():
             assert self._chunk is not None
             step = min(count, self._length - self._next)
             pieces.append((self._chunk, self._next, self._next + step))

@@ -67,7 +67,8 @@ def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, lanes: int) -> 
     if base.stop == "never":
         return None
     lengths = []
-    for number, one in enumerate(base.parts):
+    active = [(number, one) for number, one in enumerate(base.parts) if base.counts[number]]
+    for number, one in active:
         share = base.counts[number] / sum(base.counts)
         entries = [at[2][number] for at in cursors]
         if any(entry[0] for entry in entries):  # gone through at least once: about as often as it has come by now
@@ -77,7 +78,7 @@ def _estimate(spec: Spec, cursors: Sequence[At], outputs: float, lanes: int) -> 
             length = _estimate(one, [entry[2] for entry in entries], outputs * share, lanes)
         if length is not None:
             lengths.append(length / share)
-    if len(lengths) < len(base.parts):
+    if len(lengths) < len(active):
         return None
     return min(lengths) if base.stop == "first" else max(lengths)
 

@@ -128,7 +128,8 @@ class Matched:
         text += f"; sources {moved} in this order" if moved != sorted(moved) else ""
         self._changes.append(text[:200])
         self.mixed = True
-        _log.warning("the state is gone on with another mix: %s", text)
+        hint = ". Their place is not kept: a weight of 0 would keep it" if left else ""
+        _log.warning("the state is resumed with another mix: %s%s", text, hint)
 
     def _check(self, name: str, saved: Any, here: Any, where: str) -> None:
         if saved == here:

@@ -6,7 +6,9 @@ from typing import Any
 
 from midepoch.errors import StateError
 from midepoch.flow.chunk import At, Flow
-from midepoch.flow.combined import Concatenated, Mixed, Zipped
+from midepoch.flow.combined import Concatenated, Zipped
+from midepoch.flow.mixed import Mixed
+from midepoch.flow.passes import AGAIN, BORROWING, FIRST
 from midepoch.flow.rows import Bundles, Referred, Rows
 from midepoch.flow.spec import Concat, Mix, Spec, path_below
 from midepoch.flow.stages import Packing, stage
@@ -36,16 +38,16 @@ def open_flow(
     for part in base.parts:
         firsts.append(firsts[-1] + len(part.leaves))
 
-    def open_part(number: int, of_epoch: int, inner: At) -> Flow:
+    def open_part(number: int, of_epoch: int, of_lane: Cut, inner: At) -> Flow:
         below = path_below(path, base.tags[number])
-        return open_flow(base.parts[number], bundles, packing, of_epoch, lane, inner, firsts[number], below)
+        return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, firsts[number], below)
 
     if isinstance(base, Mix):
-        return Mixed(base, open_part, start(spec), epoch, lane.index, cursor)
+        return Mixed(base, open_part, start(spec), epoch, lane, cursor)
     if isinstance(base, Concat):
         starts = [start(part) for part in base.parts]
-        return Concatenated(base, lambda number, inner: open_part(number, epoch, inner), starts, cursor)
-    return Zipped(lambda number, inner: open_part(number, epoch, inner), cursor)
+        return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, cursor)
+    return Zipped(lambda number, inner: open_part(number, epoch, lane, inner), cursor)
 
 
 def start(spec: Spec) -> At:
@@ -86,7 +88,7 @@ def _fits(spec: Spec, cursor: Any) -> bool:
             and _is_count(cursor[0])
             and _is_count(cursor[1])
             and _is_list(cursor[2], len(base.parts))
-            and all(_is_list(one, 3) and _is_count(one[0]) and one[1] in (0, 1) for one in cursor[2])
+            and all(_is_list(one, 3) and _is_count(one[0]) and one[1] in (FIRST, AGAIN, BORROWING) for one in cursor[2])
             and all(_fits(part, one[2]) for part, one in zip(base.parts, cursor[2], strict=True))
         )
     if isinstance(base, Concat):
@@ -99,8 +101,12 @@ def _is_old(value: Any, parts: int) -> bool:
     """How a mix was before it was changed, and up to which position it still is: [position, [[weight, part], …]]."""
     if not (_is_list(value, 2) and _is_count(value[0]) and isinstance(value[1], list) and value[1]):
         return False
-    good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 < one[0] < 1e300 for one in value[1])
-    return all(good) and all(isinstance(one[1], int) and -1 <= one[1] < parts for one in value[1])
+    good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 <= one[0] < 1e300 for one in value[1])
+    return (
+        all(good)
+        and any(one[0] for one in value[1])
+        and all(isinstance(one[1], int) and -1 <= one[1] < parts for one in value[1])
+    )
 
 
 def _is_list(value: Any, length: int) -> bool:

@@ -111,7 +111,7 @@ def load(state: Any, spec: Spec, allow: Collection[str] = ()) -> Restored:
         )
     lanes = {}
     for lane, at in merged.lanes.items():
-        cursor = convert(at.cursor, 0, Of(merged.epoch, lane))
+        cursor = convert(at.cursor, 0, Of(merged.epoch, Cut(lane, first["lanes"])))
         check_cursor(adopted, cursor)
         # A lane may have something left in another mix; an epoch that was over in all lanes stays so.
         lanes[lane] = replace(at, cursor=cursor, ended=at.ended and (merged.ended or not matched.mixed))

@@ -20,19 +20,22 @@ _LONGEST = 10_000
 def spans(weights: Sequence[float]) -> tuple[int, ...]:
     """How often each source comes in a span of positions: the shortest that has the weights exactly, or 10,000.
 
+    One of weight 0 never comes.
+
     >>> spans([0.5, 0.3, 0.2])
     (5, 3, 2)
     """
     total = sum(weights)
     shares = np.array([weight / total for weight in weights])
+    least = (shares > 0).astype(np.int64)
     for size in range(1, _LONGEST + 1):
         counts = shares * size
-        if np.abs(counts - np.rint(counts)).max() < 1e-9 * size and np.rint(counts).min() >= 1:
+        if np.abs(counts - np.rint(counts)).max() < 1e-9 * size and (np.rint(counts) >= least).all():
             return tuple(int(count) for count in np.rint(counts))
     counts = np.floor(shares * _LONGEST).astype(np.int64)
     for i in np.argsort(counts - shares * _LONGEST, kind="stable")[: _LONGEST - int(counts.sum())]:
         counts[i] += 1
-    if counts.min() < 1:
+    if (counts < least).any():
         raise ValueError(f"a weight is less than a {_LONGEST:,}th of all: {list(weights)}")
     return tuple(int(count) for count in counts)
 
