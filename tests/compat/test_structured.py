@@ -321,3 +321,9 @@ def test_split_bytes_may_be_a_text(lake: Path) -> None:
         make(lake, split_rows=None, split_bytes=text)
     with pytest.raises(ValueError, match="split_bytes"):
         make(lake, split_bytes="much")
+
+
+def test_a_dataloader_around_it_says_what_to_do(lake: Path) -> None:
+    _, dataset = make(lake)
+    with pytest.raises(TypeError, match="Iterate it, or the loader that create_dataloader returned"):
+        next(iter(torch.utils.data.DataLoader(dataset)))

@@ -172,3 +172,15 @@ def test_columns_that_are_not_needed_are_not_read(ds: midepoch.Dataset) -> None:
     assert list(ds.map(double).select_columns("double").pipeline.head) == ["id", "text", "score", "tokens"]
     assert ds.rename_columns({"id": "n"}).schema.names == ["n", "text", "score", "tokens"]
     assert [row["n"] for row in ds.rename_columns({"id": "n", "score": "id"}).select_columns(["n"])] == list(range(37))
+
+
+def test_none_for_some_rows_names_filter(ds: midepoch.Dataset) -> None:
+    def some(row: dict[str, Any]) -> dict[str, Any] | None:
+        return {"x": 1} if row["id"] % 3 else None
+
+    def some_groups(rows: dict[str, Any]) -> dict[str, Any] | None:
+        return None if 4 in rows["id"] else {"x": rows["id"]}
+
+    for mapped in (ds.map(some), ds.skip(1).map(some), ds.map(some_groups, batched=True, batch_size=4)):
+        with pytest.raises(MapError, match=r"returned None .* Leave rows out with filter\(\)"):
+            list(mapped.loader(16))

@@ -119,6 +119,13 @@ class StructuredDataset(Resumable):
         made = cls(dataset, loader, splits, num_workers)
         return StructuredLoader(loader, made, show_progress), made
 
+    def __getitem__(self, key: Any) -> Any:
+        """torch asks a map-style dataset for its rows in this way; this one has none."""
+        raise TypeError(
+            "a StructuredDataset has no rows by number, and needs no DataLoader around it. Iterate it, or the loader "
+            "that create_dataloader returned with it: they yield batches, and num_workers and collate_fn go there."
+        )
+
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
         return len(self._loader)

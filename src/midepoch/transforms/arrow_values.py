@@ -10,6 +10,7 @@ Values are taken from the buffers and not with ``Array.to_numpy``, which imports
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,8 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch.read.columns import number_dtype
+
+_number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise
 
 Paths = frozenset[tuple[str, ...]]
 """Where in a column the data has nulls anywhere: () for the column itself, (child, …) for what is inside it."""
@@ -51,6 +54,11 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         paths = _inside(nullable, len(kind.shape)) if isinstance(kind, pa.FixedShapeTensorType) else nullable
         return to_numpy(plain_array(column), paths, owned=owned, times=times)
+    if not nullable and pt.is_fixed_size_list(kind) and _is_number(kind.value_type):  # the common one, for speed
+        values = _items(column)
+        if not column.null_count and not values.null_count:
+            view = _view(values).reshape(len(column), kind.list_size)
+            return view if owned and view.flags.writeable else view.copy()
     if _is_number(kind) or pt.is_boolean(kind):
         if () in nullable or column.null_count:
             return _with_nan(column)
@@ -121,7 +129,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _view(column: pa.Array) -> Any:
     """The values of a plain column where they lie: writeable if its memory is, whatever stands at nulls."""
-    return _plain(column, number_dtype(column.type))
+    return _plain(column, _number_dtype(column.type))
 
 
 def _plain(column: pa.Array, dtype: Any) -> Any:

@@ -64,6 +64,12 @@ class Map(Function):
     def _same_columns(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
         """Never skipped: which of two kinds of rows is the wrong one would depend on which came first."""
         if before and result.keys() != before[0].keys():
+            if not result or not before[0]:
+                raise MapError(
+                    f"map({self.name}) returned None (no columns) for some rows and {sorted(result or before[0])} for "
+                    f"others, as of row {row} of the dataset. Leave rows out with filter() instead, or return the same "
+                    "columns for every row"
+                )
             raise MapError(
                 f"map({self.name}) returned columns {sorted(result)} for row {row} of the dataset but "
                 f"{sorted(before[0])} for a row before: every row must have the same columns"
