@@ -11,6 +11,7 @@ import pyarrow as pa
 from midepoch import html
 from midepoch.checks import whole
 from midepoch.flow.lanes import Place
+from midepoch.flow.schema import known_of
 from midepoch.flow.spec import Spec, StageSpec
 from midepoch.flow.standing import What
 from midepoch.iterate import BatchIterator, RowIterator
@@ -222,6 +223,10 @@ class Dataset(Stages, Resumable):
     @property
     def _input_format(self) -> str:
         return self.pipeline.format or "python"
+
+    @property
+    def _lists(self) -> tuple[str, ...] | None:
+        return known_of(self.pipeline).lists
 
     @property
     def _columns(self) -> tuple[str, ...] | None:

@@ -144,7 +144,7 @@ def text_of(steps: tuple[Step, ...]) -> str:
 
 def _name(step: Step) -> str:
     if isinstance(step, Unbatch):
-        return "unbatch" if step.names is None else f"unbatch[{' '.join(step.names)}]"
+        return f"unbatch[{' '.join(step.names)}]" if step.given else "unbatch"
     if isinstance(step, Cast):
         return step.text
     if not isinstance(step, Map):

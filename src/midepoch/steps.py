@@ -6,7 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pyarrow as pa
+
 from midepoch.checks import whole
+from midepoch.errors import ColumnError
 from midepoch.transforms import (
     Cast,
     FilterExpression,
@@ -49,6 +52,11 @@ class HasSteps:
     @property
     def _columns(self) -> tuple[str, ...] | None:
         """The columns, or None where only running a map would tell."""
+        raise NotImplementedError
+
+    @property
+    def _lists(self) -> tuple[str, ...] | None:
+        """The columns that hold lists, or None where only running a map would tell."""
         raise NotImplementedError
 
     def map(
@@ -131,11 +139,23 @@ class HasSteps:
         return self._with_step(step)
 
     def unbatch(self, columns: str | Sequence[str] | None = None) -> Any:
-        """A row for each element of lists (of all columns that hold lists, or of these); other columns are repeated."""
-        names = None if columns is None else names_of(columns)
-        if names is not None and self._columns is not None:
-            check_columns(names, self._columns, "unbatch")
-        return self._with_step(Unbatch(names))
+        """A row for each element of lists (of all columns that hold lists, or of these); other columns are repeated.
+
+        Behind a map, which may make lists of anything, the columns have to be named.
+        """
+        if columns is not None:
+            names = names_of(columns)
+            if self._columns is not None:
+                check_columns(names, self._columns, "unbatch")
+            return self._with_step(Unbatch(names))
+        lists = self._lists
+        if lists is None:
+            raise ColumnError(
+                "unbatch: which columns hold lists is not known before a map has run. Name them: unbatch(['tokens'])."
+            )
+        if not lists:
+            raise ColumnError(f"unbatch: none of the columns {', '.join(self._columns or ())} holds lists.")
+        return self._with_step(Unbatch(lists, given=False))
 
     def tokenize(
         self: Self,

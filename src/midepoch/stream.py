@@ -132,6 +132,10 @@ class Stream(Stages, Resumable):
         return self.what.format or "python"
 
     @property
+    def _lists(self) -> tuple[str, ...] | None:
+        return self.spec.known.lists
+
+    @property
     def _columns(self) -> tuple[str, ...] | None:
         return self.spec.known_columns
 

@@ -15,9 +15,11 @@ import pyarrow as pa
 from midepoch.errors import ColumnError
 from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
-from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, RenameColumns, Step
-from midepoch.transforms.arrow_values import Paths
+from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, RenameColumns, Step, Unbatch
+from midepoch.transforms.arrow_values import Paths, plain_type
 from midepoch.transforms.cast import Cast, converted, renamed_paths, same_type, unified
+from midepoch.transforms.flat import is_list_type
+from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:
     from midepoch.flow.spec import Spec
@@ -38,6 +40,26 @@ class Known:
 
     columns: Mapping[str, Column]
     certain: bool = True
+    sequences: tuple[str, ...] | None = None
+    """The columns that hold lists, where that is known of columns whose types are not."""
+
+    @property
+    def lists(self) -> tuple[str, ...] | None:
+        """The columns that hold lists, or None where only running tells."""
+        if not self.certain:
+            return self.sequences
+        found = ((name, column) for name, column in self.columns.items() if not column.encoded)
+        return tuple(name for name, column in found if is_list_type(plain_type(column.kind)))
+
+    def listed(self) -> Known:
+        """What is known of groups of rows as one row each."""
+        if not self.certain or any(column.encoded for column in self.columns.values()):
+            return NOTHING
+        return Known({name: _list_of(column) for name, column in self.columns.items()})
+
+    def packed(self, spec: PackSpec) -> Known:
+        """What is known of sequences that rows are packed into: all of their columns are lists."""
+        return Known({}, certain=False, sequences=spec.columns)
 
     def after(self, steps: Iterable[Step]) -> Known:
         """What is known after these steps."""
@@ -50,6 +72,9 @@ class Known:
                 old = before if isinstance(step, RenameColumns) else names
                 columns = {new: known.columns[name] for new, name in zip(names, old, strict=True)}
                 known = Known(columns)
+            elif isinstance(step, Unbatch) and known.certain:
+                inner = {name: _item_of(known.columns[name]) for name in step.names if name in known.columns}
+                known = Known({**known.columns, **inner})
             elif not isinstance(step, (FilterRows, FilterExpression)):
                 known = Known(known.columns, certain=False)
         return known
@@ -65,6 +90,17 @@ class Known:
 
 NOTHING = Known({}, certain=False)
 _REMEDY = "bring them to the same columns (select_columns, rename_columns, map) first."
+
+
+def _list_of(column: Column) -> Column:
+    return Column(pa.large_list(column.kind), frozenset(("item", *path) for path in column.nulls))
+
+
+def _item_of(column: Column) -> Column:
+    """What is in the lists of a column. Null lists become nothing, so only what is inside counts."""
+    kind = plain_type(column.kind)
+    inner = getattr(kind, "value_type", pa.null())
+    return Column(inner, frozenset(path[1:] for path in column.nulls if path))
 
 
 def known_of(pipeline: Pipeline) -> Known:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from midepoch.flow.schema import NOTHING, Known, Schema, known_of, schema_of
+from midepoch.flow.schema import Known, Schema, known_of, schema_of
 from midepoch.order.mixing import spans
 from midepoch.pipeline import Pipeline, columns_after, group_of, is_one_to_one, text_of
 from midepoch.transforms import Cast, ColumnStep, Function, Map, Step
@@ -282,8 +282,10 @@ class Spec:
         for stage in self.stages:
             if isinstance(stage, Local):
                 known = known.after(stage.steps)
-            elif not isinstance(stage, Window):
-                known = NOTHING
+            elif isinstance(stage, Rebatch):
+                known = known.listed()
+            elif isinstance(stage, PackSpec):
+                known = known.packed(stage)
         return known
 
     @property
@@ -300,7 +302,7 @@ class Spec:
                 names = None if None in parts else tuple(chain.from_iterable(part or () for part in parts))
         for stage in self.stages:
             if isinstance(stage, PackSpec):
-                names = (*stage.pads, "position_ids", "segment_ids", *["cu_seqlens"] * stage.cu_seqlens)
+                names = stage.columns
             elif isinstance(stage, Local) and names is not None:
                 names = columns_after(stage.steps, names)
         return names

@@ -89,6 +89,14 @@ def plain_array(column: pa.Array) -> pa.Array:
     return plain_array(column.storage)
 
 
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type of ``plain_array`` of a column of this type, which may be dictionary-encoded."""
+    kind = kind.value_type if pt.is_dictionary(kind) else kind
+    if not isinstance(kind, pa.BaseExtensionType):
+        return kind
+    return plain_array(pa.ExtensionArray.from_storage(kind, pa.array([], kind.storage_type))).type
+
+
 def _nested(column: pa.Array) -> pa.Array:
     """Tensors of one shape as lists of lists, in the order of dimensions that their type asks for."""
     kind, storage, values = column.type, column.storage, _items(column.storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,17 +54,19 @@ class FlatMap(Function):
 
 @dataclass(frozen=True)
 class Unbatch:
-    """Lists become rows: a row for each element of the columns, which must be equally long; others are repeated."""
+    """Lists become rows: a row for each element of the columns, which must be equally long; others are repeated.
 
-    names: tuple[str, ...] | None = None
+    ``given``: the user has named the columns; else they follow from the types of all columns.
+    """
+
+    names: tuple[str, ...]
+    given: bool = True
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:  # noqa: ARG002
         if not len(batch):
             return batch
-        names = self.names if self.names is not None else tuple(n for n, c in batch.columns.items() if _is_lists(c))
+        names = self.names
         check_columns(names, list(batch.columns), "unbatch")
-        if not names:
-            raise ColumnError(f"unbatch: none of the columns {', '.join(batch.columns)} holds lists.")
         found = {name: _flat(name, _plain(batch.columns[name])) for name in names}
         lengths = found[names[0]][0]
         for name, (other, _) in found.items():
@@ -75,7 +77,11 @@ class Unbatch:
         columns = {
             name: found[name][1] if name in found else pick(column, parents) for name, column in batch.columns.items()
         }
-        return batch.made_of(columns, parents)
+        nullable = {
+            name: frozenset(path[1:] for path in paths if path) if name in found else paths
+            for name, paths in batch.nullable.items()
+        }
+        return replace(batch.made_of(columns, parents), nullable=nullable)
 
 
 def _plain(column: Any) -> Any:
@@ -84,17 +90,7 @@ def _plain(column: Any) -> Any:
     return plain_array(column) if isinstance(column, pa.Array) else column
 
 
-def _is_lists(column: Any) -> bool:
-    if isinstance(column, Encoded):
-        return False
-    if isinstance(column, pa.Array):
-        return _is_list_type(plain_array(column[:0]).type)
-    if isinstance(column, np.ndarray) and column.dtype != object:
-        return column.ndim > 1
-    return not isinstance(column, dict) and all(_is_list(value) for value in column)
-
-
-def _is_list_type(kind: pa.DataType) -> bool:
+def is_list_type(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
@@ -104,7 +100,7 @@ def _is_list(value: Any) -> bool:
 
 def _flat(name: str, column: Any) -> tuple[Any, Any]:
     """The lengths of lists, and their elements; null is an empty list."""
-    if isinstance(column, pa.Array) and _is_list_type(column.type):
+    if isinstance(column, pa.Array) and is_list_type(column.type):
         import pyarrow.compute as pc
 
         return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False), pc.list_flatten(column)
@@ -119,8 +115,9 @@ def _flat(name: str, column: Any) -> tuple[Any, Any]:
 def as_one_row(batch: Batch) -> Batch:
     """All rows of a batch as one row that holds a list of each column."""
     columns = {name: _listed(column, len(batch)) for name, column in batch.columns.items()}
+    nullable = {name: frozenset(("item", *path) for path in paths) for name, paths in batch.nullable.items()}
     ordinals = None if batch.ordinals is None else batch.ordinals[:1]
-    return Batch(columns, batch.rows[:1], batch.places[:1], batch.owned, {}, ordinals)
+    return Batch(columns, batch.rows[:1], batch.places[:1], batch.owned, nullable, ordinals)
 
 
 def _listed(column: Any, count: int) -> Any:

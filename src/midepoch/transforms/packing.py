@@ -54,6 +54,11 @@ class PackSpec:
         return f"pack[{' '.join([*parts, 'drop'] if self.drop_remainder else parts)}]"
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Those of a sequence."""
+        return (*self.pads, "position_ids", "segment_ids", *["cu_seqlens"] * self.cu_seqlens)
+
+    @property
     def pads(self) -> dict[str, int]:
         return {self.column: self.pad, **self.extra}
 
