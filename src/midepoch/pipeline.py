@@ -8,6 +8,7 @@ from functools import cached_property
 from midepoch.order import Cut, Order
 from midepoch.sources import Source
 from midepoch.transforms import Cast, ColumnStep, FilterRows, FlatMap, Function, Map, RenameColumns, Step, Unbatch
+from midepoch.transforms.arguments import arguments_of
 
 ON_ERROR = ("raise", "skip")
 
@@ -112,6 +113,11 @@ class Pipeline:
         """The steps in words, as far as a state depends on them: what a step *is*, not its code."""
         return text_of(self.steps) or "none"
 
+    @cached_property
+    def arguments(self) -> str:
+        """What the steps were given, as far as that can be told; empty without steps."""
+        return arguments_text(self.steps)
+
 
 def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str, ...] | None:
     """The columns that steps leave of others, or None where only running a map would tell."""
@@ -140,6 +146,10 @@ def is_one_to_one(step: Step) -> bool:
 
 def text_of(steps: tuple[Step, ...]) -> str:
     return ",".join(_name(step) for step in steps if not isinstance(step, ColumnStep))
+
+
+def arguments_text(steps: tuple[Step, ...]) -> str:
+    return ",".join(arguments_of(step) for step in steps if not isinstance(step, ColumnStep))
 
 
 def _name(step: Step) -> str:

@@ -29,7 +29,12 @@ CAUSES = {
     "seed": "shuffle() was given another seed",
     "window": "shuffle() was given another window",
     "pipeline": "a map or another step was added, left out, moved, or given other parameters that move rows",
+    "arguments": "a filter was given another expression, or a function other fn_kwargs",
 }
+
+
+OF_ONE_RANK = ("global_seed", "arguments")
+"""Fields in which ranks of one run may differ: they were seeded, or their functions told, which rank they are."""
 
 
 class Cursor(NamedTuple):
@@ -91,8 +96,14 @@ def identity(pipeline: Pipeline) -> dict[str, Any]:
         "lanes": pipeline.order.lanes,
         "aligned": bool(shuffle and shuffle.aligned),
         "pipeline": pipeline.text,
+        **({"arguments": pipeline.arguments} if pipeline.arguments else {}),
         **({"changes": json.dumps(pipeline.changes)} if pipeline.changes else {}),
     }
+
+
+def comparable(saved: Any, here: Any, allow: Collection[str]) -> bool:
+    """Whether arguments can be compared: not with those of other steps, nor with a state that does not tell of any."""
+    return bool(saved) and bool(here) and "pipeline" not in allow
 
 
 def check_allow(allow: Collection[str]) -> None:
@@ -150,7 +161,7 @@ def one_of(state: Any, cut: Cut) -> Any:
             f"{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all ranks behind the "
             "same batch; the state of one rank alone restores every rank.",
         )
-    free = {"epoch", "position", "worker", "round", "batch", "global_seed", *(("shard",) if skipping else ())}
+    free = {"epoch", "position", "worker", "round", "batch", *OF_ONE_RANK, *(("shard",) if skipping else ())}
     for rank, one in enumerate(found):
         for name in _TYPES.keys() - free:
             if one[name] != found[0][name]:
@@ -201,7 +212,9 @@ def load(state: Any, pipeline: Pipeline, allow: Collection[str] = ()) -> Resumed
     pipeline = taken_over(pipeline, found, allow)
     current = identity(pipeline)
     changes = changes_in(found["changes"])
-    for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline"):
+    for name in ("data", "rows", "selection", "scope", "aligned", "seed", "window", "pipeline", "arguments"):
+        if name == "arguments" and not comparable(found[name], current.get(name), allow):
+            continue
         if found[name] != current[name]:
             if name not in allow:
                 raise CheckpointMismatchError(name, found[name], current[name], CAUSES[name])
@@ -267,6 +280,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "changes": (str,),
     "epoch_outputs": (int,),
     "global_seed": (int, type(None)),
+    "arguments": (str,),
 }
 _DEFAULTS = {
     "worker": 0,
@@ -282,6 +296,7 @@ _DEFAULTS = {
     "changes": "",
     "epoch_outputs": 0,
     "global_seed": None,
+    "arguments": "",
 }
 _MOST_LANES = 2**31
 

@@ -17,8 +17,8 @@ from midepoch.pipeline import Pipeline
 
 _log = logging.getLogger("midepoch")
 
-CHECKED = ("rows", "selection", "scope", "aligned", "seed", "window", "pipeline")
-_PLAIN = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False}
+CHECKED = ("rows", "selection", "scope", "aligned", "seed", "window", "pipeline", "arguments")
+_PLAIN = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False, "arguments": ""}
 
 
 def describe(spec: Spec) -> dict[str, Any]:
@@ -26,12 +26,13 @@ def describe(spec: Spec) -> dict[str, Any]:
     base = spec.base
     if isinstance(base, Pipeline):
         found = states.identity(base)
-        found["pipeline"] = spec.text
+        found |= {"pipeline": spec.text, "arguments": spec.arguments}
         kept = {name: value for name, value in found.items() if value != _PLAIN.get(name, ...)}
         return {name: value for name, value in kept.items() if name not in ("lanes", "changes")}
     more: dict[str, Any] = {}
     if isinstance(base, Mix):
         more = {"weights": list(base.weights)} | ({"names": list(base.names)} if base.names else {})
+    more |= {"arguments": spec.arguments} if spec.arguments else {}
     return {"pipeline": spec.text, **more, "parts": [describe(part) for part in base.parts]}
 
 
@@ -52,6 +53,7 @@ class Matched:
         if isinstance(base, Pipeline):
             return self._pipeline(spec, base, saved, where), lambda at, *_: at
         self._check("pipeline", saved.get("pipeline"), here["pipeline"], where)
+        self._check("arguments", saved.get("arguments"), here.get("arguments"), where)
         parts = saved["parts"]
         if not isinstance(parts, list) or not all(isinstance(one, Mapping) for one in parts):
             raise mismatch("parts", repr(parts)[:60], len(base.parts), where)
@@ -132,7 +134,7 @@ class Matched:
         _log.warning("the state is resumed with another mix: %s%s", text, hint)
 
     def _check(self, name: str, saved: Any, here: Any, where: str) -> None:
-        if saved == here:
+        if saved == here or (name == "arguments" and not states.comparable(saved, here, self._allow)):
             return
         if name not in self._allow:
             raise mismatch(name, saved, here, where)
@@ -163,13 +165,15 @@ def _same_parts(
 ) -> list[int | None]:
     """For each part of a mix, which of the saved ones it is: by name; else by all that it is; else by its data."""
     names, found = saved.get("names"), dict[int, int]()
+    told = any(map(_has_arguments, parts))  # states of before do not tell
     if base.names and isinstance(names, list) and len(names) == len(parts):
         found = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
     alike: dict[tuple[str, bool], list[int]] = {}  # of those whose name is new: that may be just another name
     for number, part in enumerate(base.parts):
         if number not in found:
             drawn = any(leaf.seed_drawn for leaf in part.leaves)
-            alike.setdefault((_key(describe(part), drawn), drawn), []).append(number)
+            described = describe(part) if told else _without(describe(part), "arguments")
+            alike.setdefault((_key(described, drawn), drawn), []).append(number)
     for (key, drawn), mine in alike.items():
         theirs = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
         if theirs and len(mine) != len(theirs):
@@ -190,14 +194,20 @@ def _same_parts(
 
 def _key(described: Mapping[str, Any], drawn: bool) -> str:
     """All that a part is; but for its seeds, if they were drawn."""
-    return json.dumps(_without_seeds(described) if drawn else described, sort_keys=True)
+    return json.dumps(_without(described, "seed") if drawn else described, sort_keys=True)
 
 
-def _without_seeds(described: Mapping[str, Any]) -> Any:
-    found = {name: value for name, value in described.items() if name != "seed"}
+def _without(described: Mapping[str, Any], field: str) -> dict[str, Any]:
+    found = {name: value for name, value in described.items() if name != field}
     if isinstance(found.get("parts"), list):
-        found["parts"] = [_without_seeds(one) if isinstance(one, Mapping) else one for one in found["parts"]]
+        found["parts"] = [_without(one, field) if isinstance(one, Mapping) else one for one in found["parts"]]
     return found
+
+
+def _has_arguments(described: Mapping[str, Any]) -> bool:
+    parts = described.get("parts")
+    inner = parts if isinstance(parts, list) else []
+    return "arguments" in described or any(isinstance(one, Mapping) and _has_arguments(one) for one in inner)
 
 
 def _data_of(described: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from itertools import chain
 
 from midepoch.flow.schema import Known, Schema, known_of, schema_of
 from midepoch.order.mixing import spans
-from midepoch.pipeline import Pipeline, columns_after, group_of, is_one_to_one, text_of
+from midepoch.pipeline import Pipeline, arguments_text, columns_after, group_of, is_one_to_one, text_of
 from midepoch.transforms import Cast, ColumnStep, Function, Map, Step
 from midepoch.transforms.packing import PackSpec
 
@@ -314,6 +314,13 @@ class Spec:
         if isinstance(self.base, Pipeline):
             return ",".join(text for text in (self.base.text, *stages) if text and text != "none") or "none"
         return ",".join(text for text in (self.base.text, *stages) if text)
+
+    @cached_property
+    def arguments(self) -> str:
+        """What the steps were given, but for those of the parts of a combination."""
+        steps = [arguments_text(stage.steps) for stage in self.stages if isinstance(stage, Local)]
+        first = self.base.arguments if isinstance(self.base, Pipeline) else ""
+        return ",".join(text for text in (first, *steps) if text)
 
     @cached_property
     def digest(self) -> str:

@@ -45,7 +45,7 @@ class Restored:
 def identity(spec: Spec, lanes: int) -> dict[str, Any]:
     """The fields by which a state knows what it belongs to."""
     if isinstance(spec.base, Pipeline):
-        return {**states.identity(spec.base), "lanes": lanes, "pipeline": spec.text}
+        return {**states.identity(spec.base), "lanes": lanes, "pipeline": spec.text, "arguments": spec.arguments}
     return {
         "data": spec.digest,
         "rows": sum(leaf.rows for leaf in spec.leaves),
@@ -56,6 +56,7 @@ def identity(spec: Spec, lanes: int) -> dict[str, Any]:
         "lanes": lanes,
         "aligned": False,
         "pipeline": spec.text,
+        "arguments": spec.arguments,
         "parts": json.dumps(describe(spec), separators=(",", ":")),
     }
 
@@ -161,7 +162,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    free = {"epoch", "position", "flow", "known", "worker", "round", "batch", "epoch_outputs", "global_seed"}
+    free = {"epoch", "position", "flow", "known", "worker", "round", "batch", "epoch_outputs", *states.OF_ONE_RANK}
     for rank, one in enumerate(found):
         for name in sorted(found[0].keys() - free):
             if one.get(name) != found[0][name]:

@@ -13,6 +13,7 @@ from midepoch.errors import WorldError
 from midepoch.loader.batches import Plan
 from midepoch.loader.options import Options
 from midepoch.order import Cut
+from midepoch.state import OF_ONE_RANK
 
 _COMMON = ("data", "rows", "selection", "scope", "pipeline")
 """By these fields a loader of one rank finds its counterparts on the others. In all else they are compared."""
@@ -51,7 +52,7 @@ class Companions:
             what = json.dumps([[identity[name] for name in _COMMON], cut.count], sort_keys=True)
             key = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
             self._name = f"{key}/{_loaders.next(key)}"
-        mine = {name: value for name, value in identity.items() if name not in _COMMON}
+        mine = {name: value for name, value in identity.items() if name not in (*_COMMON, *OF_ONE_RANK)}
         mine |= {"epoch": plan.epoch, "position": plan.start, "ends": options.ends, "batch size": options.batch_size}
         try:
             said = first_said(f"pass/{self._name}/{self._passes + 1}", json.dumps([cut.index, mine]))

@@ -1,0 +1,84 @@
+"""The arguments of a step as a short text for the state: the same in every process, and another for other values.
+
+Only values that have a meaning outside of this process are in it: numbers, texts, bytes, containers of them, arrays and
+tensors. Of anything else (a model, a tokenizer, an open file, a path) only the name of the argument is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import hashlib
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from midepoch.transforms.filter import FilterExpression
+from midepoch.transforms.function import Function
+from midepoch.transforms.tokenize import Tokenize
+
+_LONGEST = 80
+_UNKNOWN = b"?"
+
+
+def arguments_of(step: Any) -> str:
+    """The expression of a filter; of a function, a digest of its ``fn_kwargs`` and the like; "-" if there are none."""
+    if isinstance(step, FilterExpression):
+        text = str(step.expression)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 14]}… {_hashed(text.encode())}"
+    if not isinstance(step, Function):
+        return "-"
+    given: dict[str, Any] = {str(name): value for name, value in step.fn_kwargs.items()}
+    function = step.function
+    if isinstance(function, Tokenize):
+        given = {"output": function.output, **function.options}
+    while isinstance(function, partial):
+        given = {"partial": [given, list(function.args), dict(function.keywords)]}
+        function = function.func
+    return _hashed(_packed(given)) if given else "-"
+
+
+def _hashed(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def _packed(value: Any) -> bytes:
+    """A value as bytes that begin with its kind and length, so that no two values have the same."""
+    kind, data = _told(value)
+    return f"{kind} {len(data)} ".encode() + data
+
+
+def _told(value: Any) -> tuple[str, bytes]:
+    if value is None or (isinstance(value, (bool, int, float, complex, str)) and not isinstance(value, enum.Enum)):
+        return type(value).__name__, repr(value).encode()
+    if isinstance(value, (bytes, bytearray)):
+        return "bytes", bytes(value)
+    if isinstance(value, enum.Enum):
+        return "enum", f"{type(value).__name__}.{value.name}".encode()
+    if isinstance(value, (list, tuple)):
+        return "list", b"".join(map(_packed, value))
+    if isinstance(value, (set, frozenset)):
+        return "set", b"".join(sorted(map(_packed, value)))
+    if isinstance(value, Mapping):
+        return "dict", b"".join(sorted(_packed(key) + _packed(inner) for key, inner in value.items()))
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
+        array = np.ascontiguousarray(value)
+        return f"array {array.dtype.str} {array.shape}", array.tobytes()
+    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):
+        return type(value).__name__, repr(value).encode()
+    if isinstance(value, re.Pattern):
+        return "pattern", repr((value.pattern, value.flags)).encode()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_sparse:
+        return f"tensor {value.dtype} {tuple(value.shape)}", _bytes_of(torch, value)
+    return "?", _UNKNOWN
+
+
+def _bytes_of(torch: Any, tensor: Any) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    found: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return found
