@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,63 @@ def test_types_that_clash_are_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", pa.table({"x": ["a", "b"]}))
     with pytest.raises(FormatError, match="'x' is int64 in .*a.parquet but string in .*b.parquet"):
         midepoch.from_files(tmp_path)
+
+
+JOINED = [
+    (pa.string(), pa.large_string(), pa.large_string(), ["a", None]),
+    (pa.string(), pa.string_view(), pa.large_string(), ["a", None]),
+    (pa.dictionary(pa.int8(), pa.string()), pa.large_string(), pa.large_string(), ["a", None]),
+    (pa.int32(), pa.int64(), pa.int64(), [1, None]),
+    (pa.float32(), pa.float64(), pa.float64(), [1.5, None]),
+    (pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.large_list(pa.int64()), [[1], [2, None], None]),
+    (pa.list_(pa.field("element", pa.int32())), pa.list_(pa.int32()), pa.list_(pa.int32()), [[1], None]),
+    (pa.list_(pa.float32(), 2), pa.list_(pa.float32(), 2), pa.list_(pa.float32(), 2), [[1.0, 2.0], [3.0, 4.0]]),
+]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize(("first", "second", "common", "values"), JOINED, ids=str)
+def test_types_are_joined_as_pyarrow_promotes_them(
+    tmp_path: Path, form: str, first: pa.DataType, second: pa.DataType, common: pa.DataType, values: list[Any]
+) -> None:
+    for name, kind in (("a", first), ("b", second)):
+        table = pa.table({"x": pa.array(values, kind if not pa.types.is_dictionary(kind) else kind.value_type)})
+        table = table.cast(pa.schema({"x": kind}))
+        path = tmp_path / f"{name}.{form}"
+        write_parquet(path, table) if form == "parquet" else write_arrow(path, table, 2)
+    for order in (["a", "b"], ["b", "a"]):
+        ds = midepoch.from_files([tmp_path / f"{name}.{form}" for name in order])
+        assert ds.pipeline.source.schema.field("x").type == common
+        assert [row["x"] for row in ds] == values * 2
+        assert sorted(str(row["x"]) for row in ds.shuffle(seed=1)) == sorted(map(str, values * 2))
+        batches = [batch["x"] for batch in ds.with_format("numpy").loader(1)]
+        assert len({each.dtype for each in batches if each[0] is not None}) == 1  # there is no array of a null list
+
+
+def test_structs_have_the_fields_of_all_files(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"s": [{"n": 1, "in": [{"k": 1}]}, {"n": 2, "in": []}]}))
+    write_parquet(tmp_path / "b.parquet", pa.table({"s": [{"more": 7, "n": 3, "in": [{"k": 2, "l": "x"}]}]}))
+    ds = midepoch.from_files(tmp_path)
+    assert [row["s"] for row in ds] == [
+        {"n": 1, "in": [{"k": 1, "l": None}], "more": None},
+        {"n": 2, "in": [], "more": None},
+        {"n": 3, "in": [{"k": 2, "l": "x"}], "more": 7},
+    ]
+    numbers = [batch["s"]["more"] for batch in ds.with_format("numpy").loader(1)]
+    assert [each.dtype for each in numbers] == [np.dtype("float64")] * 3  # null in one file, so float in all batches
+
+
+def test_a_folder_that_looks_like_a_glob(tmp_path: Path) -> None:
+    for number, folder in enumerate(("run[1]", "run1", "what?", "st*r/run[1]")):
+        (tmp_path / folder).mkdir(parents=True)
+        write_parquet(tmp_path / folder / "a.parquet", pa.table({"id": [number]}))
+    for number, paths in enumerate(
+        (["run[1]", "run[1]/*.parquet", "run[1]/a.parquet"], [], ["what?"], ["st*r/run[1]"])
+    ):
+        for path in paths:
+            assert [row["id"] for row in midepoch.from_files(tmp_path / path)] == [number]
+    shutil.rmtree(tmp_path / "run[1]")
+    assert [row["id"] for row in midepoch.from_files(tmp_path / "run[1]/*.parquet")] == [1]
 
 
 def test_types_of_text_are_those_of_all_files(tmp_path: Path) -> None:

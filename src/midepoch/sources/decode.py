@@ -63,7 +63,7 @@ def decoder(
 
 
 def _cast(store: Store, block: Block, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    if column.type.equals(kind):
+    if column.type.equals(kind, check_metadata=True):
         return column
     try:
         return column.cast(kind)

@@ -128,9 +128,10 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
     entry = _stat(store, path) if named else None
     if entry is not None:
         return [entry]
-    if _GLOB.search(path):
-        base = path[: _GLOB.search(path).start()].rpartition("/")[0]  # type: ignore[union-attr]
-        matches = re.compile(_translated(path)).fullmatch
+    folder = _existing(store, path)
+    if (glob := _GLOB.search(path, len(folder))) is not None:
+        base = path[: glob.start()].rpartition("/")[0]
+        matches = re.compile(re.escape(folder) + _translated(path[len(folder) :])).fullmatch
         found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
@@ -163,6 +164,17 @@ def _nearest(store: Store, path: str) -> str:
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return f"The folder {folder} is there and holds {held or 'nothing'}."
+
+
+def _existing(store: Store, path: str) -> str:
+    """The folders with which a path begins that are there although their names look like globs: ``runs/run[1]``."""
+    parts = path.split("/")
+    signs = "*?[" if store.local else "["  # elsewhere each costs a request, and few keys hold stars
+    for i in reversed(range(len(parts))):
+        folder = "/".join(parts[: i + 1])
+        if any(sign in parts[i] for sign in signs) and store.is_folder(folder):
+            return folder
+    return ""
 
 
 def _stat(store: Store, path: str) -> Entry | None:

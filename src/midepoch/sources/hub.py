@@ -63,7 +63,7 @@ class HubRequest:
         names: list[str] = []
         for pattern in _flat(self.data_files):
             if "://" not in pattern:
-                names += glob.glob(os.path.join(folder, os.path.expanduser(pattern)), recursive=True)
+                names += glob.glob(os.path.join(glob.escape(folder), os.path.expanduser(pattern)), recursive=True)
         if self.data_files is None and (self.data_dir or os.path.isdir(self.path)) and os.path.isdir(folder):
             names += [os.path.join(root, name) for root, _, files in os.walk(folder) for name in files]
         found = []

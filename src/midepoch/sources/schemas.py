@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -23,21 +23,7 @@ def unified(
         schema = widest(store.name(entries[0].path), [scan.schema for scan in scans], text=text)
         schema = pa.schema([field.with_type(pa.string()) if field.type == pa.null() else field for field in schema])
     else:
-        fields: dict[str, tuple[pa.Field, str]] = {}
-        for entry, scan in zip(entries, scans, strict=True):
-            for field in scan.schema:
-                plain = field.with_type(_free(plain_type(field.type)))
-                before, where = fields.setdefault(field.name, (plain, store.name(entry.path)))
-                if before.type == pa.null():
-                    fields[field.name] = (plain, store.name(entry.path))
-                elif plain.type not in (before.type, pa.null()):
-                    raise FormatError(
-                        f"the files do not have one schema: column {field.name!r} is {before.type} in {where} but "
-                        f"{plain.type} in {store.name(entry.path)}. Load them as separate datasets, or write one again."
-                    )
-        schema = pa.schema(
-            [field.with_nullable(True) for field, _ in fields.values()], metadata=scans[0].schema.metadata
-        )
+        schema = _joined([store.name(entry.path) for entry in entries], [scan.schema for scan in scans])
     if added is not None:
         known = [field for field in schema if field.name not in added.names]
         schema = pa.schema([*known, *added], metadata=schema.metadata)
@@ -46,25 +32,107 @@ def unified(
     return schema
 
 
+def _joined(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The union of the columns of these files, each in a type that holds the values of all."""
+    fields: dict[str, tuple[pa.Field, str]] = {}
+    for i, (file, schema) in enumerate(zip(files, schemas, strict=True)):
+        if i and schema.equals(schemas[i - 1]):
+            continue
+        for field in schema:
+            plain = field.with_type(_free(plain_type(field.type)))
+            before, where = fields.setdefault(field.name, (plain, file))
+            if before.type == plain.type:
+                continue
+            kind = _common(before.type, plain.type)
+            if kind is None:
+                raise FormatError(
+                    f"the files do not have one schema: column {field.name!r} is {before.type} in {where} but "
+                    f"{plain.type} in {file}. Load them as separate datasets, or write one again."
+                )
+            fields[field.name] = (before.with_type(kind), file if before.type == pa.null() else where)
+    return pa.schema([field.with_nullable(True) for field, _ in fields.values()], metadata=schemas[0].metadata)
+
+
+def _common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    """The type that holds values of both, as pyarrow promotes them: the wider number, the larger offsets, the fields of
+    both structs. None if there is none.
+    """
+    for a, b in ((first, second), (_without_views(first), _without_views(second))):
+        try:
+            schemas = [pa.schema([pa.field("", kind)]) for kind in (a, b)]
+            return _free(pa.unify_schemas(schemas, promote_options="permissive").field(0).type)
+        except pa.ArrowException:
+            continue
+    return None
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """Text and bytes for views of them, which pyarrow does not promote."""
+    if pt.is_string_view(kind) or pt.is_binary_view(kind):
+        return pa.large_string() if pt.is_string_view(kind) else pa.large_binary()
+    if not _is_nested(kind):
+        return kind
+    return with_children(kind, [each.with_type(_without_views(each.type)) for each in _fields(kind)])
+
+
 def _free(kind: pa.DataType) -> pa.DataType:
     """A type without promises that nothing inside is null: files differ in those."""
-    if not (pt.is_struct(kind) or pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)):
+    if not _is_nested(kind):
         return kind
-    fields = [kind.field(i) for i in range(kind.num_fields)]
-    return with_children(kind, [each.with_type(_free(each.type)).with_nullable(True) for each in fields])
+    return with_children(kind, [each.with_type(_free(each.type)).with_nullable(True) for each in _fields(kind)])
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return bool(pt.is_struct(kind) or pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def _fields(kind: pa.DataType) -> list[pa.Field]:
+    return [kind.field(i) for i in range(kind.num_fields)]
 
 
 def nullable_paths(
     scans: Sequence[Scanned], schema: pa.Schema, values: Sequence[Values], added: pa.Schema | None
 ) -> frozenset[tuple[str, ...]]:
-    """Where any file has a null: also where it lacks the column, or its folder says null."""
+    """Where any file has a null: also where it lacks the column or a field of it, or its folder says null."""
     constant = set(added.names) if added is not None else set()
-    found = {path for path in set().union(*(scan.nullable for scan in scans)) if path[0] not in constant}
-    found.update((name,) for name in constant if any(dict(value)[name] is None for value in values))
-    names = set(schema.names) - constant
+    types = {field.name: field.type for field in schema if field.name not in constant}
+    found: set[tuple[str, ...]] = {(n,) for n in constant if any(dict(value)[n] is None for value in values)}
     for scan in scans:
-        found.update((name,) for name in names.difference(scan.schema.names))
+        own = dict(zip(scan.schema.names, scan.schema.types, strict=True))
+        found.update((name,) for name in types.keys() - own.keys())
+        other = {n for n, kind in own.items() if n in types and not kind.equals(types[n], check_metadata=True)}
+        for name, *inner in scan.nullable:
+            if name in types:
+                found.add((name, *(_renamed(inner, types[name]) if name in other else inner)))
+        for name in other:
+            found.update(_lacking((name,), plain_type(own[name]), types[name]))
     return frozenset(found)
+
+
+def _renamed(path: Sequence[str], kind: pa.DataType) -> list[str]:
+    """A path inside a column by the names that the common type has: writers name the values of lists differently."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _renamed(path, kind.storage_type)
+    if not path or not kind.num_fields:
+        return list(path)
+    inner = kind.field(path[0]) if pt.is_struct(kind) else kind.field(0)
+    return [inner.name, *_renamed(path[1:], inner.type)]
+
+
+def _lacking(path: tuple[str, ...], own: pa.DataType, common: pa.DataType) -> Iterator[tuple[str, ...]]:
+    """Paths of the fields of structs that a file does not have."""
+    if not (_is_nested(own) and _is_nested(common)):
+        return
+    if not pt.is_struct(common):
+        yield from _lacking((*path, common.field(0).name), own.field(0).type, common.field(0).type)
+        return
+    theirs = {field.name: field.type for field in _fields(own)}
+    for field in _fields(common):
+        inner = (*path, field.name)
+        if field.name in theirs:
+            yield from _lacking(inner, theirs[field.name], field.type)
+        else:
+            yield inner
 
 
 def row_bytes(scans: Sequence[Scanned], schema: pa.Schema) -> float:
