@@ -19,6 +19,7 @@ import pytest
 
 import midepoch
 from midepoch.errors import FormatError
+from midepoch.sources.formats import parquet, parquet_chunks
 from midepoch.sources.formats.parquet_chunks import column_chunks, columns, sound
 
 TABLE = pa.table(
@@ -167,3 +168,35 @@ def test_opening_filtering_and_reading_are_linear_in_columns(tmp_path: Path) -> 
     cost(10)  # imports
     small, large = cost(200), cost(1600)
     assert large < 10 * small
+
+
+def test_a_row_group_with_more_text_than_small_offsets_can_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_chunks, "MOST_BYTES", 9_000)
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 2_000)
+    texts = [None if i % 7 == 0 else f"{i} " * 30 for i in range(200)]
+    table = pa.table(
+        {
+            "id": range(200),
+            "text": texts,
+            "bytes": [text and text.encode() for text in texts],
+            "list": [[text] * (i % 3) for i, text in enumerate(texts)],
+            "struct": [{"t": text, "n": i} for i, text in enumerate(texts)],
+            "category": pa.array(texts).dictionary_encode(),
+            "small": [str(i) for i in range(200)],
+        }
+    )
+    for name, statistics in (("a", True), ("b", False)):
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=100, use_dictionary=statistics)
+        ds = midepoch.from_files(tmp_path / f"{name}.parquet")
+        kinds = {field.name: str(field.type) for field in ds.pipeline.source.schema}
+        assert kinds["text"] == kinds["category"] == "large_string"
+        assert kinds["bytes"] == "large_binary"
+        assert "large_string" in kinds["list"]
+        assert "large_string" in kinds["struct"]
+        assert kinds["small"] == "string"
+        assert list(ds) == table.to_pylist()
+        assert list(ds.select_columns(["list", "id"])) == table.select(["list", "id"]).to_pylist()
+    pq.write_table(table.slice(0, 10), tmp_path / "c.parquet")
+    assert list(midepoch.from_files(tmp_path)) == [*table.to_pylist(), *table.to_pylist(), *table.to_pylist()[:10]]

@@ -66,6 +66,23 @@ def plain_array(array: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(plain_type(kind), len(array), buffers, offset=array.offset, children=children)
 
 
+def large_text(kind: pa.DataType) -> pa.DataType:
+    """A type whose text and bytes, at any depth, have offsets of 64 bits."""
+    if pt.is_string(kind) or pt.is_binary(kind):
+        return pa.large_string() if pt.is_string(kind) else pa.large_binary()
+    if not (_has_lists(kind) or pt.is_struct(kind)):
+        return kind
+    return with_children(kind, [field.with_type(large_text(field.type)) for field in _children(kind)])
+
+
+def has_large_text(kind: pa.DataType) -> bool:
+    """Whether there is text or bytes with offsets of 64 bits in a type."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return has_large_text(kind.storage_type)
+    large = pt.is_large_string(kind) or pt.is_large_binary(kind)
+    return bool(large or any(has_large_text(field.type) for field in _children(kind)))
+
+
 def with_children(kind: pa.DataType, fields: list[pa.Field]) -> pa.DataType:
     """A list, map or struct with other fields inside."""
     if pt.is_struct(kind):

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from midepoch.errors import FormatError
+from midepoch.sources.dictionaries import has_large_text, large_text, plain_type
 from midepoch.sources.formats.base import Block, Scanned
-from midepoch.sources.formats.parquet_chunks import Chunks, Column, column_chunks, columns, sound
+from midepoch.sources.formats.parquet_chunks import BINARY, Chunks, Column, column_chunks, columns, sound
 from midepoch.sources.formats.parquet_nulls import Leaf, all_paths, leaves, null_paths
 from midepoch.sources.stores import Entry, OpenFile, Store
 
@@ -24,6 +25,9 @@ _TAIL = 64 << 10
 
 _VERIFIED = {"page_checksum_verification": True}
 """Where the writer left checksums, a flipped bit is an error and not a wrong value."""
+
+
+_BATCH_BYTES = 256 << 20
 
 
 _NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
@@ -45,7 +49,8 @@ class ParquetFormat:
                 min(_SAMPLE, size), max(0, size - 8 - len(footer) - _SAMPLE)
             )
         metadata = _parsed(name, footer)
-        found = Scanned(_schema(name, footer), footer=footer, etag=etag)
+        about = _described(name, footer)
+        found = Scanned(_with_large_text(_schema(name, footer), about), footer=footer, etag=etag)
         for group in range(metadata.num_row_groups):
             if rows := metadata.row_group(group).num_rows:
                 found.offsets.append(group)
@@ -54,17 +59,17 @@ class ParquetFormat:
             raise FormatError(
                 f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
             )
-        about = _described(name, footer)
         told = len(about.chunks) == metadata.num_row_groups
         found.nullable = null_paths(footer, about.leaves, about.chunks) if told else all_paths(about.leaves)
         found.decoded_bytes = float(sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)))
         found.fingerprint = hashlib.blake2b(footer + sample + struct.pack("<q", size), digest_size=16).hexdigest()
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
-        metadata = _parsed(store.name(block.entry.path), block.footer)
-        there = set(_schema(store.name(block.entry.path), block.footer).names)
-        wanted = [name for name in columns if name in there]
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        name = store.name(block.entry.path)
+        metadata, own = _parsed(name, block.footer), _schema(name, block.footer)
+        known = set(own.names)
+        wanted = [name for name in columns if name in known]
         if not wanted:  # only the number of rows is asked for
             return pa.table({"": pa.nulls(metadata.row_group(block.offset).num_rows)}).select([])
         with (
@@ -72,9 +77,11 @@ class ParquetFormat:
             pq.ParquetFile(file.arrow, metadata=metadata, pre_buffer=not store.local, **_VERIFIED) as whole,
         ):
             try:
+                if any(map(has_large_text, (schema.field(each).type for each in wanted))):
+                    return _in_batches(whole, _described(name, block.footer), block.offset, schema, wanted)
                 return whole.read_row_group(block.offset, columns=wanted, use_threads=len(wanted) > 1)
             except (pa.ArrowException, OSError):
-                _check_encryption(store.name(block.entry.path), block, wanted)
+                _check_encryption(name, block, wanted)
                 raise
 
     def excluded(
@@ -89,6 +96,30 @@ class ParquetFormat:
             source, partition_expression=partition, row_groups=[block.offset]
         )
         return not fragment.split_by_row_group(expression, schema=schema)
+
+
+def _with_large_text(schema: pa.Schema, about: _Described) -> pa.Schema:
+    """The schema in which columns with more bytes in a row group than offsets of 32 bits can count have larger ones."""
+    numbers = {number for chunks in about.chunks for number in chunks.large}
+    names = {about.leaves[i].column for i in numbers if about.columns[i].kind == BINARY}
+    for i, field in enumerate(schema):
+        if field.name in names:
+            schema = schema.set(i, field.with_type(large_text(plain_type(field.type))))
+    return schema
+
+
+def _in_batches(
+    whole: pq.ParquetFile, about: _Described, group: int, schema: pa.Schema, wanted: Sequence[str]
+) -> pa.Table:
+    """A row group with large text: pyarrow reads it with small offsets, so only as much at once as those can count."""
+    rows = whole.metadata.row_group(group).num_rows
+    large = about.chunks[group].large if about.chunks else {}
+    if not large:
+        return whole.read_row_group(group, columns=wanted, use_threads=len(wanted) > 1)
+    size = max(1, rows * _BATCH_BYTES // max(large.values()))
+    target = pa.schema([schema.field(name) for name in wanted])
+    batches = whole.iter_batches(size, row_groups=[group], columns=wanted)
+    return pa.concat_tables([pa.Table.from_batches([batch]).select(wanted).cast(target) for batch in batches])
 
 
 def _check_encryption(name: str, block: Block, wanted: Sequence[str]) -> None:

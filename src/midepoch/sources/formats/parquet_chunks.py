@@ -8,14 +8,17 @@ Layout: https://github.com/apache/parquet-format/blob/master/src/main/thrift/par
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from midepoch.sources.formats.thrift import Fields, binary_size, integer, integers, list_head, struct_fields, structs
 
 _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}  # bytes of a value of each physical type that has a width
-_BINARY, _FIXED = 6, 7
+BINARY, _FIXED = 6, 7
 _REPEATED = 2
+MOST_BYTES = (1 << 31) - 1
+"""Bytes that the values of one array of text can take: offsets have 32 bits. Larger ones have to be large_string."""
 
 
 class Column(NamedTuple):
@@ -31,11 +34,13 @@ class Chunks(NamedTuple):
     """The chunks of one row group, one of each column.
 
     ``at``: where their metadata lies in the footer, None where it is encrypted. ``nulls``: how many values are null at
-    any level of nesting, empty lists among them, None where the footer does not tell.
+    any level of nesting, empty lists among them, None where the footer does not tell. ``large``: bytes of the values of
+    those columns, by number, that take more than ``MOST_BYTES``.
     """
 
     at: list[int | None]
     nulls: list[int | None]
+    large: dict[int, int]
 
 
 def column_chunks(footer: bytes) -> list[Chunks]:
@@ -55,20 +60,34 @@ def column_chunks(footer: bytes) -> list[Chunks]:
 def _chunks(footer: bytes, at: int, count: int) -> tuple[Chunks, int]:
     places: list[int | None] = []
     nulls: list[int | None] = []
-    usual = _usual().match
-    for _ in range(count):
+    large: dict[int, int] = {}
+    usual, digits = _usual().match, -(-(2 * MOST_BYTES).bit_length() // 7)  # of a size that is too large, at least
+    for i in range(count):
         match = usual(footer, at)
         if match is not None:
-            number, at = match[2], match.end()
+            number, at = match[3], match.end()
             places.append(match.start(1))
             nulls.append(0 if number == b"\0" else number if number is None else integer(number, 0)[0])
+            if len(match[2]) >= digits or len(match[4] or b"") >= digits:
+                _note_size(footer, match.start(1), large, i)
             continue
         chunk, at = struct_fields(footer, at)
         encrypted = 3 not in chunk or 8 in chunk or 9 in chunk
         statistics = {} if encrypted else _statistics(footer, chunk[3])
         places.append(None if encrypted else chunk[3])
         nulls.append(integer(footer, statistics[3])[0] if 3 in statistics else None)
-    return Chunks(places, nulls), at
+        if not encrypted:
+            _note_size(footer, chunk[3], large, i)
+    return Chunks(places, nulls, large), at
+
+
+def _note_size(footer: bytes, at: int, large: dict[int, int], number: int) -> None:
+    """Note a chunk whose values are too large: as its writer tells, else as they lie in the file."""
+    column, _ = struct_fields(footer, at)
+    sizes = struct_fields(footer, column[16])[0] if 16 in column else {}
+    size = _number(footer, sizes, 1) if 1 in sizes else _number(footer, column, 6)
+    if size > MOST_BYTES:
+        large[number] = size
 
 
 def _statistics(footer: bytes, at: int) -> Fields:
@@ -84,12 +103,12 @@ def sound(footer: bytes, at: int | None, column: Column) -> bool:
     if integer(footer, fields[1])[0] != column.kind or 17 in fields:
         return False
     bounds = [bound for number, bound in _statistics(footer, at).items() if number in (1, 2, 5, 6)]
-    if column.kind != _BINARY and any(binary_size(footer, bound) != column.width for bound in bounds):
+    if column.kind != BINARY and any(binary_size(footer, bound) != column.width for bound in bounds):
         return False
     sizes = struct_fields(footer, fields[16])[0] if 16 in fields else {}
     lengths = [len(integers(footer, sizes[number])) if number in sizes else 0 for number in (2, 3)]
     histograms = zip(lengths, (column.repetition, column.definition), strict=True)
-    return all(length in (0, level + 1) for length, level in histograms) and (1 not in sizes or column.kind == _BINARY)
+    return all(length in (0, level + 1) for length, level in histograms) and (1 not in sizes or column.kind == BINARY)
 
 
 def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
@@ -130,35 +149,31 @@ def _number(footer: bytes, fields: Fields, field: int) -> int:
 def _usual() -> re.Pattern[bytes]:
     """The form in which nearly all writers write a chunk: 10 times as fast to recognise as fields are to read.
 
-    Bytes before values are ``(fields passed over + 1) * 16 + type``. What does not match is read field by field.
+    Its groups: the metadata, its uncompressed size, the number of nulls, and the bytes of its values. The byte before a
+    value is ``(fields passed over + 1) * 16 + type``. What does not match is read field by field.
     """
     number = rb"[\x80-\xff]*[\x00-\x7f]"
-    text = b"(?:" + b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(64)) + b")"
-    numbers = (
-        b"(?:"
-        + b"|".join(re.escape(bytes([n << 4 | t])) + b"(?:%s){%d}" % (number, n) for n in range(8) for t in (5, 6))
-        + b")"
-    )
-    texts = b"(?:" + b"|".join(re.escape(bytes([n << 4 | 8])) + text * n for n in range(1, 5)) + b")"
-    counted = b"(?:\\x15%s){3}\\x00" % number
-    counts = b"(?:" + b"|".join(re.escape(bytes([n << 4 | 12])) + counted * n for n in range(1, 6)) + b")"
-    bounds = b"(?:[\\x18\\x28]%s\\x18%s)?" % (text, text)
-    statistics = b"(?:\\x18%s\\x18%s\\x16|\\x36)(%s)(?:\\x16%s)?%s[\\x11\\x12]{0,2}\\x00" % (
-        text,
-        text,
-        number,
-        number,
-        bounds,
-    )
-    sizes = b"(?:\\x16%s)?(?:[\\x19\\x29\\x39]%s){0,2}\\x00" % (number, numbers)
-    column = b"\\x15%s\\x19%s\\x19%s\\x15%s(?:\\x16%s){3}\\x26%s(?:\\x16%s)?(?:[\\x16\\x26]%s)?" % (
-        number,
-        numbers,
-        texts,
-        number,
-        number,
-        number,
-        number,
-        number,
-    ) + b"(?:[\\x1c\\x2c\\x3c]%s)?(?:[\\x19\\x29]%s)?(?:[\\x3c\\x4c]%s)?\\x00" % (statistics, counts, sizes)
-    return re.compile(b"(?:\\x26%s\\x1c|\\x3c)(%s)(?:[\\x15\\x16]%s){0,4}\\x00" % (number, column, number), re.DOTALL)
+    text = _any(b"\\x%02x.{%d}" % (size, size) for size in range(64))
+    numbers = _any(b"\\x%02x(?:%s){%d}" % (n << 4 | kind, number, n) for n in range(8) for kind in (5, 6))
+    texts = _any(b"\\x%02x(?:%s){%d}" % (n << 4 | 8, text, n) for n in range(1, 5))
+    encodings = _any(b"\\x%02x(?:(?:\\x15%s){3}\\x00){%d}" % (n << 4 | 12, number, n) for n in range(1, 6))
+    parts = {
+        b"NUMBERS": numbers,
+        b"NUMBER": number,
+        b"TEXTS": texts,
+        b"TEXT": text,
+        b"ENCODINGS": encodings,
+    }
+    statistics = rb"(?:\x18TEXT\x18TEXT\x16|\x36)(NUMBER)(?:\x16NUMBER)?(?:[\x18\x28]TEXT\x18TEXT)?[\x11\x12]{0,2}\x00"
+    sizes = rb"(?:\x16(NUMBER))?(?:[\x19\x29\x39]NUMBERS){0,2}\x00"
+    pages = rb"\x26NUMBER(?:\x16NUMBER)?(?:[\x16\x26]NUMBER)?"
+    column = rb"\x15NUMBER\x19NUMBERS\x19TEXTS\x15NUMBER\x16NUMBER\x16(NUMBER)\x16NUMBER" + pages
+    column += rb"(?:[\x1c\x2c\x3c]%s)?(?:[\x19\x29]ENCODINGS)?(?:[\x3c\x4c]%s)?\x00" % (statistics, sizes)
+    chunk = rb"(?:\x26NUMBER\x1c|\x3c)(%s)(?:[\x15\x16]NUMBER){0,4}\x00" % column
+    for name, part in parts.items():
+        chunk = chunk.replace(name, part)
+    return re.compile(chunk, re.DOTALL)
+
+
+def _any(patterns: Iterable[bytes]) -> bytes:
+    return b"(?:" + b"|".join(patterns) + b")"
