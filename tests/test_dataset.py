@@ -260,3 +260,18 @@ def test_schema_and_columns(ds: midepoch.Dataset) -> None:
     assert ds.select_columns(["score"]).schema.names == ["score"]
     assert ds.map(lambda row: {"x": 1}, remove_columns=["text"]).column_names == ["id", "score", "tokens", "x"]
     assert ds.features["score"].dtype == "float64"
+
+
+def test_slices_by_percentages(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files)
+    ids = lambda part: [row["id"] for row in part]  # noqa: E731
+    first, rest = ds.slice(None, "80%"), ds.slice("80%")
+    assert ids(first) + ids(rest) == list(range(37))
+    assert len(first) == 30
+    assert ids(ds.slice("10%", "12.5%")) == [4]
+    assert ids(ds.slice("-10%")) == ids(ds.slice(-4))
+    assert ids(ds.skip(17).slice("50%", None, 2)) == list(range(27, 37, 2))
+    assert first.state_dict()["selection"] == ds.take(30).state_dict()["selection"]
+    for wrong in ("80", "x%", "101%", ":80%"):
+        with pytest.raises(ValueError, match="percentage like '80%'"):
+            ds.slice(wrong)

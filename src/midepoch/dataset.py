@@ -21,6 +21,7 @@ from midepoch.random_access import RandomAccess
 from midepoch.read.blocks import plain_schema
 from midepoch.resumable import Resumable
 from midepoch.seeds import check_agreed, draw_seed
+from midepoch.sources.splits import bound_of
 from midepoch.stages import Stages
 from midepoch.standing import Standing, register_with_torch
 from midepoch.state import Cursor
@@ -136,9 +137,16 @@ class Dataset(Stages, Resumable):
 
     # Which rows
 
-    def slice(self: Self, start: int | None = None, stop: int | None = None, step: int | None = None) -> Self:
-        """The rows ``[start:stop:step]``, chosen before any shuffle, so that no row moves from one slice to another."""
-        return self._with_selection(self.pipeline.order.selection.slice(start, stop, step))
+    def slice(
+        self: Self, start: int | str | None = None, stop: int | str | None = None, step: int | None = None
+    ) -> Self:
+        """The rows ``[start:stop:step]``, chosen before any shuffle, so that no row moves from one slice to another.
+
+        Bounds may be percentages: ``ds.slice(None, "80%")`` and ``ds.slice("80%")`` are two parts of a dataset.
+        """
+        chosen = self.pipeline.order.selection
+        first, last = (bound_of(bound, len(chosen)) for bound in (start, stop))
+        return self._with_selection(chosen.slice(first, last, step))
 
     def take(self: Self, n: int) -> Self:
         """The first n rows (before any shuffle)."""
@@ -250,7 +258,7 @@ class Dataset(Stages, Resumable):
             return self._derive(pipeline)
         if isinstance(step, FilterExpression) and not self.pipeline.tail:
             step.columns(self.schema)
-        return self._stream(replace(self.what, spec=Spec(pipeline)))
+        return self._stream(replace(self.what, spec=Spec(self.pipeline).with_step(step)))
 
     def _with_stage(self, stage: StageSpec) -> Stream:
         return self._stream(replace(self.what, spec=Spec(self.pipeline, (stage,))))

@@ -141,7 +141,9 @@ def _rowwise(step: Function) -> bool:
 
 
 def is_one_to_one(step: Step) -> bool:
-    return isinstance(step, (ColumnStep, Cast)) or (isinstance(step, Map) and step.one_to_one)
+    if isinstance(step, (ColumnStep, Cast)):
+        return True
+    return isinstance(step, Map) and step.one_to_one and not step.drop_last
 
 
 def text_of(steps: tuple[Step, ...]) -> str:
@@ -161,6 +163,6 @@ def _name(step: Step) -> str:
         if isinstance(step, FlatMap):
             return "flat_map"
         return f"filter[batched {step.batch_size}]" if isinstance(step, FilterRows) and step.batched else "filter"
-    if not step.one_to_one:
-        return f"map[batched {step.batch_size} to any]"
+    if not step.one_to_one or step.drop_last:
+        return f"map[batched {step.batch_size}{' drop' * step.drop_last}{' to any' * (not step.one_to_one)}]"
     return "map[batched]" if step.batched else "map"

@@ -65,6 +65,7 @@ class HasSteps:
         batched: bool = False,
         batch_size: int = 1000,
         *,
+        drop_last_batch: bool = False,
         one_to_one: bool = True,
         with_indices: bool = False,
         with_generator: bool = False,
@@ -80,7 +81,13 @@ class HasSteps:
         the row (``batched``: a list of each). It must return one row for each row, unless ``one_to_one=False``: then
         (``batched`` only) the rows are what it returns, more or fewer, and nothing else, and the result is a stream.
         ``on_error="skip"`` drops rows on which it raises.
+
+        With ``drop_last_batch`` (``batched`` only) a last group of fewer than ``batch_size`` rows, in each lane, is
+        left out, and the result is a stream. Behind ``with_format("arrow")`` a function gets an Arrow table and may
+        return one: its columns take the place of all others.
         """
+        if drop_last_batch and not batched:
+            raise ValueError("drop_last_batch=True needs batched=True")
         if not one_to_one and not batched:
             raise ValueError("one_to_one=False needs batched=True; flat_map takes a function of one row")
         step = Map(
@@ -89,6 +96,7 @@ class HasSteps:
             fn_kwargs=dict(fn_kwargs or {}),
             on_error=_on_error(on_error),
             one_to_one=one_to_one,
+            drop_last=drop_last_batch,
         )
         if self._columns is not None:
             check_columns(step.remove_columns, self._columns, f"map({step.name})")

@@ -4,11 +4,14 @@ import logging
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
 import midepoch
-from midepoch.errors import ColumnError, MapError
+from midepoch.errors import CheckpointMismatchError, ColumnError, MapError
+from midepoch.testing import assert_resumes_exactly
 
 
 @pytest.fixture
@@ -184,3 +187,41 @@ def test_none_for_some_rows_names_filter(ds: midepoch.Dataset) -> None:
     for mapped in (ds.map(some), ds.skip(1).map(some), ds.map(some_groups, batched=True, batch_size=4)):
         with pytest.raises(MapError, match=r"returned None .* Leave rows out with filter\(\)"):
             list(mapped.loader(16))
+
+
+def test_a_last_group_that_is_not_full_can_be_left_out(ds: midepoch.Dataset) -> None:
+    def make(source: Any = ds) -> Any:
+        return source.map(double_all, batched=True, batch_size=5, drop_last_batch=True)
+
+    assert [row["double"] for row in make()] == [2 * i for i in range(35)]
+    assert "text" in next(iter(make()))
+    odd = make(ds.filter(lambda row: row["id"] % 2))
+    assert [row["id"] for row in odd] == list(range(1, 31, 2)), "only the last one of all"
+    assert [row["id"] for row in make(ds.batch(2).unbatch())] == list(range(35))
+    assert [row["id"] for row in make(make())] == list(range(35))
+    for workers in (0, 2):
+        assert [int(i) for batch in make().loader(4, workers) for i in batch["id"]] == list(range(35))
+    assert_resumes_exactly(lambda: make(ds.filter(lambda row: row["id"] % 2)).loader(4, collate_fn=list), tail=2)
+    with pytest.raises(ValueError, match="needs batched=True"):
+        ds.map(double, drop_last_batch=True)
+    with pytest.raises(CheckpointMismatchError):
+        ds.map(double_all, True, 5, one_to_one=False).load_state_dict(make().state_dict())
+
+
+def test_arrow_tables_in_and_out(ds: midepoch.Dataset) -> None:
+    def more(table: pa.Table) -> pa.Table:
+        assert isinstance(table, pa.Table)
+        return table.select(["id"]).append_column("twice", pc.multiply(table["id"], 2).cast(pa.int16()))
+
+    arrow = ds.with_format("arrow")
+    for mapped in (arrow.map(more, batched=True, batch_size=4), arrow.map(more)):
+        assert list(mapped.with_format("python")) == [{"id": i, "twice": 2 * i} for i in range(37)]
+        assert mapped.column_names == ["id", "twice"]
+    batches = list(arrow.map(more, batched=True).loader(8, 2))
+    assert batches[0].schema == pa.schema({"id": pa.int64(), "twice": pa.int16()})
+    halved = arrow.map(lambda table: table.slice(0, len(table) // 2), batched=True, batch_size=4, one_to_one=False)
+    assert pa.concat_tables(halved.iter(100))["id"].to_pylist() == [i for i in range(36) if i % 4 < 2]
+    with pytest.raises(MapError, match="3 values for 4 rows"):
+        list(arrow.map(lambda table: table.slice(1), batched=True, batch_size=4))
+    with pytest.raises(MapError, match="a table for some rows and a dict for others"):
+        list(arrow.map(lambda t: t if t["id"][0].as_py() < 8 else t.to_pydict(), batched=True, batch_size=4).loader(16))

@@ -230,6 +230,8 @@ class Spec:
         sources do it, each in its workers.
         """
         base, stages = self.base, self.stages
+        if isinstance(step, Map) and step.drop_last and not self._has_whole_groups:
+            return Spec(base, (*stages, Local((self._numbered(step),))))
         if stages and isinstance(stages[-1], Local):
             return Spec(base, (*stages[:-1], Local((*stages[-1].steps, self._numbered(step)))))
         if isinstance(base, Pipeline) and not stages:
@@ -237,6 +239,13 @@ class Spec:
         if isinstance(base, (Mix, Concat)) and not stages and _of_a_row(step):
             return Spec(replace(base, parts=tuple(part.with_step(step) for part in base.parts)))
         return Spec(base, (*stages, Local((self._numbered(step),))))
+
+    @property
+    def _has_whole_groups(self) -> bool:
+        """Whether a batched function would get full groups but for the last: rows as they are, grouped by no other."""
+        base = self.base
+        rows = isinstance(base, Pipeline) and base.one_to_one and not base.can_skip and base.group is None
+        return rows and not self.stages
 
     def _numbered(self, step: Step) -> Step:
         """A function with the number of those before it, which tells their generators apart."""

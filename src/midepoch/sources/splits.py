@@ -68,6 +68,16 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
     return tuple(parts)
 
 
+def bound_of(bound: int | str | None, length: int) -> int | None:
+    """A bound of a slice of so many rows: a number, or a percentage like "80%" or "-12.5%"."""
+    if not isinstance(bound, str):
+        return bound
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)%", bound.strip())
+    if found is None or abs(float(found[1])) > 100:
+        raise ValueError(f"a bound must be a row number or a percentage like '80%' or '-10%', got {bound!r}")
+    return round(float(found[1]) * length / 100.0)
+
+
 def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:
     """``all`` stands for every split in turn."""
     if "all" not in splits and any(part != SplitPart("all") for part in parts if part.split == "all"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from midepoch.errors import MapError
 from midepoch.transforms.batch import Batch, join_columns
@@ -28,6 +29,8 @@ class Map(Function):
     remove_columns: tuple[str, ...] = ()
     one_to_one: bool = True
     rowwise: bool = False
+    drop_last: bool = False
+    """A last group that is not full is left out."""
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """The batch with the function's columns put in. Rows that fail are dropped where ``on_error`` is "skip"."""
@@ -41,6 +44,8 @@ class Map(Function):
         if len(kept) < len(batch):
             batch = batch.keep(np.array(kept, dtype=np.int64))
         columns = {name: column for name, column in batch.columns.items() if name not in self.remove_columns}
+        if isinstance(made, Columns):
+            columns = {}
         nullable = {name: paths for name, paths in batch.nullable.items() if name not in made}
         return batch.with_columns({**columns, **made}, nullable)
 
@@ -51,18 +56,26 @@ class Map(Function):
             self._same_columns(result, results, int(given.rows[i]))
             results.append(result)
             kept.append(i)
-        names = list(results[0]) if results else []
-        return kept, {name: [result[name] for result in results] for name in names}
+        return kept, _like(results, {name: [result[name] for result in results] for name in _names(results)})
 
     def checked(self, result: Any) -> Mapping[str, Any]:
         if result is None:
             return {}
+        if isinstance(result, pa.RecordBatch):
+            result = pa.Table.from_batches([result])
+        if isinstance(result, pa.Table):
+            return Columns.of(result, batched=self.batched)
         if not isinstance(result, Mapping):
             raise MapError(f"the function must return a dict of columns or None, it returned {type(result).__name__}")
         return result
 
     def _same_columns(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
         """Never skipped: which of two kinds of rows is the wrong one would depend on which came first."""
+        if before and result and before[0] and isinstance(result, Columns) != isinstance(before[0], Columns):
+            raise MapError(
+                f"map({self.name}) returned a table for some rows and a dict for others, as of row {row} of the "
+                "dataset. Return the same for every row"
+            )
         if before and result.keys() != before[0].keys():
             if not result or not before[0]:
                 raise MapError(
@@ -83,12 +96,13 @@ class Map(Function):
                 self._same_columns(result, parts, int(given.rows[start + a]))
                 parts.append(result)
                 kept += range(start + a, start + b)
-        names = list(parts[0]) if parts else []
-        return kept, {name: join_columns(name, [part[name] for part in parts]) for name in names}
+        made = {name: join_columns(name, [part[name] for part in parts]) for name in _names(parts)}
+        return kept, _like(parts, made)
 
     def _bounds(self, given: Batch) -> list[tuple[int, int]]:
         size = self.batch_size or len(given)
-        return [(start, min(start + size, len(given))) for start in range(0, len(given), size)]
+        last = len(given) - len(given) % size if self.drop_last else len(given)
+        return [(start, min(start + size, last)) for start in range(0, last, size)]
 
     def _group(self, group: Batch, run: RunContext) -> list[tuple[int, int, Mapping[str, Any]]]:
         """(start, stop, result) of the group; of each row alone, where the group fails and failures are skipped."""
@@ -118,9 +132,29 @@ class Map(Function):
                     self._same_columns(result, parts, int(given.rows[start + a]))
                     parts.append(result)
                     parents += [start + a] * count
-        names = list(parts[0]) if parts else []
-        columns = {name: join_columns(name, [part[name] for part in parts]) for name in names}
+        columns = {name: join_columns(name, [part[name] for part in parts]) for name in _names(parts)}
         return batch.made_of(columns, np.array(parents, dtype=np.int64))
+
+
+class Columns(dict[str, Any]):
+    """The columns of an Arrow table that a function returned: all that its rows have, in place of those before."""
+
+    @staticmethod
+    def of(table: pa.Table, *, batched: bool) -> Columns:
+        if batched:
+            arrays = (pa.concat_arrays(c.chunks) if c.num_chunks else pa.array([], c.type) for c in table.columns)
+            return Columns(zip(table.column_names, arrays, strict=True))
+        if table.num_rows != 1:
+            raise MapError(f"a function of one row must return a table of one row, it returned {table.num_rows} rows")
+        return Columns(table.to_pylist()[0])
+
+
+def _names(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(results[0]) if results else []
+
+
+def _like(results: Sequence[Mapping[str, Any]], columns: dict[str, Any]) -> dict[str, Any]:
+    return Columns(columns) if results and isinstance(results[0], Columns) else columns
 
 
 def made_rows(result: Mapping[str, Any]) -> int:
