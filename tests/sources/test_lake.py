@@ -22,7 +22,7 @@ import pytest
 import midepoch
 from conftest import write_arrow
 from midepoch.errors import ColumnError, DataChangedError, FormatError
-from midepoch.sources.formats import lines
+from midepoch.sources.formats import lines, parquet_chunks, parquet_nulls
 from midepoch.testing import assert_resumes_exactly
 
 COLUMNS = ["id", "text", "half", "maybe"]
@@ -123,6 +123,88 @@ def resumes_exactly(lake: Path, scope: str, moments: list[int] | None) -> None:
 
     assert_resumes_exactly(make, steps=moments)
     assert_resumes_exactly(lambda: make().loader(7))
+
+
+def nested() -> pa.Table:
+    """Nulls at every level, late, and next to values that have none."""
+    pair = pa.struct([pa.field("a", pa.int64()), pa.field("b", pa.int64())])
+    outer = pa.struct([pa.field("n", pa.int64()), pa.field("whole", pa.int64()), pa.field("in", pair)])
+    values = [{"n": i, "whole": i, "in": {"a": i, "b": i}} for i in range(6)]
+    values[4] = {"n": None, "whole": 4, "in": None}
+    pairs = [{"a": i, "b": None if i == 5 else i} for i in range(6)]
+    lists = [[i, i + 1] if i != 3 else [3, None] for i in range(6)]
+    return pa.table(
+        {
+            "outer": pa.array(values, outer),
+            "pair": pa.array(pairs, pair),
+            "none": pa.array([None if i == 5 else {"a": i, "b": i} for i in range(6)], pair),
+            "list": pa.array(lists, pa.list_(pa.int64())),
+            "empty": pa.array([[i] * (i % 3) for i in range(6)], pa.list_(pa.int64())),
+        }
+    )
+
+
+def parquet_footer(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
+
+
+def required(table: pa.Table) -> pa.Table:
+    """With columns that promise to hold no null themselves, where they hold none."""
+    fields = [field.with_nullable(table[field.name].null_count > 0) for field in table.schema]
+    return table.cast(pa.schema(fields))
+
+
+def opened(path: Path, table: pa.Table, form: str) -> midepoch.Dataset:
+    if form == "parquet":
+        pq.write_table(table, path, row_group_size=2)
+    elif form == "orc":
+        po.write_table(table, path)
+    elif form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    else:
+        write_arrow(path, table, 2)
+    return midepoch.from_files(path)
+
+
+@pytest.mark.parametrize("promise", [False, True])
+@pytest.mark.parametrize("form", ["parquet", "orc", "jsonl", "arrow"])
+def test_nulls_inside_of_columns_have_one_dtype_in_every_batch(tmp_path: Path, form: str, promise: bool) -> None:
+    table = required(nested()) if promise else nested()
+    ds = opened(tmp_path / f"a.{form}", table, form)
+    nullable = ds.pipeline.source.nullable
+    assert nullable["outer"] == {("n",), ("in",)} | (nullable["outer"] & {("in", "a"), ("in", "b")})
+    assert nullable["pair"] == {("b",)}
+    assert () in nullable["none"]
+    assert nullable["list"] == {(nested().schema.field("list").type.field(0).name if form != "parquet" else "element",)}
+    assert not nullable["empty"]
+    batches = list(ds.with_format("numpy").loader(1))
+    assert {batch["outer"]["n"].dtype.name for batch in batches} == {"float64"}
+    assert {batch["outer"]["whole"].dtype.name for batch in batches} == {"int64"}
+    assert [batch["outer"]["in"][0] for batch in batches] == [row["outer"]["in"] for row in ds]
+    assert {(batch["pair"]["a"].dtype.name, batch["pair"]["b"].dtype.name) for batch in batches} == {
+        ("int64", "float64")
+    }
+    assert [batch["none"][0] for batch in batches] == [row["none"] for row in ds] == table["none"].to_pylist()
+    assert {batch["list"].dtype.name for batch in batches} == {"float64"}
+    assert {batch["empty"].dtype.name for batch in batches} == {"int64"}
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_parquet_without_levels_takes_a_null_for_possible(tmp_path: Path, statistics: bool) -> None:
+    """Statistics of older writers count the nulls of a value and of the structs around it together."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(required(nested()).select(["outer", "pair", "none"]), path, row_group_size=2)
+    footer, chunks = parquet_footer(path), []
+    leaves = parquet_nulls.leaves(pq.read_schema(path))
+    for group in parquet_chunks.column_chunks(footer):
+        counts = group.nulls if statistics else [None] * len(group.nulls)
+        chunks.append(group._replace(at=[None] * len(counts), nulls=counts))
+    found = parquet_nulls.null_paths(footer, leaves, chunks)
+    surely = {("outer", "n"), ("outer", "in"), ("pair", "b"), ("none",)}
+    assert surely <= found
+    assert ("outer",) not in found  # it promises to have none
+    assert (("outer", "whole") in found, ("pair", "a") in found) == (not statistics, not statistics)
 
 
 @pytest.mark.parametrize("moments", MOMENTS, ids=["some", "all"])

@@ -45,7 +45,10 @@ class OrcFormat(NoStatistics):
         found.decoded_bytes = 3.0 * size
         found.offsets = [i for i, count in enumerate(counts) if count]
         found.rows = [count for count in counts if count]
-        found.nullable = {(name,) for name in schema.names} if footer is None else _nullable(footer, schema, rows)
+        try:
+            found.nullable = {(each,) for each in schema.names} if footer is None else _nullable(footer, schema, rows)
+        except (IndexError, ValueError) as problem:
+            raise FormatError(f"{name}: its ORC footer cannot be read: {problem}. Copy or download it again.") from None
         found.fingerprint = hashlib.blake2b((footer or tail) + str(size).encode(), digest_size=16).hexdigest()
         return found
 
@@ -135,18 +138,36 @@ def _messages(data: bytes, field: int) -> list[bytes]:
 
 
 def _nullable(footer: bytes, schema: pa.Schema, rows: int) -> set[tuple[str, ...]]:
-    """Top-level columns with a null. What is inside of lists and structs shows when it is read."""
-    statistics = _messages(footer, 7)
-    root = _messages(footer, 4)[0]
-    packed = b"".join(value for name, value in _fields(root) if name == 2 and isinstance(value, bytes))
-    columns = [value for name, value in _fields(root) if name == 2 and isinstance(value, int)]
+    """Paths of columns, and of what is inside them, with a null.
+
+    Where a writer does not say so, the values of a field are fewer than those of its struct; of a list it is not known.
+    """
+    types, statistics = _messages(footer, 4), [dict(_fields(each)) for each in _messages(footer, 7)]
+    found: set[tuple[str, ...]] = set()
+
+    def look(path: tuple[str, ...], kind: pa.DataType, number: int, values: int | None) -> None:
+        about = statistics[number] if number < len(statistics) else {}
+        count = int(about.get(1, 0))
+        if about.get(10, not about or (values is not None and count != values)):
+            found.add(path)
+        if pa.types.is_map(kind):
+            path, kind, values = (*path, kind.field(0).name), kind.field(0).type, None
+        else:
+            values = count if pa.types.is_struct(kind) else None
+        for i, child in enumerate(_subtypes(types[number])[: kind.num_fields]):
+            look((*path, kind.field(i).name), kind.field(i).type, child, values)
+
+    for field, number in zip(schema, _subtypes(types[0]), strict=False):
+        look((field.name,), field.type, number, rows)
+    return found
+
+
+def _subtypes(message: bytes) -> list[int]:
+    """The numbers of the columns inside a column, which writers pack or do not."""
+    packed = b"".join(value for name, value in _fields(message) if name == 2 and isinstance(value, bytes))
+    found = [value for name, value in _fields(message) if name == 2 and isinstance(value, int)]
     at = 0
     while at < len(packed):
         value, at = _varint(packed, at)
-        columns.append(value)
-    found: set[tuple[str, ...]] = set()
-    for name, number in zip(schema.names, columns, strict=False):
-        about = dict(_fields(statistics[number])) if number < len(statistics) else {}
-        if about.get(10, about.get(1, 0) != rows):
-            found.add((name,))
+        found.append(value)
     return found
