@@ -252,6 +252,14 @@ def test_denied_access_is_not_tried_again(
     assert sum(bool(request.fault) for request in proxy.requests) <= 2  # by the reader, and by who reads ahead
 
 
+def test_a_wrong_secret_is_not_tried_again(lake: str, proxy: Proxy, tmp_path: Path) -> None:
+    options = {**storage_options(proxy.endpoint), "secret_key": "another secret"}
+    proxy.reset()
+    with pytest.raises(FetchError, match="access is denied.*credentials"):
+        midepoch.from_files(lake, storage_options=options, retry=QUICK, index_dir=tmp_path / "ix")
+    assert len(proxy.requests) == 1
+
+
 def test_an_object_that_is_gone_or_changed_is_refused(
     make: Callable[..., midepoch.Dataset], bucket: Path, tmp_path: Path
 ) -> None:

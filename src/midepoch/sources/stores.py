@@ -24,9 +24,17 @@ from midepoch.sources.fsspec_files import Handler
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
 
-_DENIED = re.compile(
-    r"ACCESS_DENIED|AccessDenied|HTTP status 40[13]|InvalidAccessKeyId|SignatureDoesNotMatch|Forbidden"
+_REFUSALS = (
+    "AccessDenied InvalidAccessKeyId SignatureDoesNotMatch InvalidSignature IncompleteSignature InvalidClientTokenId "
+    "UnrecognizedClient MissingAuthenticationToken MissingSecurityHeader ExpiredToken InvalidToken RequestExpired "
+    "RequestTimeTooSkewed TokenRefreshRequired OptInRequired NotSignedUp AccountProblem AllAccessDisabled "  # S3
+    "AuthenticationFailed AuthorizationFailure AuthorizationPermissionMismatch InvalidAuthenticationInfo "
+    "NoAuthenticationInformation InsufficientAccountPermissions AccountIsDisabled "  # Azure
+    "PermissionDenied Unauthenticated Unauthorized Forbidden"  # Google, and the web
 )
+"""What stores call it when asking again will not help; SDKs also write them as ``ACCESS_DENIED``."""
+_SPELLED = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "[_ ]?", name) for name in _REFUSALS.split())
+_DENIED = re.compile(rf"HTTP status 40[13]|\b(?:{_SPELLED})\b", re.IGNORECASE)
 _NETWORK = re.compile(r"AWS Error|curl|HTTP|[Cc]onnection|[Tt]imed? ?out|status")
 _GONE = re.compile(r"NO_SUCH_KEY|NoSuchKey|NO_SUCH_BUCKET|NoSuchBucket|HTTP status 404|Path does not exist")
 
@@ -184,7 +192,7 @@ class Store:
                 text = self.clean(str(problem))
                 if _GONE.search(text):
                     raise DataNotFoundError(f"{self.name(path)} does not exist: {text}") from None
-                if isinstance(problem, PermissionError) or _DENIED.search(text):
+                if isinstance(problem, PermissionError) or _DENIED.search(text.replace(path, "")):
                     raise FetchError(
                         f"{self.name(path)} cannot be {what}: access is denied ({text}). "
                         "Check the credentials in the environment or in storage_options."
