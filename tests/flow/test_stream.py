@@ -525,8 +525,8 @@ def test_user_errors(ds: midepoch.Dataset) -> None:
         ds.filter(odd)[3]
     with pytest.raises(ValueError, match="2 weights for 3 sources"):
         midepoch.mix([ds, ds, ds], weights=[1, 2])
-    with pytest.raises(ValueError, match="weights must be above 0"):
-        midepoch.mix([ds, ds], weights=[1, 0])
+    with pytest.raises(ValueError, match="weights must be 0 or more"):
+        midepoch.mix([ds, ds], weights=[1, -1])
     with pytest.raises(ColumnError, match="source 1 has id"):
         midepoch.mix([ds, ds.select_columns("id")])
     with pytest.raises(TypeError, match="datasets or streams"):
