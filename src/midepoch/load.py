@@ -20,7 +20,7 @@ from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import Found, PathLike, check_format, check_path, find_files, paths_of
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
-from midepoch.sources.index import CompressedError, Index, default_index_dir, open_index
+from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry
@@ -50,9 +50,9 @@ def from_files(
 
     Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
     ``gs://``, ``az://``) or anywhere fsspec reaches. A folder or glob is sorted by path; a list keeps its order. Arrow
-    files on a local disk are mapped, unless they are compressed. Blocks of all others are decoded once and
-    ``cache_bytes`` of them kept: in memory, or, with worker processes or ranks to share them with, or if it is given,
-    in ``cache_dir``.
+    files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are decoded
+    once and ``cache_bytes`` of them kept: in memory, or, with worker processes or ranks to share them with, or if it is
+    given, in ``cache_dir``.
 
     ``format`` is found from the files when not given. ``columns`` that are not named are never read. ``filters`` is a
     pyarrow expression, or a list as Parquet readers take it: ``[("label", "in", [1, 2])]``; blocks whose statistics
@@ -82,10 +82,10 @@ def from_files(
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
     if can_be_mapped(request, folder, force=force_reindex, validate=validate):
-        # Files of different columns cannot be mapped as one; compressed blocks are decoded once, not for each row.
-        with suppress(DifferentSchemasError, CompressedError):
+        # Files of different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
+        with suppress(DifferentSchemasError, EncodedError):
             files = [Path(entry.path) for entry in find().entries]
-            index = _index(files, index_dir, force_reindex, on_error, uncompressed=True)
+            index = _index(files, index_dir, force_reindex, on_error, as_mapped=True)
             source = Source((index,))
             with suppress(OSError):  # one of other files that were here: nobody would make it anew
                 request.index_path(folder).unlink(missing_ok=True)
@@ -184,15 +184,13 @@ def _of_splits(
 
 
 def _index(
-    files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str, *, uncompressed: bool = False
+    files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str, *, as_mapped: bool = False
 ) -> Index:
     _check_on_error(on_error)
     folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
     skip = on_error == "skip"
     with shown("indexing", "files") as report:
-        return open_index(
-            files, index_dir=folder, force=force, skip_damage=skip, uncompressed=uncompressed, progress=report
-        )
+        return open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
 
 
 def _check_on_error(on_error: str) -> None:

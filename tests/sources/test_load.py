@@ -303,12 +303,15 @@ def test_file_that_changes_under_a_dataset(make_files: Callable[..., list[str]])
         list(ds)
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_compressed_arrow_files_are_decoded_once_an_epoch(
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "dictionary"])
+def test_arrow_files_that_have_to_be_decoded_are_decoded_once_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
     """As blocks of Parquet are: shuffled in windows and kept in the cache, not decompressed again for every row."""
-    feather.write_feather(numbered(0, 3000), str(tmp_path / "a.feather"), compression=codec, chunksize=100)
+    table = numbered(0, 3000)
+    if codec == "dictionary":
+        table, codec = table.set_column(1, "text", table["text"].dictionary_encode()), "uncompressed"
+    feather.write_feather(table, str(tmp_path / "a.feather"), compression=codec, chunksize=100)
     fetched: list[int] = []
     fetch = Source.fetch
     monkeypatch.setattr(Source, "fetch", lambda self, n, columns: (fetched.append(n), fetch(self, n, columns))[1])

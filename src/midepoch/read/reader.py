@@ -175,10 +175,19 @@ class Reader:
                 able.append(checked or (mapped and gather is None))
         except CorruptBlockError as problem:
             if not self._skip_corrupt:
-                raise
+                raise self._named(block, problem) from None
+            problem = self._named(block, problem)
             _log.warning("skipped %d rows: %s", self._starts[block + 1] - self._starts[block], problem)
             return _BAD
         return _BY_ADDRESS if all(able) else _BY_TAKE
+
+    def _named(self, block: int, problem: CorruptBlockError) -> CorruptBlockError:
+        """The error with the name of the file, which those who check buffers do not know."""
+        row = int(self._starts[block])
+        file = self._source.file_of(row)
+        if self._source.name(file) in str(problem):
+            return problem
+        return CorruptBlockError(f"{self._source.place(row)}: {problem}")
 
     def _batch(self, block: int) -> pa.RecordBatch:
         last = self._last

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
 from midepoch.sources.arrow_ipc import Chains, FileScan, scan
-from midepoch.sources.dictionaries import undecodable
+from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.footers import Footers
 from midepoch.sources.partitions import Values
 from midepoch.sources.spread import for_all
@@ -35,8 +35,8 @@ MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
 
-class CompressedError(FormatError):
-    """A file cannot be mapped, since it has to be decompressed."""
+class EncodedError(FormatError):
+    """A file cannot be used as it is mapped, since its record batches have to be decoded."""
 
 
 class IndexedFile(NamedTuple):
@@ -127,15 +127,15 @@ def open_index(
     index_dir: Path | None = None,
     force: bool = False,
     skip_damage: bool = False,
-    uncompressed: bool = False,
+    as_mapped: bool = False,
     progress: Progress | None = None,
 ) -> Index:
     """The index of these files: read if it is there and fresh, else made (by one process at a time) and kept.
 
-    ``uncompressed``: raise CompressedError for files whose record batches would have to be decompressed.
+    ``as_mapped``: raise EncodedError for files whose record batches would have to be decoded.
     """
     absolute = [Path(os.path.abspath(path)) for path in files]
-    how = f"{skip_damage}{' uncompressed' * uncompressed}"
+    how = f"{skip_damage}{' as_mapped' * as_mapped}"
     key = hashlib.blake2b("\0".join([*map(str, absolute), how]).encode(), digest_size=16).hexdigest()
     path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
     if not force and (index := _fresh(path, absolute)) is not None:
@@ -143,7 +143,7 @@ def open_index(
     with locked(path) as writable:
         if not force and (index := _fresh(path, absolute)) is not None:  # another process made it meanwhile
             return index
-        index = _build(absolute, skip_damage, uncompressed, progress)
+        index = _build(absolute, skip_damage, as_mapped, progress)
         if not writable:
             return index
         try:
@@ -161,12 +161,12 @@ def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
     return index if all(file.unchanged() for file in index.files) else None
 
 
-def _build(files: Sequence[Path], skip_damage: bool, uncompressed: bool, progress: Progress | None) -> Index:
+def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: Progress | None) -> Index:
     report = progress or (lambda _done, _total: None)
     scans = for_all(partial(_scanned, skip_damage), files, lambda done: report(done, len(files)))
     for path, (found, _) in zip(files, scans, strict=True):
-        if uncompressed and found.compressed:
-            raise CompressedError(f"{path} is compressed: it cannot be used as it is mapped.")
+        if as_mapped and (found.compressed or any(holds_dictionary(column.type) for column in found.schema)):
+            raise EncodedError(f"{path} is compressed or dictionary-encoded: it cannot be used as it is mapped.")
     schema = scans[0][0].schema
     usable(files[0], schema)
     entries = []

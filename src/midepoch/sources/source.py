@@ -173,9 +173,16 @@ class Source:
         )
 
     def place(self, row: int) -> str:
-        """Where a source row lies, in words for people."""
-        number = int(np.searchsorted(self.layout.file_starts, row, side="right")) - 1
+        """The place of a source row, in words for people."""
+        number = self._file_number(row)
         return f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
+
+    def file_of(self, row: int) -> IndexedFile:
+        """The file that a source row is in."""
+        return self.files[self._file_number(row)]
+
+    def _file_number(self, row: int) -> int:
+        return int(np.searchsorted(self.layout.file_starts, row, side="right")) - 1
 
     def name(self, file: IndexedFile) -> str:
         return file.path if self.access is None else self.access.store.name(file.path)
