@@ -105,7 +105,7 @@ class Pipeline:
 
     @property
     def has_functions(self) -> bool:
-        """Whether functions of the user run, which may draw from global generators."""
+        """True if functions of the user run, which may draw from global generators."""
         return any(isinstance(step, Function) for step in self.tail)
 
     @cached_property
@@ -115,7 +115,7 @@ class Pipeline:
 
     @cached_property
     def arguments(self) -> str:
-        """What the steps were given, as far as that can be told; empty without steps."""
+        """The arguments of the steps, as far as they have a stable text; empty without steps."""
         return arguments_text(self.steps)
 
 

@@ -30,7 +30,7 @@ def draw_seed(what: str) -> tuple[int, bool]:
 
 
 def draw_global_seed(what: str) -> int:
-    """What the global generators are seeded from while functions run: it follows ``torch.manual_seed``.
+    """Return the seed of the global generators while functions run. It follows ``torch.manual_seed``.
 
     Where torch is not imported, it follows ``random.seed`` and ``numpy.random.seed`` together. Nothing is drawn from
     the generators. In a DataLoader worker it is the seed that torch has drawn for all of them. Other ranks take that of

@@ -102,7 +102,7 @@ def identity(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def comparable(saved: Any, here: Any, allow: Collection[str]) -> bool:
-    """Whether arguments can be compared: not with those of other steps, nor with a state that does not tell of any."""
+    """Return whether arguments can be compared: not with those of other steps, nor with a state that has none."""
     return bool(saved) and bool(here) and "pipeline" not in allow
 
 

@@ -29,7 +29,7 @@ class Refs:
     located: dict[str, Located] | None = None
     ordinals: Int64Array | None = None
     schema: Conform | None = None
-    """What the rows have to be like, where sources differ in what they are."""
+    """The schema that rows are brought to when they are read, where sources differ."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -250,7 +250,7 @@ class Intake:
         return self._cursor if self._chunk is None else (self._chunk, self._next)
 
     def has_more(self) -> bool:
-        """Whether anything is left: the next chunk is made, if need be."""
+        """Return whether anything is left. Makes the next chunk if it has to."""
         while self._next >= self._length:
             chunk = self._flow.pull()
             if chunk is None:

@@ -19,8 +19,8 @@ _CHUNK_BYTES = 4 << 20
 
 
 class Growing:
-    """How many outputs to make at once: few at first, so that the first batch comes soon, and never more than are made
-    in a moment and take a few megabytes. What is made does not depend on it.
+    """The number of outputs to make at a time: few at first, so that the first batch comes soon, and never more than
+    take a moment to make and a few megabytes to keep. The outputs do not depend on it.
     """
 
     def __init__(self) -> None:

@@ -65,15 +65,15 @@ class Mixed:
 
         def at(outputs: int) -> At:
             position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
-            return behind(position)
+            return after(position)
 
         def before(outputs: int) -> At:
             if outputs == len(filled):
                 return at(outputs)
             position = int(filled[outputs])
-            return behind(position, int(sources[position]))
+            return after(position, int(sources[position]))
 
-        def behind(position: int, coming: int = -1) -> At:
+        def after(position: int, coming: int = -1) -> At:
             counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
             parts = [
                 draw.before(count) if number == coming else draw.at(count)
@@ -84,8 +84,9 @@ class Mixed:
         return Chunk(items, at, before)
 
     def _end(self, draws: Sequence[Draw], places: Sequence[Int64Array]) -> int | None:
-        """Where the mix ends among the positions of this chunk, if it does: where a part is needed that has ended; or,
-        if all of them are to end, after the last output that the last of them has.
+        """Return the position in this chunk at which the mix ends, if it does.
+
+        That is where a part is needed that has ended, or, with "all", after the last output of the last part to end.
         """
         if self._mix.stop == "first":
             ends = (int(found[count]) for draw, found in zip(draws, places, strict=True) for count in draw.ends)
@@ -105,7 +106,10 @@ class Mixed:
 
 
 def old_schedule(old: At, seed: int, epoch: int, lane: int, era: int) -> Schedule:
-    """How a mix was before it was changed, by [up to which position, [[weight, number of the part now], …]]."""
+    """Return the schedule of a mix before it was changed.
+
+    ``old`` is [up to which position it holds, [[weight, number of the part now], …]].
+    """
     return Schedule(spans([weight for weight, _ in old[1]]), seed, epoch, lane, era)
 
 

@@ -13,9 +13,10 @@ Open = Callable[[int, int, Cut, At], Flow]
 """Opens a part by its number, in an epoch, in a lane, at a cursor."""
 
 FIRST, AGAIN, BORROWING = 0, 1, 2
-"""Where a part stands: in its first pass, in a later one, or in one over the pieces of all lanes in turn. The last is
-for a lane in which a pass brought nothing, as where a source has fewer rows than there are lanes: the weights hold in
-every lane.
+"""Kinds of passes: the first, a later one, or one over the pieces of all lanes in turn.
+
+The last is for a lane in which a pass brought nothing, as where a source has fewer rows than there are lanes: the
+weights hold in every lane.
 """
 
 
@@ -59,11 +60,11 @@ class Part:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it has been iterated once."""
+        """Return whether it has been iterated once."""
         return self._stage != FIRST
 
     def has_more(self) -> bool:
-        """Whether something is left of this pass."""
+        """Return whether something is left of this pass."""
         return self._intake.has_more()
 
     def draw(self, count: int) -> Draw:
@@ -106,7 +107,7 @@ class Part:
 
 class Draw:
     """Outputs that were taken of a part at once. ``ends``: after how many of them it had to begin again, or could not
-    go on.
+    continue.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class Draw:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the part had been iterated once before."""
+        """True if the part had been iterated once before."""
         return bool(self._before[1] != FIRST)
 
     def items(self) -> Items | None:
-        """What was taken. Rows of other sources and other passes are told apart, for the generators of functions."""
+        """The outputs. Ordinals distinguish rows of other sources and other passes, for the generators of functions."""
         if not self._taken:
             return None
         passes = [

@@ -52,17 +52,17 @@ class Known:
         return tuple(name for name, column in found if is_list_type(plain_type(column.kind)))
 
     def listed(self) -> Known:
-        """What is known of groups of rows as one row each."""
+        """Return the columns of groups of rows as one row each."""
         if not self.certain or any(column.encoded for column in self.columns.values()):
             return NOTHING
         return Known({name: _list_of(column) for name, column in self.columns.items()})
 
     def packed(self, spec: PackSpec) -> Known:
-        """What is known of sequences that rows are packed into: all of their columns are lists."""
+        """Return the columns of packed sequences: all of them are lists."""
         return Known({}, certain=False, sequences=spec.columns)
 
     def after(self, steps: Iterable[Step]) -> Known:
-        """What is known after these steps."""
+        """Return the columns after these steps."""
         known = self
         for step in steps:
             if isinstance(step, Cast):
@@ -97,14 +97,14 @@ def _list_of(column: Column) -> Column:
 
 
 def _item_of(column: Column) -> Column:
-    """What is in the lists of a column. Null lists become nothing, so only what is inside counts."""
+    """Return the column of the items of lists. Null lists become no rows, so only nulls inside of lists count."""
     kind = plain_type(column.kind)
     inner = getattr(kind, "value_type", pa.null())
     return Column(inner, frozenset(path[1:] for path in column.nulls if path))
 
 
 def known_of(pipeline: Pipeline) -> Known:
-    """What is known of the rows of one source after all its steps."""
+    """Return the columns of one source after all its steps."""
     source = pipeline.source
     schema, nulls, encoded = plain_schema(source.schema), source.nullable, source.decoded
     columns = {new: Column(schema.field(old).type, nulls[old], old in encoded) for new, old in pipeline.head.items()}
@@ -153,7 +153,7 @@ class Schema:
         return batch.with_columns(columns, nullable)
 
     def leaves_as_read(self, known: Known) -> bool:
-        """Whether rows of a part are what they are to be without being read: numbers of these types, without a null."""
+        """Return whether rows of a part have this schema as they lie in the file: the same types, and no nulls."""
         if not self.fixed or self.fixed.keys() != known.columns.keys():
             return False
         return all(

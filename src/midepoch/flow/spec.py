@@ -96,7 +96,7 @@ class Mix:
 
     @cached_property
     def schema(self) -> Schema:
-        """What the rows of all parts are brought to. Raises ColumnError where that cannot be."""
+        """The schema that the rows of all parts are brought to. Raises ColumnError if there is none."""
         return schema_of(self.parts, "mix")
 
     @property
@@ -214,7 +214,7 @@ class Spec:
 
     @property
     def has_functions(self) -> bool:
-        """Whether functions of the user run, which may draw from global generators."""
+        """True if functions of the user run, which may draw from global generators."""
         after = (step for stage in self.stages if isinstance(stage, Local) for step in stage.steps)
         return any(isinstance(step, Function) for step in after) or any(leaf.has_functions for leaf in self.leaves)
 
@@ -242,7 +242,7 @@ class Spec:
 
     @property
     def _has_whole_groups(self) -> bool:
-        """Whether a batched function would get full groups but for the last: rows as they are, grouped by no other."""
+        """True if a batched function would get full groups but for the last: rows as they are, grouped by no other."""
         base = self.base
         rows = isinstance(base, Pipeline) and base.one_to_one and not base.can_skip and base.group is None
         return rows and not self.stages
@@ -253,7 +253,7 @@ class Spec:
 
     @property
     def functions(self) -> int:
-        """How many functions there are, but for those of the parts of a combination."""
+        """The number of functions, but for those of the parts of a combination."""
         steps = chain(
             self.base.steps if isinstance(self.base, Pipeline) else (),
             chain.from_iterable(stage.steps for stage in self.stages if isinstance(stage, Local)),
@@ -326,7 +326,7 @@ class Spec:
 
     @cached_property
     def arguments(self) -> str:
-        """What the steps were given, but for those of the parts of a combination."""
+        """The arguments of the steps, but for those of the parts of a combination."""
         steps = [arguments_text(stage.steps) for stage in self.stages if isinstance(stage, Local)]
         first = self.base.arguments if isinstance(self.base, Pipeline) else ""
         return ",".join(text for text in (first, *steps) if text)

@@ -21,8 +21,8 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Packing:
-    """How many tokens were packed into how many places; and how many outputs were left out under ``on_error="skip"``
-    by functions behind a stage.
+    """Counts of packed tokens and of the places they went into; and of outputs skipped under ``on_error="skip"`` by
+    functions after a stage.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Each:
         return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
 
     def _made(self, items: Items) -> tuple[Items, Int64Array]:
-        """What outputs become, and which of them each came of. Those of several kinds are not joined before."""
+        """Return the outputs of the steps and the place of the row each came from. Sources are processed one by one."""
         if not isinstance(items, Pieces):
             given = real(items)
             made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)

@@ -31,7 +31,7 @@ class What:
     changes: tuple[str, ...] = ()
     epoch_outputs: int = 0
     global_seed: int | None = None
-    """What the global random generators are seeded from while functions run, once it is drawn."""
+    """The seed of the global random generators while functions run, once it is drawn."""
 
     def seeded(self) -> What:
         """With the seed of the global generators, drawn unless there is one."""

@@ -25,7 +25,7 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
 
 
 def collated(batch: Batch, kind: str, options: Options, generators: Generators, epoch: int, where: str = "") -> Any:
-    """What ``collate_fn`` makes of a batch: of its rows, or of its columns. Global generators are seeded for it."""
+    """Call ``collate_fn`` on the rows or columns of a batch, with seeded global generators."""
     function: Any = options.collate_fn
 
     def collate(seeds: Seeds | None) -> Any:

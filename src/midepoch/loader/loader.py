@@ -173,7 +173,7 @@ class Loader(AnyLoader):
         return plan, rolled
 
     def _epoch_over(self, plan: Plan, rolled: bool) -> None:
-        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it.
+        """Move to the next epoch; past one that was rolled over to, so that naming it does not repeat it.
 
         Until the next epoch is named or begun, a state is that after the last batch: naming the finished epoch after a
         resume, as a loop that saves its own epoch number does, repeats nothing.

@@ -233,7 +233,7 @@ class StreamLoader(AnyLoader):
         return self._bundles
 
     def epoch_over(self, place: Place, rolled: bool) -> None:
-        """Stand at the next epoch; behind one that was rolled over to, so that naming it does not repeat it.
+        """Move to the next epoch; past one that was rolled over to, so that naming it does not repeat it.
 
         Until the next epoch is named or begun, a state is that after the last batch, as for a dataset's loader.
         """

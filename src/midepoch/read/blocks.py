@@ -35,7 +35,7 @@ _LEAST_FILES = 64
 
 
 def _most_mappings() -> int:
-    """How many files one process maps: a quarter of what the kernel allows, since other libraries map memory too."""
+    """The most files one process maps: a quarter of what the kernel allows, since other libraries map memory too."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text()) // 4
     except (OSError, ValueError):

@@ -237,7 +237,7 @@ def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -
 
 
 def _ends_stream(head: Bytes, at: int, size: int) -> bool:
-    """Whether the end-of-stream marker is here. Before Arrow 0.15 it was four zero bytes: the last of a file."""
+    """Return whether the end-of-stream marker is here. Before Arrow 0.15 it was four zero bytes: the last of a file."""
     return head[: len(END_OF_STREAM)] == END_OF_STREAM or (at + 4 == size and head == b"\0\0\0\0")
 
 

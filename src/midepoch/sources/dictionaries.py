@@ -9,7 +9,7 @@ import pyarrow.types as pt
 
 
 def holds_dictionary(kind: pa.DataType) -> bool:
-    """Whether a type is dictionary-encoded, or anything inside it."""
+    """Return whether a type is dictionary-encoded, or anything inside it."""
     if isinstance(kind, pa.BaseExtensionType):
         return holds_dictionary(kind.storage_type)
     return pt.is_dictionary(kind) or any(holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
@@ -76,7 +76,7 @@ def large_text(kind: pa.DataType) -> pa.DataType:
 
 
 def has_large_text(kind: pa.DataType) -> bool:
-    """Whether there is text or bytes with offsets of 64 bits in a type."""
+    """Return whether there is text or bytes with offsets of 64 bits in a type."""
     if isinstance(kind, pa.BaseExtensionType):
         return has_large_text(kind.storage_type)
     large = pt.is_large_string(kind) or pt.is_large_binary(kind)

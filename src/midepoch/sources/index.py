@@ -52,7 +52,7 @@ class IndexedFile(NamedTuple):
     etag: str = ""
     partition: Values = ()
     broken: int = 0
-    """How many lines cannot be read and are no part of the data."""
+    """The number of lines that cannot be read and are no part of the data."""
     broken_lines: tuple[int, ...] = ()
     """The numbers of the first of them."""
 

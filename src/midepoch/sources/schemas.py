@@ -93,7 +93,10 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
 def nullable_paths(
     scans: Sequence[Scanned], schema: pa.Schema, values: Sequence[Values], added: pa.Schema | None
 ) -> frozenset[tuple[str, ...]]:
-    """Where any file has a null: also where it lacks the column or a field of it, or its folder says null."""
+    """Return the paths at which any file has a null.
+
+    A file that lacks a column or a field has nulls there, and so has a folder whose partition value is null.
+    """
     constant = set(added.names) if added is not None else set()
     types = {field.name: field.type for field in schema if field.name not in constant}
     found: set[tuple[str, ...]] = {(n,) for n in constant if any(dict(value)[n] is None for value in values)}

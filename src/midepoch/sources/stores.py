@@ -32,7 +32,7 @@ _REFUSALS = (
     "NoAuthenticationInformation InsufficientAccountPermissions AccountIsDisabled "  # Azure
     "PermissionDenied Unauthenticated Unauthorized Forbidden"  # Google, and the web
 )
-"""What stores call it when asking again will not help; SDKs also write them as ``ACCESS_DENIED``."""
+"""Names of refusals that asking again will not change; SDKs also write them as ``ACCESS_DENIED``."""
 _SPELLED = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "[_ ]?", name) for name in _REFUSALS.split())
 _DENIED = re.compile(rf"HTTP status 40[13]|\b(?:{_SPELLED})\b", re.IGNORECASE)
 _NETWORK = re.compile(r"AWS Error|curl|HTTP|[Cc]onnection|[Tt]imed? ?out|status")

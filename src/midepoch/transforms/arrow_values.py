@@ -113,7 +113,7 @@ def _nested(column: pa.Array) -> pa.Array:
 
 
 def _inside(nullable: Paths, depth: int) -> Paths:
-    """Where tensors have nulls, as lists of lists: in themselves, or in their values."""
+    """Return the paths of nulls of tensors, as lists of lists: in themselves, or in their values."""
     inner = frozenset({("item",) * depth}) if any(nullable - {()}) else frozenset()
     return (nullable & {()}) | inner
 

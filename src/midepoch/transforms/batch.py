@@ -128,7 +128,7 @@ def join(parts: Sequence[Batch]) -> Batch:
 
 
 def alike(batches: Sequence[Batch]) -> bool:
-    """Whether columns of several batches are of one kind, so that joining them makes nothing else of any row."""
+    """Return whether columns of several batches are of one kind, so that joining them changes no value."""
     found = [batch for batch in batches if len(batch)]
     names = {name for batch in found for name in batch.columns}
     return all(_one_kind([batch.columns[name] for batch in found if name in batch.columns]) for name in names)

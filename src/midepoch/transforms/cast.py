@@ -120,7 +120,7 @@ def renamed_paths(paths: Paths, before: pa.DataType, after: pa.DataType) -> Path
 
 
 def same_type(a: pa.DataType, b: pa.DataType) -> bool:
-    """Whether types are the same, the names of list items included: pyarrow joins no arrays that differ in them."""
+    """Return whether types are the same, names of list items included: pyarrow joins no arrays that differ in them."""
     return bool(a.equals(b)) and (not a.num_fields or str(a) == str(b))
 
 
@@ -180,7 +180,7 @@ def _unified_structs(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
 
 
 def types_by_name(columns: Mapping[str, Any] | pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
-    """What ``cast`` was given, as pairs of a name and a type."""
+    """Return the arguments of ``cast`` as pairs of a name and a type."""
     if isinstance(columns, pa.Schema):
         return tuple((field.name, field.type) for field in columns)
     if not isinstance(columns, Mapping) or not columns:

@@ -67,7 +67,7 @@ def unshared(batch: Batch) -> Batch:
 
 
 def can_repeat(batch: Batch) -> bool:
-    """Whether a function can be called for these rows once more: it cannot write into what it is given for good."""
+    """Return whether a function can be called again for these rows: nothing it is given keeps what it writes there."""
     return all(map(_is_fixed, batch.columns.values()))
 
 

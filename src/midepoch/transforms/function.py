@@ -28,7 +28,7 @@ def _uncounted(rows: int) -> None:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a step may know of the run: enough to name a row and make its generator, nothing that varies by topology.
+    """The run as a step may know it: enough to name a row and make its generator, nothing that varies by topology.
 
     ``path`` tells apart the parts of a combination, each of which counts its functions from 0; it is 0 for a pipeline
     by itself. ``seeds``: what the global generators are seeded with before each call, where they are.
@@ -80,7 +80,7 @@ class Function:
         return unshared(given) if self.on_error == "skip" else given
 
     def seeded(self, given: Batch, run: RunContext, action: Callable[[RunContext], T]) -> T:
-        """What ``action`` returns, which calls the function for these rows: with the global generators seeded."""
+        """Return the result of ``action``, which calls the function for these rows with seeded global generators."""
         return run.generators.run(
             self,
             ("functions", self.number, run.epoch),

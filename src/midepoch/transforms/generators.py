@@ -75,7 +75,7 @@ class Generators:
     def run(
         self, function: Hashable, where: tuple[str, int, int], action: Callable[[Seeds | None], T], *, repeatable: bool
     ) -> T:
-        """What ``action`` returns, which calls a function for some rows and seeds the generators before each call.
+        """Return the result of ``action``, which calls a function for some rows and seeds the generators before each.
 
         ``where`` are purpose, number and epoch of the function. With None for the seeds it calls the function as it
         is; that may be done again, if it is ``repeatable``.
@@ -149,19 +149,19 @@ class Snapshot:
 
     @property
     def is_complete(self) -> bool:
-        """Whether ``changed`` notices everything: not where a normal number is kept, which can be taken unseen."""
+        """True if ``changed`` notices everything: not where a normal number is kept, which can be taken unseen."""
         return self._numpy is None
 
     @property
     def lacks_torch(self) -> bool:
-        """Whether torch was imported since."""
+        """True if torch was imported since."""
         return self._torch is None and _torch_generator() is not None
 
     def add_torch(self) -> None:
         self._torch = _torch_state()
 
     def changed(self) -> bool:
-        """Whether something was drawn since."""
+        """Return whether something was drawn since."""
         if _words(np.random.get_bit_generator()) != self._words:  # type: ignore[attr-defined]
             return True
         if _brief(random.getstate()) != _brief(self._python):
@@ -198,7 +198,7 @@ def _words(generator: Any) -> bytes | None:
 
 @lru_cache(maxsize=1)
 def _laid_out_as_known() -> bool:
-    """Whether numpy keeps the state of a Mersenne Twister as 624 words of 32 bits and the number of the next one."""
+    """Return whether numpy keeps the state of a Mersenne Twister as 624 words of 32 bits and the next one's number."""
     generator: Any = np.random.MT19937(1)
     generator.random_raw(3)
     state = generator.state["state"]
@@ -208,9 +208,10 @@ def _laid_out_as_known() -> bool:
 
 
 def _brief(state: tuple[Any, ...]) -> tuple[int, int, float | None]:
-    """What tells two states of ``random`` apart, for a tenth of the time: the next word, the first, a normal number.
+    """Return the parts of a state of ``random`` that distinguish it, which takes a tenth of the time.
 
-    The first word is another one whenever the words were made again.
+    They are the number of the next word, the first word, and a normal number that is kept. The first word is another
+    one whenever the words were made again.
     """
     _, words, normal = state
     return words[-1], words[0], normal

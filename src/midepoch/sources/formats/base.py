@@ -33,18 +33,18 @@ class Scanned:
     """Whether the types were guessed from text, so that other files may make them wider."""
     complete: bool = True
     stop: int | None = None
-    """Where the last block ends, if that is not the end of the file."""
+    """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)
     """Numbers of the lines that cannot be read and are no part of the data."""
 
     def end(self, i: int) -> int | None:
-        """Where the block after the i-th begins; for the last one ``stop``."""
+        """Return the start of the block after the i-th; for the last one ``stop``."""
         return self.offsets[i + 1] if i + 1 < len(self.offsets) else self.stop
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where contents of compressed files are kept, and how many bytes. By default, in the cache folder."""
+    """The folder that keeps contents of compressed files, and how many bytes. By default, the cache folder."""
 
     folder: str = ""
     limit: int = 4 << 30
@@ -76,7 +76,7 @@ class Format(Protocol):
     def excluded(
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
-        """Whether statistics prove that no row of the block passes the filter, which asks for these columns."""
+        """Return whether statistics prove that no row of the block passes the filter, which asks for these columns."""
         ...
 
 

@@ -49,7 +49,7 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
 
 
 def widest(name: str, schemas: list[pa.Schema], *, text: bool = False) -> pa.Schema:
-    """One schema for all blocks: whole numbers become floats, dates that are not dates everywhere text.
+    """One schema for all blocks: integers become floats, dates that are not dates everywhere text.
 
     ``text``: whatever does not fit together is text (CSV, where all of it is).
     """

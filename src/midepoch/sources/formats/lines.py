@@ -32,7 +32,7 @@ _LONGEST_ROW = 32
 
 
 class Dialect(Protocol):
-    """How the rows of a text are read. ``delimiter``: that of a format in which values may be quoted."""
+    """The way in which rows of a text are read. ``delimiter``: that of a format in which values may be quoted."""
 
     @property
     def delimiter(self) -> bytes | None: ...
@@ -180,7 +180,7 @@ class _Text:
             yield self._before_damage(position)
 
     def _can_be_fetched(self) -> bool:
-        """Whether the bytes of the file come, so that it is they that are bad."""
+        """Return whether the file can be read at all, so that a failure lies in its contents."""
         with self._store.open(self._entry) as file:
             return all(file.arrow.read(min(_READ, left)) for left in range(file.size, 0, -_READ))
 

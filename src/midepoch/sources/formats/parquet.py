@@ -133,7 +133,7 @@ def _check_encryption(name: str, block: Block, wanted: Sequence[str]) -> None:
 
 
 def _sound(block: Block, names: Sequence[str]) -> bool:
-    """Whether pyarrow can look at the statistics of these columns; it ends the process where it cannot."""
+    """Return whether pyarrow can look at the statistics of these columns; it ends the process where it cannot."""
     about = _described(block.entry.path, block.footer)
     if block.offset >= len(about.chunks):
         return False

@@ -96,7 +96,7 @@ def _statistics(footer: bytes, at: int) -> Fields:
 
 
 def sound(footer: bytes, at: int | None, column: Column) -> bool:
-    """Whether pyarrow can look at the statistics of a chunk."""
+    """Return whether pyarrow can look at the statistics of a chunk."""
     if at is None:
         return False
     fields, _ = struct_fields(footer, at)
@@ -112,7 +112,7 @@ def sound(footer: bytes, at: int | None, column: Column) -> bool:
 
 
 def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
-    """How many values of a chunk have each definition level, where the writer noted it."""
+    """Return the number of values of a chunk at each definition level, if the writer noted it."""
     if at is None:
         return None
     column, _ = struct_fields(footer, at)

@@ -1,4 +1,4 @@
-"""Where in the columns of a Parquet file nulls are, as far as its footer tells."""
+"""The places of nulls in the columns of a Parquet file, as far as its footer tells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Node(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What lies in one chunk of each row group: the values at the end of a path."""
+    """The contents of one chunk of each row group: the values at the end of a path."""
 
     column: str
     nodes: tuple[Node, ...]

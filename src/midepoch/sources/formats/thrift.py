@@ -11,7 +11,7 @@ _INTEGERS = frozenset((4, 5, 6))
 _DEEPEST = 32
 
 Fields = dict[int, int]
-"""Where the value of each field of a struct begins, by the field's number."""
+"""The offset of the value of each field of a struct, by the field's number."""
 
 
 def struct_fields(
@@ -86,7 +86,7 @@ def structs(data: bytes, at: int) -> list[Fields]:
 
 
 def list_head(data: bytes, at: int) -> tuple[int, int, int]:
-    """How many values the list at an offset has, of which kind, and where they begin."""
+    """Return the length of the list at an offset, the kind of its values, and the offset of the first."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _unsigned(data, at + 1)
     if count > len(data):
@@ -113,7 +113,7 @@ def _unsigned(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _end(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Where the value of a kind that begins at an offset ends."""
+    """Return the end of a value of a kind that begins at an offset."""
     if depth > _DEEPEST:
         raise ValueError("structs are nested too deeply")
     if kind in _INTEGERS:
