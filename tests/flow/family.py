@@ -86,17 +86,17 @@ class Case:
     files: tuple[str, ...]
 
 
-def write(folder: Path, rng: np.random.Generator, rows: int, nulls: bool) -> str:
-    """A folder with a few Arrow files: ids, and tokens that are empty, short, long or null."""
+def write(folder: Path, rng: np.random.Generator, rows: int, nulls: bool, *, any_type: bool = False) -> str:
+    """A folder with a few files: ids, and tokens that are empty, short, long or null. ``any_type``: and of any types."""
     lengths = np.where(rng.random(rows) < 0.1, rng.integers(30, 60, rows), rng.integers(0, 9, rows))
     first = int(rng.integers(0, 100_000))
     tokens = [
         None if nulls and rng.random() < 0.1 else rng.integers(1, 1000, int(length)).tolist() for length in lengths
     ]
-    lists = pa.large_list if rng.random() < 0.3 else pa.list_
-    items, numbers = ((pa.int32(), pa.int64())[int(rng.random() < 0.4)] for _ in range(2))
+    wide = rng.random(4) < (0.3 if any_type else 0.0)
+    lists, items = (pa.list_, pa.large_list)[int(wide[0])], (pa.int32(), pa.int64())[int(wide[1])]
+    numbers, parquet = (pa.int64(), pa.int32())[int(wide[2])], bool(wide[3])
     table = pa.table({"n": pa.array(np.arange(first, first + rows), numbers), "tokens": pa.array(tokens, lists(items))})
-    parquet = rng.random() < 0.3
     folder.mkdir(parents=True)
     cuts = sorted({0, rows, *rng.integers(0, rows + 1, int(rng.integers(0, 3))).tolist()})
     for number, (start, stop) in enumerate(pairwise(cuts)):
@@ -142,7 +142,7 @@ def generated(seed: int, folder: Path) -> Case:
                 True,
             )
         rows = int(rng.integers(1, 70))
-        path = write(folder / str(len(paths)), rng, rows, bool(rng.random() < 0.3))
+        path = write(folder / str(len(paths)), rng, rows, bool(rng.random() < 0.3), any_type=True)
         paths.append(path)
         how = str(rng.choice(["", "rows", "window", "files", "slice"]))
         own = int(rng.integers(0, 9))

@@ -217,14 +217,14 @@ def test_two_loaders_of_one_dataset(ds: midepoch.Dataset) -> None:
     assert [x["id"].tolist() == y["id"].tolist() for x, y in zip(a, b, strict=True)] == [True] * 8
 
 
-def test_corrupt_block_in_the_reading_thread(make_files: Callable[..., list[str]]) -> None:
+def test_a_changed_file_is_named_by_the_reading_thread(make_files: Callable[..., list[str]]) -> None:
     import os
 
     (path,) = make_files([40])
     ds = midepoch.from_files(path)
     os.truncate(path, 50)
     for workers in (0, 2):
-        with pytest.raises(midepoch.CorruptBlockError, match="has changed"):
+        with pytest.raises(midepoch.DataChangedError, match="has changed"):
             list(ds.loader(4, num_workers=workers))
 
 
