@@ -164,11 +164,11 @@ def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
 def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: Progress | None) -> Index:
     report = progress or (lambda _done, _total: None)
     scans = for_all(partial(_scanned, skip_damage), files, lambda done: report(done, len(files)))
+    schema = scans[0][0].schema
+    usable(files[0], schema)
     for path, (found, _) in zip(files, scans, strict=True):
         if as_mapped and (found.compressed or any(holds_dictionary(column.type) for column in found.schema)):
             raise EncodedError(f"{path} is compressed or dictionary-encoded: it cannot be used as it is mapped.")
-    schema = scans[0][0].schema
-    usable(files[0], schema)
     entries = []
     for path, (found, stat) in zip(files, scans, strict=True):
         _same_schema(files[0], schema, path, found.schema)
