@@ -58,7 +58,7 @@ def same_after_every_resume(make: Callable[[], Any]) -> list[Any]:
         batches.append(batch)
         whole.append(described(batch))
         states.append(loader.state_dict())
-    for step, state in enumerate(states[:-1]):
+    for step, state in list(enumerate(states[:-1]))[:: max(1, len(states) // 12)]:
         again = make()
         again.load_state_dict(state)
         iterator = iter(again)

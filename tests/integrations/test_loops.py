@@ -33,15 +33,16 @@ def uninterrupted(folder: Path, rank: int, ranks: int, ends: str) -> list[tuple[
     [
         ("ddp_torchrun", 2, "drop"),
         ("fsdp2_dcp", 2, "drop"),
-        ("transformers_trainer", 1, "uneven"),
+        pytest.param("transformers_trainer", 1, "uneven", marks=pytest.mark.slow),  # half a minute each
         ("accelerate_loop", 1, "drop"),
-        ("lightning_fit", 1, "drop"),
+        pytest.param("lightning_fit", 1, "drop", marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_a_run_that_was_killed(name: str, ranks: int, ends: str, program: Program, tmp_path: Path) -> None:
     check(program, name, ranks, ends, tmp_path)
 
 
+@pytest.mark.slow
 def test_rows_of_a_run_of_jax_that_was_killed(tmp_path: Path) -> None:
     check(launch.program, "jax_orbax", 1, "uneven", tmp_path)  # not in a fork: it has threads
 

@@ -123,6 +123,7 @@ def check_index(folder: Path) -> None:
         assert (folder / "by-ray" / name).read_bytes() == (folder / "by-threads" / name).read_bytes()
 
 
+@pytest.mark.slow  # two minutes on two cores
 def test_workers_and_nodes_are_lost_and_their_number_changes(make_files: Any, ray_folder: Path, tmp_path: Path) -> None:
     data = str(Path(make_files([40, ROWS - 40])[0]).parent)
     make_lake(tmp_path / "lake")
