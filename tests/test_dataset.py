@@ -275,3 +275,20 @@ def test_slices_by_percentages(small_files: list[str]) -> None:
     for wrong in ("80", "x%", "101%", ":80%"):
         with pytest.raises(ValueError, match="percentage like '80%'"):
             ds.slice(wrong)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 20, 36])
+def test_rows_before_one_that_fails_are_delivered(small_files: list[str], bad: int) -> None:
+    def check(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == bad:
+            raise ValueError("bad")
+        return {}
+
+    ds = midepoch.from_files(small_files).map(check)
+    seen: list[int] = []
+    rows = iter(ds)
+    with pytest.raises(midepoch.MapError):
+        for row in rows:
+            seen.append(row["id"])
+    assert seen == list(range(bad))
+    assert ds.state_dict()["position"] == bad

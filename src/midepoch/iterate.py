@@ -6,7 +6,7 @@ import collections
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import length_hint
 from typing import Any, Protocol, cast
@@ -152,10 +152,16 @@ class RowIterator(chain[Any], HasState):
             read, count = self._pieces.pop()
             stop = first + count
         started = time.perf_counter()
-        batch = self._engine.transform(self._progress.epoch, read)
+        try:
+            batch = self._engine.transform(self._progress.epoch, read)
+            rows = self._engine.rows(batch)
+        except Exception:
+            if group is not None or stop - first < 2:
+                raise
+            self._halve(read, stop - first)
+            return
         if time.perf_counter() - started < _SLOW:
             self._size = min(2 * self._size, self._engine.chunk_rows(_CHUNK_BYTES))
-        rows = self._engine.rows(batch)
         if len(batch) == stop - first:
             self._places = None
             if self._next > first:
@@ -165,6 +171,14 @@ class RowIterator(chain[Any], HasState):
             kept = [i for i, number in enumerate(numbers) if number >= self._next]
             rows, self._places = [rows[i] for i in kept], [numbers[i] for i in kept]
         self._chunk_first, self._count, self._rows, self._next = self._next, len(rows), iter(rows), stop
+
+    def _halve(self, read: Batch, count: int) -> None:
+        """Put rows of which one fails back as two pieces: those before it are delivered first."""
+        half = count // 2
+        cut = int(read.places.searchsorted(half))
+        rest = read.slice(cut, len(read))
+        self._pieces += [(replace(rest, places=rest.places - half), count - half), (read.slice(0, cut), half)]
+        self._chunk_first, self._count, self._rows, self._places, self._size = self._next, 0, iter(()), None, 1
 
     @property
     def cursor(self) -> Cursor:

@@ -244,3 +244,13 @@ def test_a_first_batch_costs_about_a_batch(tmp_path: Path, combine: str) -> None
         next(iterator)
         rows = 4 * delivered // (2 if combine == "mix" else 1)
         assert max(made) <= rows + 250  # 25 MB: chunks of 4 MB, and a bundle for each part
+
+
+@pytest.mark.parametrize("format", ["torch", "numpy", "arrow", "python"])
+def test_tensors_and_numbers_go_together(tmp_path: Path, format: str) -> None:
+    a = opened(tmp_path, "a", numbers(0))
+    parts = [a.map(lambda row: {"x": torch.tensor(row["x"])}), a.map(lambda row: {"x": float(row["x"])})]
+    for combined in (midepoch.mix(parts, seed=1), midepoch.concat(parts)):
+        batches = list(combined.with_format(format).loader(4))
+        found = [float(x) for batch in batches for x in (batch["x"].to_pylist() if format == "arrow" else batch["x"])]
+        assert sorted(found) == sorted([i / 2 for i in range(ROWS)] * 2)

@@ -326,9 +326,10 @@ def test_hive_partitions_are_the_same_for_a_folder_a_list_a_glob_and_a_file(tmp_
     expected = list(midepoch.from_files(root, partitioning="hive"))
     assert [(row["year"], row["lang"]) for row in expected] == [(2023, "de")] * 2 + [(2024, "de")] * 2
     assert list(expected[0]) == [*COLUMNS, "year", "lang"]
-    for paths in (files, root / "**" / "*.parquet", root / "year=202*" / "lang=de" / "part" / "*.parquet"):
+    years = [root / "year=2023", root / "year=2024" / "lang=de"]
+    for paths in (files, years, root / "**" / "*.parquet", root / "year=202*" / "lang=de" / "part" / "*.parquet"):
         assert list(midepoch.from_files(paths, partitioning="hive")) == expected
-    for one in (files[1], root / "year=2024" / "lang=de" / "part" / "*.parquet", root / "year=2024" / "**"):
+    for one in (files[1], *years[1:], root / "year=2024" / "lang=de" / "part" / "*.parquet", root / "year=2024" / "**"):
         assert list(midepoch.from_files(one, partitioning="hive")) == expected[2:]
     plain = tmp_path / "plain.parquet"
     write_parquet(plain, rows(0, 2))

@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ import torch
 import midepoch
 from conftest import write_arrow
 from midepoch.errors import ColumnError
+from midepoch.testing import assert_resumes_exactly
 
 ROWS = 12
 UTC = dt.timezone.utc
@@ -214,3 +216,24 @@ def test_arrays_of_datasets_keep_their_values_beside_a_null(tmp_path: Path, kind
             else:
                 assert np.array_equal(np.asarray(alone), np.array(row[name], dtype))
                 assert kind == "python" or str(alone.dtype).split(".")[-1] == dtype
+
+
+def test_extension_types_of_datasets_are_the_same_in_every_batch(tmp_path: Path) -> None:
+    """Their arrays give their storage when they are indexed: pieces of blocks are sliced instead."""
+    features = datasets.Features({"id": datasets.Value("int64"), "a": datasets.Array2D((2, 2), "int64")})
+    rows = {"id": list(range(60)), "a": [[[i, 1], [2, 3]] for i in range(60)]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    ds = midepoch.load_from_disk(tmp_path / "saved", index_dir=tmp_path / "ix").with_format("arrow")
+    whole = list(ds.loader(4))
+    assert {str(table.schema.field("a").type) for table in whole} == {str(ds.schema.field("a").type)}
+    assert_resumes_exactly(lambda: ds.loader(4), tail=3)
+    streamed = list(ds.filter(lambda row: True).loader(4))
+    assert {str(table.schema.field("a").type) for table in streamed} == {str(ds.schema.field("a").type)}
+
+
+def test_a_null_list_of_a_fixed_size_changes_no_other_value(tmp_path: Path) -> None:
+    big = 2**53 + 1
+    lists = pa.array([None if i == 30 else [big, i] for i in range(40)], pa.list_(pa.int64(), 2))
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"a": lists}), 8)
+    for batch in midepoch.from_files(path, index_dir=tmp_path / "ix").with_format("numpy").loader(4):
+        assert all(row is None or (row.dtype == np.int64 and row[0] == big) for row in batch["a"])

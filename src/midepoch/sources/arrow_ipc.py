@@ -67,6 +67,7 @@ class _Scanning:
     def __init__(self, schema: pa.Schema) -> None:
         self.scan = FileScan(schema)
         self._paths = _node_paths(schema)
+        self._sizes = [size for column in schema for size in _item_counts(column.type)]
         self._columns = [i for i, path in enumerate(self._paths) if len(path) == 1]
         self._messages: list[Message] = []
         self._versions: dict[int, list[list[int]]] = {}
@@ -91,7 +92,10 @@ class _Scanning:
             self.scan.rows.append(message.rows)
             self.scan.compressed |= message.compressed
             nulls = [count for _, count in message.nodes]
-            self.scan.nullable.update(p for p, count in zip(self._paths, nulls, strict=False) if count)
+            for i, (path, count) in enumerate(zip(self._paths, nulls, strict=False)):
+                # A null list of a fixed size has null items in the file, which are no values of any row.
+                if count and not (self._sizes[i] and count == nulls[i - 1] * self._sizes[i]):
+                    self.scan.nullable.add(path)
             self._messages.append(message)
 
     def finish(self, read: Read, digest: hashlib.blake2b, length: int) -> FileScan:
@@ -118,6 +122,16 @@ def node_paths(name: str, kind: pa.DataType, above: tuple[str, ...] = ()) -> lis
         return [here]
     children = [kind.field(i) for i in range(kind.num_fields)]
     return [here, *(path for child in children for path in node_paths(child.name, child.type, here))]
+
+
+def _item_counts(kind: pa.DataType, items: int = 0) -> list[int]:
+    """For each field node of a column, the number of items that a list of a fixed size around it has; 0 for others."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _item_counts(kind.storage_type, items)
+    if pa.types.is_dictionary(kind):
+        return [items]
+    inside = kind.list_size if pa.types.is_fixed_size_list(kind) else 0
+    return [items, *(n for i in range(kind.num_fields) for n in _item_counts(kind.field(i).type, inside))]
 
 
 def scan(path: Path, *, skip_damage: bool = False) -> FileScan:

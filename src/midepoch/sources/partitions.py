@@ -33,8 +33,8 @@ def hive_values(paths: Sequence[str]) -> tuple[list[Values], pa.Schema]:
 def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
     """The paths of files below the roots of their partitions.
 
-    Folders above a folder that was given are no partitions. A file or a glob has no such border: there they are the
-    nearest folders called ``key=value`` that follow on each other.
+    A folder that was given may be a partition itself; those above it are none otherwise. A file or a glob has no such
+    border: there they are the nearest folders called ``key=value`` that follow on each other.
     """
     files = set(given).intersection(paths)
     others = [text for text in given if text not in files]
@@ -49,7 +49,10 @@ def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
 def _root(text: str, path: str) -> str:
     plain, *glob = _GLOB.split(text, maxsplit=1)
     if text != path and not glob:
-        return text.rstrip("/") + "/"
+        above = text.rstrip("/").split("/")
+        while above and "=" in above[-1]:  # a folder that is a partition itself
+            above.pop()
+        return "/".join([*above, ""])
     folders = path.split("/")[:-1]
     fixed = plain.split("/")[:-1] if text != path else folders
     if any("=" in folder for folder in folders[len(fixed) :]):

@@ -10,6 +10,7 @@ Values are taken from the buffers and not with ``Array.to_numpy``, which imports
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -231,3 +232,27 @@ def stacked(arrays: list[Any]) -> Any:
     if arrays and all(isinstance(each, np.ndarray) and each.shape == arrays[0].shape for each in arrays):
         return np.stack(arrays)
     return arrays
+
+
+def plain_values(column: Any) -> Any:
+    """Values as pyarrow takes them: no tensors, and an array a row where there are more dimensions."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(column, torch.Tensor):
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray):
+        return column if column.ndim < 2 else [_array_rows(row) for row in column]
+    return [_plain_value(value, torch) for value in column]
+
+
+def _plain_value(value: Any, torch: Any) -> Any:
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return _array_rows(value)
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, str, bytes)):
+        return [_plain_value(inner, torch) for inner in value]
+    return value
+
+
+def _array_rows(array: Any) -> Any:
+    return array[()] if array.ndim < 2 else array.tolist()

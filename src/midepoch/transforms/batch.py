@@ -112,7 +112,8 @@ def join(parts: Sequence[Batch]) -> Batch:
             raise ColumnError(
                 f"rows with the columns {', '.join(first.columns) or 'none'} and rows with the columns "
                 f"{', '.join(part.columns) or 'none'} cannot go together: bring them to the same columns "
-                "(select_columns, rename_columns, map) first."
+                "(select_columns, rename_columns, map) first. A map that returns None for a row leaves it without the "
+                "function's columns; filter() drops rows."
             )
     columns = {name: join_columns(name, [part.columns[name] for part in found]) for name in first.columns}
     nullable = {
@@ -180,6 +181,8 @@ def cut(column: Any, start: int, stop: int) -> Any:
     """``column[start:stop]``, also of a struct column presented as a dict."""
     if isinstance(column, dict):
         return {name: cut(inner, start, stop) for name, inner in column.items()}
+    if isinstance(column, pa.Array):  # not by indexing: arrays of datasets' extension types give their storage then
+        return column.slice(start, stop - start)
     return column[start:stop]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
-from midepoch.transforms.arrow_values import Paths
+from midepoch.transforms.arrow_values import Paths, plain_values
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.features import Encoded
@@ -65,37 +64,13 @@ def converted(name: str, column: Any, kind: pa.DataType) -> Any:
             fields = [kind.field(i) for i in range(kind.num_fields)]
             parts = [converted(f"{name}.{field.name}", column[field.name], field.type) for field in fields]
             return pa.StructArray.from_arrays(parts, fields=fields)
-        return pa.array(_plain(column), type=kind)
+        return pa.array(plain_values(column), type=kind)
     except (pa.ArrowException, TypeError, ValueError, KeyError, OverflowError) as problem:
         found = column.type if isinstance(column, pa.Array) else _described(column)
         raise ColumnError(
             f"column {name!r} ({found}) cannot become {kind}: {problem}. Return values of that type, or choose another "
             "type with cast()."
         ) from None
-
-
-def _plain(column: Any) -> Any:
-    """Values as pyarrow takes them: no tensors, and an array a row where there are more dimensions."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(column, torch.Tensor):
-        column = column.detach().cpu().numpy()
-    if isinstance(column, np.ndarray):
-        return column if column.ndim < 2 else [_nested(row) for row in column]
-    return [_value(value, torch) for value in column]
-
-
-def _value(value: Any, torch: Any) -> Any:
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
-        return _nested(value)
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, str, bytes)):
-        return [_value(inner, torch) for inner in value]
-    return value
-
-
-def _nested(array: Any) -> Any:
-    return array[()] if array.ndim < 2 else array.tolist()
 
 
 def _described(column: Any) -> str:

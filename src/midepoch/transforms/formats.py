@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
 from midepoch.sources.damage import is_damage
-from midepoch.transforms.arrow_values import to_numpy, to_python
+from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded
 
@@ -191,9 +191,7 @@ def arrow_column(name: str, column: Any) -> pa.Array:
     if isinstance(column, dict):
         return pa.StructArray.from_arrays([arrow_column(name, inner) for inner in column.values()], names=list(column))
     try:
-        if isinstance(column, np.ndarray) and column.ndim > 1:
-            return pa.array(list(column))
-        return pa.array(column)
+        return pa.array(plain_values(column))
     except (pa.ArrowException, TypeError, ValueError) as problem:
         raise MapError(f"column {name!r} made by a map cannot become an Arrow column: {problem}") from None
 
@@ -224,7 +222,7 @@ def _stack(values: Any, kind: str) -> Any:
     if torch is not None and isinstance(first, torch.Tensor):
         return _stack_tensors(values, kind, torch)
     if isinstance(first, (bool, int, float, complex, np.generic)):
-        return _stack_numbers(values)
+        return _stack_numbers(values, kind)
     if isinstance(first, (list, tuple)):
         values = [_numbers(value) for value in values]
     elif hasattr(first, "__array__"):
@@ -233,22 +231,25 @@ def _stack(values: Any, kind: str) -> Any:
     return np.stack(arrays) if len(arrays) == len(values) and len({a.shape for a in arrays}) == 1 else list(values)
 
 
-def _stack_numbers(values: Any) -> Any:
+def _stack_numbers(values: Any, kind: str) -> Any:
     """One array of numbers, NaN for None; the list as it is if that would change a value."""
     if not all(
         value is None or isinstance(value, (bool, int, float, complex, np.number, np.bool_)) for value in values
     ):
-        return list(values)
+        torch = sys.modules.get("torch")
+        mixed = torch is not None and any(isinstance(value, torch.Tensor) for value in values)
+        return _stack_tensors(values, kind, torch) if mixed else list(values)
     array = np.array([np.nan if value is None else value for value in values])
     whole = all(isinstance(value, (bool, int, np.integer, np.bool_)) for value in values)
     return array if array.dtype.kind in ("biu" if whole else "biufc") else list(values)
 
 
 def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
-    tensors: list[Any] = [value if value is None else value.detach() for value in values]
+    tensors: list[Any] = [value if value is None else torch.as_tensor(value).detach() for value in values]
     if any(value is None for value in tensors) or len({value.shape for value in tensors}) > 1:
         return tensors
-    stacked = torch.stack(tensors)
+    wide = reduce(torch.promote_types, (value.dtype for value in tensors))
+    stacked = torch.stack([value.to(wide) for value in tensors])
     return stacked if kind == "torch" else stacked.cpu().numpy()
 
 
