@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from builtins import zip as zip_
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,9 +56,12 @@ def mix(
         raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
     if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or not any(chosen):
         raise ValueError(f"mix: weights must be 0 or more, and one of them above 0, got {chosen}")
-    empty = [number for number, part in enumerate(parts) if not any(leaf.rows for leaf in part.leaves)]
-    if empty:
-        raise DataNotFoundError(f"mix: source {empty[0]} has no rows: its split, slice or selection is empty.")
+    for number, (part, weight) in enumerate(zip_(parts, chosen, strict=True)):
+        if weight and not any(leaf.rows for leaf in part.leaves):
+            raise DataNotFoundError(
+                f"mix: source {number} has no rows, so its weight of {weight:g} cannot hold. Leave it out, or give it "
+                "the weight 0."
+            )
     return _stream(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 
 
