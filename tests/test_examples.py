@@ -50,7 +50,7 @@ def replaced(text: str, changes: dict[str, str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_resumable_training_on_fewer_rows(framework: str, tmp_path: Path, torch_forks: Forks) -> None:
     script = tmp_path / "example.py"
     script.write_text(replaced((EXAMPLES / f"resumable_training_{framework}.py").read_text(), SMALLER))

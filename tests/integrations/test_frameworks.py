@@ -125,7 +125,8 @@ def test_accelerate(program: Program, tmp_path: Path) -> None:
         assert left["again"] == uninterrupted(tmp_path, 7), at
 
 
-@pytest.mark.parametrize("alone", ["alone", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow  # half a minute; tests/integrations/lightning_job.py
+@pytest.mark.parametrize("alone", ["alone", "all"])
 def test_lightning(alone: str, program: Program, tmp_path: Path) -> None:
     read = runs_of(program, "lightning", tmp_path, alone)
     for case in ("rows", "workers", "limited", *(("accumulated",) if alone == "all" else ())):

@@ -35,7 +35,7 @@ def uninterrupted(folder: Path, rank: int, ranks: int, ends: str) -> list[tuple[
         ("fsdp2_dcp", 2, "drop"),
         pytest.param("transformers_trainer", 1, "uneven", marks=pytest.mark.slow),  # half a minute each
         ("accelerate_loop", 1, "drop"),
-        pytest.param("lightning_fit", 1, "drop", marks=pytest.mark.slow),
+        ("lightning_fit", 1, "drop"),
     ],
 )
 def test_rows_of_a_run_that_was_killed(name: str, ranks: int, ends: str, program: Program, tmp_path: Path) -> None:

@@ -56,9 +56,12 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 
 
 def ways() -> list[Any]:
-    """A dataset in every way; the one of another name, which is a thin layer on it, in two of them but for -m slow."""
+    """A dataset in most ways; the one of another name, which is a thin layer on it, in two of them. All by -m slow."""
     slow = pytest.mark.slow
-    found = [pytest.param(midepoch.from_files, workers, options, SOME) for workers, options in WAYS]
+    found = [
+        pytest.param(midepoch.from_files, workers, options, SOME, marks=slow if workers == 2 and options else ())
+        for workers, options in WAYS
+    ]
     for workers, options in WAYS:
         marks = () if (workers, options) in ((0, {}), (2, {})) else slow
         found.append(pytest.param(SimpleArrowIterableDataset, workers, options, SOME, marks=marks))

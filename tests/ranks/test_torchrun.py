@@ -92,6 +92,7 @@ def agents() -> Iterator[list[subprocess.Popen[str]]]:
         end(agent)
 
 
+@pytest.mark.slow  # 40 s: agents wait for each other
 def test_nodes_come_and_go(data: str, tmp_path: Path, agents: list[subprocess.Popen[str]], free_port: int) -> None:
     """One node, then two, then one again by kill -9: each time the run goes on with another world size by itself."""
     options = ["--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-id=elastic"]

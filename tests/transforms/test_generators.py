@@ -58,7 +58,12 @@ PIPELINES: dict[str, Callable[[midepoch.Dataset], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+# Processes for 2 and 3 workers, each time: the others behind -m slow.
+ALWAYS = ("map", "late draws", "filter and map", "behind a mix")
+CASES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in PIPELINES]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_draws_depend_on_the_row_alone(ds: midepoch.Dataset, name: str) -> None:
     torch.manual_seed(7)
     expected = by_id(PIPELINES[name](ds))
