@@ -24,8 +24,8 @@ def chaos(kills: int, seed: int) -> None:
     assert re.search(r"[1-9]\d* again after a crash", done.stdout)  # kills in the middle, not just at the start
 
 
-def test_twenty_kills() -> None:
-    chaos(20, seed=7)
+def test_thirty_kills() -> None:
+    chaos(30, seed=7)
 
 
 @pytest.mark.slow
