@@ -30,7 +30,7 @@ from midepoch.transforms import (
     run_steps,
 )
 from midepoch.transforms.features import Encoded
-from midepoch.transforms.formats import readable
+from midepoch.transforms.formats import UnreadableError, readable
 from midepoch.transforms.generators import Generators
 
 Int64Array = npt.NDArray[np.int64]
@@ -247,9 +247,23 @@ class Engine:
 
     def rows(self, batch: Batch) -> list[Any]:
         """One object a row, in the pipeline's format (Python dicts unless another was chosen)."""
-        return present_rows(batch, self.pipeline.format or "python")
+        try:
+            return present_rows(batch, self.pipeline.format or "python")
+        except UnreadableError as problem:
+            raise self.named(problem) from problem.__cause__
 
     def columns(self, batch: Batch) -> Any:
         """The batch as columns, in the pipeline's format."""
         kind = self.pipeline.format or "python"
-        return finish(present(batch, kind), kind)
+        return finish(self.presented(batch, kind), kind)
+
+    def presented(self, batch: Batch, kind: str) -> Any:
+        """As ``present``. Errors name the file of the row."""
+        try:
+            return present(batch, kind)
+        except UnreadableError as problem:
+            raise self.named(problem) from problem.__cause__
+
+    def named(self, problem: UnreadableError) -> CorruptBlockError:
+        """The error with the file that the row is in."""
+        return problem if problem.row is None else CorruptBlockError(f"{self._place(problem.row)}: {problem}")

@@ -131,6 +131,9 @@ def _check_keys(state: Mapping[str, Any]) -> bool:
         if key not in state or (key == "arrow_files" and state[key] is None):
             cause = "the state was saved by another program: it does not say which data it belongs to, or where in it"
             raise CheckpointMismatchError(key, None, "required", cause)
+    for key in ("current_file_index", "current_example_index"):
+        if isinstance(state[key], bool) or not isinstance(state[key], int):
+            raise StateError(f"the state is damaged: {key!r} is {state[key]!r:.40}, expected an integer.")
     forgather = all(key in state for key in _FORGATHER)
     known = {*_DOCUMENTED, *_FORGATHER, *_FORGATHER_LENGTHS} if forgather else set(_DOCUMENTED)
     unknown = sorted(map(str, state.keys() - known))

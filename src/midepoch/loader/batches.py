@@ -20,7 +20,7 @@ from midepoch.order import Cut, epoch_end
 from midepoch.pipeline import Pipeline
 from midepoch.read.columns import Located, number_dtype
 from midepoch.spent import Spent
-from midepoch.transforms import Batch, present
+from midepoch.transforms import Batch
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -184,7 +184,7 @@ class BatchMaker:
         chunk = self._engine.read(chosen)
         whole = len(chunk) == len(chosen)
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
-        shown = present(_marked(chunk, genuine), self.format) if self._whole else None
+        shown = self._engine.presented(_marked(chunk, genuine), self.format) if self._whole else None
         self.spent.read += perf_counter() - began
         found = []
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
@@ -236,7 +236,7 @@ class BatchMaker:
 
     def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:
         if self._options.collate_fn is None:
-            return present(batch, self.format)
+            return self._engine.presented(batch, self.format)
         first, stop = plan.bounds(read.step)
         where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)

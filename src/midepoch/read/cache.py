@@ -115,7 +115,8 @@ class BlockCache:
             return None
         except (pa.ArrowException, CorruptBlockError, ValueError, StopIteration) as problem:
             _log.warning("the cached block %s cannot be used and is made again: %s", path, problem)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # of other runs' blocks the one that was not used for longest goes first

@@ -165,10 +165,19 @@ def _too_far(name: str, problem: OverflowError) -> ColumnError:
     )
 
 
-def _unreadable(name: str, row: int, problem: Exception) -> CorruptBlockError:
-    return CorruptBlockError(
+class UnreadableError(CorruptBlockError):
+    """A value of a row cannot be read. ``row``: its number in the dataset, from which the engine knows the file."""
+
+    def __init__(self, text: str, row: int | None = None) -> None:
+        super().__init__(text)
+        self.row = row
+
+
+def _unreadable(name: str, row: int, problem: Exception) -> UnreadableError:
+    return UnreadableError(
         f"column {name!r} of row {row} of the dataset cannot be read: {type(problem).__name__}: {problem}. "
-        'Restore the file, or open it with on_error="skip" to go on without such rows.'
+        'Restore the file, or open it with on_error="skip" to continue without such rows.',
+        row,
     )
 
 
