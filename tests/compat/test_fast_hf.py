@@ -123,7 +123,8 @@ def test_moved_files_are_the_same_files(small_files: list[str], tmp_path: Path) 
         ({"shuffled_files": []}, CheckpointMismatchError, "shuffled_files"),
         ({"current_file_index": 99}, StateError, "file number 99"),
         ({"current_example_index": 99}, StateError, "example 99"),
-        ({"current_example_index": "x"}, StateError, "not a state"),
+        ({"current_example_index": "3"}, StateError, "expected an integer"),
+        ({"shard_config": 3}, StateError, "not a state"),
     ],
 )
 def test_what_does_not_belong_is_refused(
