@@ -54,7 +54,10 @@ STEPS: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize(("batch", "world", "workers"), [(4, 3, 0), (1, 5, 0), (3, 50, 0), (37, 1, 0), (4, 3, 2)])
+@pytest.mark.parametrize(
+    ("batch", "world", "workers"),
+    [(4, 3, 0), (1, 5, 0), (3, 50, 0), (37, 1, 0), pytest.param(4, 3, 2, marks=pytest.mark.slow)],
+)
 def test_padded_ranks_take_equal_steps_of_equal_size(
     open_ds: midepoch.Dataset, steps: str, batch: int, world: int, workers: int
 ) -> None:

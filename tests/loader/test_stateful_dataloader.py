@@ -59,7 +59,13 @@ def ways() -> list[Any]:
     """A dataset in most ways; the one of another name, which is a thin layer on it, in two of them. All by -m slow."""
     slow = pytest.mark.slow
     found = [
-        pytest.param(midepoch.from_files, workers, options, SOME, marks=slow if workers == 2 and options else ())
+        pytest.param(
+            midepoch.from_files,
+            workers,
+            options,
+            SOME,
+            marks=slow if workers in (1, 3) or (workers and options) else (),
+        )
         for workers, options in WAYS
     ]
     for workers, options in WAYS:
@@ -88,6 +94,7 @@ def spawning(files: list[str]) -> StatefulDataLoader:
     return make_loader(midepoch.from_files(files).shuffle(seed=1), 2, multiprocessing_context="spawn")
 
 
+@pytest.mark.slow
 def test_spawned_workers(small_files: list[str]) -> None:
     """Saved and resumed with spawned workers, in mid-epoch: what comes is what forked ones would have given."""
     forking = make_loader(midepoch.from_files(small_files).shuffle(seed=1), 2)

@@ -198,6 +198,7 @@ run.finish()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_shows_them_beside_the_loss(files: str, tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()

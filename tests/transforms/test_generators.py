@@ -109,7 +109,7 @@ def drawn_again(row: dict[str, Any]) -> dict[str, Any]:
     return {"python": row.get("python"), "numpy": None, "torch": None, "again": random.random()}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_groups_and_collation_draw_by_their_first_row(ds: midepoch.Dataset, workers: int) -> None:
     def collate(rows: list[dict[str, Any]]) -> Any:
         return [row["id"] for row in rows], torch.rand(2).tolist()
