@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -53,6 +53,7 @@ class _MappedFile:
     buffer: pa.Buffer
     identity: tuple[int, int]
     mtime_ns: int
+    checked: float = field(default_factory=time.monotonic)
 
 
 class Blocks:
@@ -92,7 +93,8 @@ class Blocks:
             self._held.add(number, [buffer])
         else:
             self._files.move_to_end(number)
-            self._compare(number, mapped)
+            if time.monotonic() - mapped.checked >= _CHECK_SECONDS:
+                self._compare(number, mapped)
         return mapped.buffer
 
     def check(self) -> None:
@@ -108,6 +110,7 @@ class Blocks:
 
     def _compare(self, number: int, mapped: _MappedFile) -> None:
         file = self._source.files[number]
+        mapped.checked = time.monotonic()
         try:
             stat = os.stat(file.path)
         except OSError:
