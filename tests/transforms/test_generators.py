@@ -53,13 +53,13 @@ PIPELINES: dict[str, Callable[[midepoch.Dataset], Any]] = {
     "flat_map": lambda ds: ds.flat_map(lambda row: [{"id": row["id"] * 10 + i, **drawn(None)} for i in range(2)]),
     "filter": lambda ds: ds.filter(lambda row: random.random() < 0.5),
     "filter and map": lambda ds: ds.filter(lambda row: row["id"] % 2).map(drawn),
-    "behind a mix": lambda ds: midepoch.mix([ds.take(20), ds.skip(20)], seed=1, stop="all").map(drawn),
-    "behind a batch": lambda ds: ds.batch(2).unbatch(["id", "text"]).map(drawn),
+    "after a mix": lambda ds: midepoch.mix([ds.take(20), ds.skip(20)], seed=1, stop="all").map(drawn),
+    "after a batch": lambda ds: ds.batch(2).unbatch(["id", "text"]).map(drawn),
 }
 
 
 # Processes for 2 and 3 workers, each time: the others behind -m slow.
-ALWAYS = ("map", "late draws", "filter and map", "behind a mix")
+ALWAYS = ("map", "late draws", "filter and map", "after a mix")
 CASES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in PIPELINES]
 
 

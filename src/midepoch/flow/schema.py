@@ -17,7 +17,7 @@ from midepoch.pipeline import Pipeline
 from midepoch.read.blocks import plain_schema
 from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, RenameColumns, Step, Unbatch
 from midepoch.transforms.arrow_values import Paths, plain_type
-from midepoch.transforms.cast import Cast, converted, renamed_paths, same_type, unified
+from midepoch.transforms.cast import Cast, common_type, converted, renamed_paths, same_type
 from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.packing import PackSpec
 
@@ -194,7 +194,7 @@ def _joint(name: str, having: Sequence[tuple[int, Column]], what: str) -> Column
     first, column = having[0]
     kind = column.kind
     for number, other in having[1:]:
-        both = unified(kind, other.kind)
+        both = common_type(kind, other.kind)
         if both is None or other.encoded != column.encoded:
             raise ColumnError(
                 f"{what}: column {name!r} is {kind} in source {first} and {other.kind} in source {number}, which have "
@@ -210,7 +210,7 @@ def _likely(known: Sequence[Known]) -> dict[str, Column]:
     for each in known:
         for name, column in each.columns.items():
             before = found.get(name)
-            both = column.kind if before is None else unified(before.kind, column.kind)
+            both = column.kind if before is None else common_type(before.kind, column.kind)
             if both is None or (before is not None and before.encoded != column.encoded):
                 continue  # a function may make something else of it
             nulls = renamed_paths(column.nulls, column.kind, both)

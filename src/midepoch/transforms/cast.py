@@ -99,7 +99,7 @@ def same_type(a: pa.DataType, b: pa.DataType) -> bool:
     return bool(a.equals(b)) and (not a.num_fields or str(a) == str(b))
 
 
-def unified(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     """The type that holds the values of two, of the same kind; None where a cast would change what they are.
 
     Integers and floats take the wider type; an integer never becomes a float, nor a number text.
@@ -119,9 +119,9 @@ def unified(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
             plain, large = (pa.string(), pa.large_string()) if families is _TEXT else (pa.binary(), pa.large_binary())
             return large if families[1](a) or families[1](b) else plain
     if any(test(a) for test in _LISTS) and any(test(b) for test in _LISTS):
-        return _unified_lists(a, b)
+        return _common_list(a, b)
     if t.is_struct(a) and t.is_struct(b):
-        return _unified_structs(a, b)
+        return _common_struct(a, b)
     return a if a.equals(b) else None
 
 
@@ -130,8 +130,8 @@ _BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def _unified_lists(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    values = unified(a.value_type, b.value_type)
+def _common_list(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    values = common_type(a.value_type, b.value_type)
     if values is None:
         return None
     fixed = [pa.types.is_fixed_size_list(kind) for kind in (a, b)]
@@ -141,13 +141,13 @@ def _unified_lists(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return pa.large_list(values) if large else pa.list_(values)
 
 
-def _unified_structs(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+def _common_struct(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     fields = []
     names = dict.fromkeys([field.name for kind in (a, b) for field in (kind.field(i) for i in range(kind.num_fields))])
     for name in names:
         places = [kind.get_field_index(name) for kind in (a, b)]
         kinds = [kind.field(at).type for kind, at in zip((a, b), places, strict=True) if at >= 0]
-        both = unified(kinds[0], kinds[-1])
+        both = common_type(kinds[0], kinds[-1])
         if both is None:
             return None
         fields.append(pa.field(name, both))
