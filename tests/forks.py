@@ -28,14 +28,22 @@ PATIENCE = 300
 
 def forked(action: Callable[[], Any]) -> int:
     """Do this in a fork of this very process: 0 if it gave something true. A hang is a status other than 0, too."""
-    if not (child := os.fork()):
-        status = 1
-        try:
-            signal.alarm(60)
-            status = 0 if action() else 1
-        finally:
-            os._exit(status)  # never back into the tests
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return together(action)[0]
+
+
+def together(*actions: Callable[[], Any]) -> list[int]:
+    """Do these in forks of this very process at the same time: 0 for each that gave something true."""
+    children = []
+    for action in actions:
+        if not (child := os.fork()):
+            status = 1
+            try:
+                signal.alarm(60)
+                status = 0 if action() else 1
+            finally:
+                os._exit(status)  # never back into the tests
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 class Forks:

@@ -162,15 +162,17 @@ class RowIterator(chain[Any], HasState):
             return
         if time.perf_counter() - started < _SLOW:
             self._size = min(2 * self._size, self._engine.chunk_rows(_CHUNK_BYTES))
-        if len(batch) == stop - first:
-            self._places = None
-            if self._next > first:
-                rows = rows[self._next - first :]
-        else:
+        places: list[int] | None = None
+        if len(batch) < stop - first:
             numbers = (batch.places + first).tolist()
             kept = [i for i, number in enumerate(numbers) if number >= self._next]
-            rows, self._places = [rows[i] for i in kept], [numbers[i] for i in kept]
-        self._chunk_first, self._count, self._rows, self._next = self._next, len(rows), iter(rows), stop
+            rows, places = [rows[i] for i in kept], [numbers[i] for i in kept]
+        elif self._next > first:
+            rows = rows[self._next - first :]
+        count, rest = len(rows), iter(rows)
+        # No call among these: a signal handler that saves must not see half of them.
+        self._chunk_first, self._count, self._rows, self._places = self._next, count, rest, places
+        self._next = stop
 
     def _halve(self, read: Batch, count: int) -> None:
         """Put rows of which one fails back as two pieces: those before it are delivered first."""
@@ -221,7 +223,7 @@ class _Chunks:
         iterator = self.iterator()
         try:
             rows = iterator.refill() if iterator is not None else None
-        except Exception as problem:
+        except BaseException as problem:
             return _Failed(problem)
         if rows is None:
             raise StopIteration
@@ -230,10 +232,10 @@ class _Chunks:
 
 class _Failed:
     """A chunk that could not be made: raises again and again. Raised here above, it would end the chain, and the error
-    would look like the end of the epoch to whoever asks once more.
+    or the interrupt would look like the end of the epoch to whoever asks once more.
     """
 
-    def __init__(self, problem: Exception) -> None:
+    def __init__(self, problem: BaseException) -> None:
         self._problem = problem
 
     def __iter__(self) -> _Failed:
@@ -273,9 +275,10 @@ class BatchIterator(HasState):
                 raise StopIteration
             self._engine.reached(self._progress.epoch, self._progress.cursor(self._next).position)
             batch = self._engine.transform(self._progress.epoch, self._engine.read(self._ahead.take(self._next, stop)))
-            self._reached, self._next = self._next + self._size, stop
-            if len(batch):
-                return self._engine.columns(batch)
+            columns = self._engine.columns(batch) if len(batch) else None
+            self._reached, self._next = self._next + self._size, stop  # the last thing, see Loader
+            if columns is not None:
+                return columns
 
     @property
     def cursor(self) -> Cursor:

@@ -43,10 +43,17 @@ class Resumable(HasState):
         raise NotImplementedError
 
     def __next__(self) -> Any:
-        current = self._pass if self._pass is not None else iter(self)
-        self._pass = current
-        try:
-            return next(current)
-        except StopIteration:
-            self._pass = None  # the next one begins another epoch
-            raise
+        for value in self.current_pass():  # not next(): an interrupt on its return would lose the value
+            return value
+        self.end_pass()
+        raise StopIteration
+
+    def current_pass(self) -> Iterator[Any]:
+        """Return the pass that ``next()`` is in; begin one if it is in none."""
+        if self._pass is None:
+            self._pass = iter(self)
+        return self._pass
+
+    def end_pass(self) -> None:
+        """Let the next ``next()`` begin another pass."""
+        self._pass = None

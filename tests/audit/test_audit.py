@@ -338,6 +338,9 @@ def test_a_full_disk_ends_the_ledger_and_not_the_run(
     assert record is not None and (record._pages is not None) == mapped
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(os, "pwrite", full)
-    record._room = record._end if mapped else record._room  # the page is full, or the disk
+    record._room = record.end + 1 if mapped else record._room  # the page is full, or the disk
     assert len(list(batches)) == 8
-    assert read_run(tmp_path).steps == 2
+    run = read_run(tmp_path)
+    assert run.steps == 2 and run.epochs[0].pending == 29
+    # Where not a single byte can be written any more, it looks like a run that was stopped there.
+    assert len(run.problems) == mapped and all("the record is incomplete" in problem for problem in run.problems)

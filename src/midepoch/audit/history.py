@@ -1,35 +1,42 @@
 """What the weights have seen: the passes of a run, each up to where a later one took over.
 
-A fresh loader, and one into which a state was loaded, take the run back to where they stand: what was recorded behind
-that is not in the weights any more. A pass that just goes on takes nothing back. Rows that are handed over again
-without that are repeated. A pass of no more than one batch may be a look, as at a sample to build the model from: it
-counts only if the run goes on from behind it, or if nothing follows.
+A fresh loader, and one into which a state was loaded, take the run back to where they stand: what was recorded after
+that is not in the weights any more. A pass that continues takes nothing back. Rows that are delivered again without
+that are repeated. A pass of no more than one batch may be a look, as at a sample to build the model from: it counts
+only if the run resumes from after it, or if nothing follows. A state that was loaded counts if nothing follows that was
+loaded or begun from the start: where the run ended, or will resume.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from midepoch.audit.passes import Generation, Place
+from midepoch.audit.passes import Generation
+from midepoch.audit.records import Place
 
 
 class History:
-    """``kept`` are passes in the order of their places; ``repeats`` went through what had been gone through."""
+    """``kept`` are passes in the order of their places; ``repeats`` delivered what had been delivered."""
 
     def __init__(self, passes: list[Generation]) -> None:
         self.kept: list[Generation] = []
         self.repeats: list[Generation] = []
         look: Generation | None = None
+        load: Generation | None = None
         for one in passes:
             if look is not None and one.how == "loaded" and look.place < one.stood <= look.behind:
                 self._add(look)
-            elif look is not None:
+            elif look is not None and not one.is_load:
                 one = _after_look(one, look)
-            look = one if one.is_look else None
-            if look is None:
+            if load is not None and one.how == "on":
+                self._back_to(load.stood, load)
+            load, look = (one, None) if one.is_load else (None, one if one.is_look else None)
+            if load is None and look is None:
                 self._add(one)
         if look is not None:
             self._add(look)
+        if load is not None:
+            self._back_to(load.stood, load)
 
     @property
     def all(self) -> list[Generation]:

@@ -2,9 +2,10 @@ r"""Writing the ledger: a file for each loader of each process, appended to as b
 
 A pass over (the rest of) an epoch is a line of JSON that says which positions its steps have and where the run stood
 before it, and behind it one byte for each step: ``.``, or ``-3.`` if three rows of it were passed over; now and then
-``@1500,20;``, the milliseconds since the pass began, and those of them that the model waited for data. So the record of
-a step is a single byte that is there or is not, whatever kills the process, and a million rows in batches of 64 take
-16 KB over all ranks. While it is written a file is a page longer than what it holds, filled up with zeros.
+``@1500,20;``, the milliseconds since the pass began, and those of them that the model waited for data; ``~`` where it
+could not be written any further. So the record of a step is a single byte that is there or is not, whatever kills the
+process, and a million rows in batches of 64 take 16 KB over all ranks. While it is written a file is a page longer than
+what it holds, filled up with zeros. A state that is loaded is a line of JSON as well, with ``"load": true``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import logging
 import mmap
 import os
-import re
 import secrets
 import socket
 import time
@@ -25,15 +25,17 @@ from typing import Any
 
 from midepoch.agreement import start_name
 from midepoch.audit.orders import order_name, save_order, stream_name
+from midepoch.audit.records import LOST, SUFFIX, VERSION, numbered, read_passes, steps_in
+from midepoch.errors import StateError
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.world import World
 
-VERSION = 1
-SUFFIX = ".ledger"
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
 _PAGE = mmap.PAGESIZE
+_MOST_FILES = 16
+"""Looked into at most, to find the process of this rank before this one."""
 _numbers = count(1)  # of the passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # who began the last pass of a stream and rank in this process
 
@@ -55,23 +57,22 @@ class Ledger:
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._mark = self._began = self._waited = 0.0
         self._pages: mmap.mmap | None = None
-        self._end = self._room = 0
+        self.end = self._room = 0
+        """Bytes recorded so far."""
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
 
     def prepare(self, cut: Cut) -> None:
-        """Raise now what would be raised when the first batch is handed over."""
+        """Raise now, before anything is delivered, what keeps a ledger from being written at all."""
         self.attempt(cut)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError(13, "no permission to write")
         except OSError as problem:
-            raise self._unkept(problem) from None
-
-    def _unkept(self, problem: OSError) -> OSError:
-        return OSError(problem.errno, f"the ledger cannot be kept in {self.folder}: {problem.strerror}")
+            text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}"
+            raise OSError(problem.errno, text) from None
 
     def attempt(self, cut: Cut) -> str:
         """The name of this start. Raises where the ranks have none in common."""
@@ -80,7 +81,7 @@ class Ledger:
         if found := start_name(World(cut.index, cut.count)).strip("-"):
             return found
         if cut.count == 1:
-            return f"{socket.gethostname()}-{os.getpid()}-{_born()}"
+            return _process()
         raise ValueError(
             f"a ledger of {cut.count} ranks needs a name that all ranks of this start share and no other start has, "
             "and none was found: initialise torch.distributed or jax.distributed before the loader is made, set "
@@ -100,10 +101,12 @@ class Ledger:
         ends: str | None,
         workers: int,
         waited: float = 0.0,
+        load: bool = False,
     ) -> None:
         """A pass is begun: its steps are the positions [start + g·B, start + (g+1)·B) up to the end.
 
         ``stood``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
+        ``load``: no pass is begun yet; the state alone was loaded, so that the run stands there now.
         """
         cut = pipeline.cut
         self._rows = (stream_name(pipeline, self.name), cut.index)
@@ -125,14 +128,19 @@ class Ledger:
             "ends": ends or "uneven",
             "workers": workers,
             "number": next(_numbers),
-            "process": f"{socket.gethostname()}-{os.getpid()}-{_born()}",
+            "process": _process(),
             "time": round(time.time(), 3),
+            **({"load": True} if load else {}),
         }
         try:
-            self._open(header["attempt"], cut)
+            header |= self._open(header["attempt"], cut)
             save_order(self.folder, pipeline)
         except OSError as problem:
-            raise self._unkept(problem) from None
+            self._lose(problem)
+            return
+        if load:
+            self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
+            return
         before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = how == "on" and before not in (None, self)
         if before is not None and before is not self:
@@ -162,28 +170,68 @@ class Ledger:
     def _times(self, now: float, waited: float) -> bytes:
         return b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
 
-    def end(self, waited: float = 0.0) -> None:
-        """A pass has been gone through."""
+    def take_back(self, end: int) -> None:
+        """Take back what was recorded from byte ``end`` on: an interrupt came before the batch was delivered."""
+        if self._file < 0 or self._owner != os.getpid() or not end <= self._room:
+            return
+        zeros = bytes(self._room - end)
+        if self._pages is not None:
+            self._pages[end : self._room] = zeros
+        else:
+            with suppress(OSError):
+                os.pwrite(self._file, zeros, end)
+        self.end = end
+
+    def finish(self, waited: float = 0.0) -> None:
+        """A pass was iterated to its end."""
         self._write(self._times(time.monotonic(), waited))
         self.sync()
 
     def sync(self) -> None:
         """Have it on disk. (A process that dies loses nothing of it in any case; a machine may.)"""
         if self._file >= 0 and self._owner == os.getpid():
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as problem:
+                self._lose(problem)
 
-    def _open(self, attempt: Any, cut: Cut) -> None:
+    def _open(self, attempt: Any, cut: Cut) -> dict[str, Any]:
+        """Open a file of its own, unless it is open; return what to say of it in its first line."""
         if self._file >= 0 and self._owner == os.getpid():
-            return
+            return {}
         self.folder.mkdir(parents=True, exist_ok=True)
         # Starts are numbered by what they find in the folder, not by clocks, which differ between machines.
         mark = hashlib.blake2b(str(attempt).encode(), digest_size=5).hexdigest()
-        known = [found for path in self.folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
-        mine = [number for number, other in known if other == mark]
-        number = min(mine) if mine else max((number for number, _ in known), default=0) + 1
+        known = [(*found, path) for path in self.folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
+        mine = max((number for number, other, _ in known if other == mark), default=0)
+        last = max((number for number, _, _ in known), default=0)
+        number = mine if mine and mine == last else last + 1
+        previous = [
+            *self._last([one for one in known if one[1] == mark], cut),
+            *self._last([one for one in known if one[1] != mark], cut),
+        ]
         name = f"{number:06}-{mark}-rank{cut.index:05}of{cut.count:05}-{secrets.token_hex(4)}{SUFFIX}"
         self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        self._owner, self._end, self._room, self._pages = os.getpid(), 0, 0, None
+        self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
+        return {"previous": previous}
+
+    def _last(self, known: list[tuple[int, str, Path]], cut: Cut) -> list[tuple[str, int]]:
+        """Of these files, the last one of the same rows and rank by another process, and the steps that it holds now.
+
+        A later one names those before it, so it is the one that none of the others names.
+        """
+        paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{cut.index:05}of" in path.name]
+        files: dict[str, int] = {}
+        named: set[str] = set()
+        for path in paths[:_MOST_FILES]:
+            try:
+                passes = read_passes(path)
+            except (OSError, StateError):
+                continue
+            if passes and passes[0].process != _process() and passes[0].shape.stream == self._rows[0]:
+                files[path.name] = steps_in(passes, self._rows[0])
+                named |= {name for one in passes for name, _ in one.previous}
+        return [one for one in files.items() if one[0] not in named][:1]
 
     def _write(self, record: bytes) -> None:
         if self._file < 0:
@@ -193,20 +241,36 @@ class Ledger:
             self._file, self._pages = -1, None
             _log.error("what a forked process is handed by its parent's loader is not recorded in %s", self.folder)
             return
-        end = self._end + len(record)
+        end = self.end + len(record)
         try:
-            if end > self._room:
-                self._grow(end)
+            if end >= self._room:  # a byte is left over for LOST
+                self._grow(end + 1)
             if self._pages is not None:
-                self._pages[self._end : end] = record
-            elif os.pwrite(self._file, record, self._end) < len(record):
+                self._pages[self.end : end] = record
+            elif os.pwrite(self._file, record, self.end) < len(record):
                 raise OSError(28, "No space left on device")
         except OSError as problem:
-            # What is not recorded will show as not delivered, never as proven. That is not worth the run's life.
-            _log.error("the ledger in %s ends here: %s", self.folder, problem)
-            self._close()
+            self._lose(problem)
             return
-        self._end = end
+        self.end = end
+
+    def _lose(self, problem: OSError) -> None:
+        """Stop recording this pass. What is not recorded will show as not delivered, never as proven: that is not worth
+        the run's life.
+        """
+        _log.warning(
+            "the ledger in %s cannot be written (%s): the run goes on, and midepoch audit will call its record "
+            "incomplete. Recording is tried again with the next pass.",
+            self.folder, problem.strerror or problem,
+        )  # fmt: skip
+        if self._file >= 0 and self._owner == os.getpid():
+            with suppress(OSError):
+                if self._pages is not None and self.end < self._room:
+                    self._pages[self.end : self.end + 1] = LOST
+                elif self._pages is None:
+                    os.pwrite(self._file, LOST, self.end)
+                self.end += 1
+        self._close()
 
     def _grow(self, end: int) -> None:
         """Room for more, on disk and mapped: a store into memory takes a tenth of the time of a system call, and is as
@@ -224,7 +288,7 @@ class Ledger:
         file, self._file, self._pages = self._file, -1, None
         if file >= 0 and self._owner == os.getpid():
             with suppress(OSError):
-                os.ftruncate(file, self._end)
+                os.ftruncate(file, self.end)
             os.close(file)
 
     def __del__(self) -> None:
@@ -238,15 +302,9 @@ class Ledger:
 _births: dict[int, str] = {}
 
 
-def _born() -> str:
-    """A name that this process has, and no fork of it."""
-    return _births.setdefault(os.getpid(), secrets.token_hex(4))
-
-
-def numbered(path: Path) -> tuple[int, str] | None:
-    """The number of the start that a file is of, and the mark of its name."""
-    found = re.match(r"(\d+)-([0-9a-f]{10})-rank", path.name)
-    return (int(found[1]), found[2]) if found else None
+def _process() -> str:
+    """A name that this process has, and no other, nor a fork of it."""
+    return f"{socket.gethostname()}-{os.getpid()}-{_births.setdefault(os.getpid(), secrets.token_hex(4))}"
 
 
 def ledger_of(given: Any) -> Ledger | None:

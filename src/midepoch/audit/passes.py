@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from midepoch.audit.ledger import SUFFIX, VERSION, numbered
-from midepoch.errors import DataNotFoundError, StateError
+from midepoch.audit.records import SUFFIX, Passed, Place, Shape, read_passes, steps_in
+from midepoch.errors import DataNotFoundError
 
-Place = tuple[int, int]
-"""An epoch and a position."""
-
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)")
-
-
-class Shape(NamedTuple):
-    """What the ranks of one pass have in common."""
-
-    attempt: str
-    stream: str
-    order: str
-    epoch: int
-    start: int
-    ranks: int
-    global_batch: int
-    ends: str
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What one process recorded of one pass: so many steps handed over, some with rows passed over."""
-
-    shape: Shape
-    beginning: tuple[int, int, float]
-    """The number of the start, of the pass in its process, and the time."""
-    process: str
-    how: str
-    stood: Place
-    rank: int
-    end: int
-    rows: int
-    name: str = ""
-    steps: int = 0
-    skipped: tuple[tuple[int, int], ...] = ()
-    """(step, rows passed over), where there were any."""
-    beside: bool = False
-    """Whether another loader of the same rows recorded at the same time."""
-    marks: tuple[tuple[int, int, int], ...] = ()
-    """(steps so far, milliseconds since the beginning, milliseconds waited for data), now and then."""
+_OTHER_CLOCK = 300.0
+"""Seconds by which the clocks of two machines may differ."""
 
 
 @dataclass
@@ -59,8 +18,10 @@ class Generation:
     """All ranks' records of one pass. ``until`` is where the run left it: what lies behind was made again later."""
 
     shape: Shape
-    beginning: tuple[int, int, int]
-    """The number of the start, and the largest and least of the pass in its processes: what passes are ordered by."""
+    beginning: tuple[int, int, int, int]
+    """What passes are ordered by: the number of the start, how often its name was used before, and the largest and
+    least number of the pass in its processes.
+    """
     hows: dict[int, str]
     """How each rank came to it: with a "fresh" loader, a "loaded" state, or going "on"."""
     stood: Place
@@ -72,7 +33,12 @@ class Generation:
     until: int
     beside: bool = False
     missing: tuple[int, ...] = field(default=())
-    hosts: frozenset[str] = frozenset()
+    is_load: bool = False
+    """Whether a state was loaded, and no pass begun yet."""
+    lost: tuple[int, ...] = ()
+    """Ranks whose ledger could not be written any further in this pass."""
+    overtaken: bool = False
+    """Whether an earlier start went on after this one had begun to record."""
     times: tuple[float, float] = (0.0, 0.0)
     """When something was recorded first and last, as far as that is told."""
     marks: dict[int, tuple[float, tuple[tuple[int, int, int], ...]]] = field(default_factory=dict)
@@ -136,24 +102,70 @@ def ledger_folder(run: str | Path) -> Path:
 
 
 def read_generations(folder: Path) -> list[Generation]:
-    """All passes over all processes and starts, in the order in which they were begun."""
+    """All passes over all processes and starts, and all states loaded, in the order in which they were begun."""
+    files = {path.name: read_passes(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    uses = _uses(files)
     of_process: dict[tuple[str, int], list[Passed]] = defaultdict(list)
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        for one in read_passes(path):
+    for passes in files.values():
+        for one in passes:
+            if use := uses.get(one.process, 0):
+                one = replace(one, shape=one.shape._replace(attempt=f"{one.shape.attempt} ({use + 1})"))
             of_process[one.process, one.rank].append(one)
-    groups: dict[tuple[Shape, int], list[Passed]] = defaultdict(list)
+    groups: dict[tuple[Shape, bool, int], list[Passed]] = defaultdict(list)
     for passes in of_process.values():
         passes.sort(key=lambda one: one.beginning)
-        left = Counter(one.shape for one in passes)
+        left = Counter((one.shape, one.is_load) for one in passes)
         for one in passes:
             # Counted from the last: a rank may have had a look at the first batch that the others did not have.
-            left[one.shape] -= 1
-            groups[one.shape, left[one.shape]].append(one)
-    found = [_together(shape, passes) for (shape, _), passes in groups.items()]
+            left[one.shape, one.is_load] -= 1
+            groups[one.shape, one.is_load, left[one.shape, one.is_load]].append(one)
+    found = [_together(shape, passes, uses, files) for (shape, _, _), passes in groups.items()]
     return sorted(found, key=lambda one: one.beginning)
 
 
-def _together(shape: Shape, passes: list[Passed]) -> Generation:
+def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:
+    """How often the name of its start was used before, by process: as MIDEPOCH_RUN_ID is by a job that is queued again.
+
+    Two processes of one rank and name are of one start if both went on (tensor parallelism), else of two.
+    """
+    before: dict[str, tuple[str, bool]] = {}
+    for passes in files.values():
+        for one in passes:
+            for name, seen in one.previous:
+                if (theirs := files.get(name)) and theirs[0].shape.attempt == one.shape.attempt:
+                    over = 0 < seen == steps_in(theirs, one.shape.stream)
+                    before[one.process] = (theirs[0].process, over)
+    found: dict[str, int] = {}
+    for process in before:
+        chain = [process]
+        while chain[-1] in before and before[chain[-1]][0] not in chain:
+            chain.append(before[chain[-1]][0])
+        found[process] = sum(before[other][1] for other in chain if other in before)
+    return found
+
+
+def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
+    """Whether another start went on after this one had begun to record: told by what was there to be seen, not by
+    clocks. Between machines, where what is written may show up late, clocks must say so as well.
+    """
+    for name, seen in one.previous:
+        theirs = files.get(name)
+        if not theirs or theirs[0].shape.attempt == one.shape.attempt or steps_in(theirs, one.shape.stream) <= seen:
+            continue
+        if _host(theirs[0]) == _host(one) or max(map(_last_time, theirs)) > one.beginning[2] + _OTHER_CLOCK:
+            return True
+    return False
+
+
+def _host(one: Passed) -> str:
+    return one.process.rsplit("-", 2)[0]
+
+
+def _last_time(one: Passed) -> float:
+    return one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0)
+
+
+def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: dict[str, list[Passed]]) -> Generation:
     of_rank: dict[int, Passed] = {}
     for one in passes:  # several processes of one rank (tensor parallelism) see the same rows
         if one.rank not in of_rank or one.steps > of_rank[one.rank].steps:
@@ -162,7 +174,7 @@ def _together(shape: Shape, passes: list[Passed]) -> Generation:
     end = max(one.end for one in passes)
     return Generation(
         shape,
-        (min(starts), max(numbers), min(numbers)),
+        (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),
         {rank: one.how for rank, one in of_rank.items()},
         min(one.stood for one in passes),
         end,
@@ -173,65 +185,9 @@ def _together(shape: Shape, passes: list[Passed]) -> Generation:
         end,
         any(one.beside for one in passes),
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
-        frozenset(one.process.rsplit("-", 2)[0] for one in passes),
-        (min(times), max(one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0) for one in passes)),
+        passes[0].is_load,
+        tuple(rank for rank, one in of_rank.items() if one.lost),
+        any(_overtaken(one, files) for one in passes),
+        (min(times), max(map(_last_time, passes))),
         {rank: (one.beginning[2], one.marks) for rank, one in of_rank.items()},
     )
-
-
-def read_passes(path: Path) -> list[Passed]:
-    """The passes in one file. What a dying machine left behind the last whole record is not counted."""
-    found: list[Passed] = []
-    header: dict[str, Any] | None = None
-    for line in path.read_bytes().split(b"\n"):
-        if line.startswith(b"{"):
-            header = _header(line, path)
-        elif (record := line.split(b"\0")[0]) and header is not None:  # zeros stand behind what was written
-            found.append(_passed(header, record, path))
-            header = None
-    return found
-
-
-def _header(line: bytes, path: Path) -> dict[str, Any] | None:
-    try:
-        header = json.loads(line)
-    except ValueError:
-        return None  # cut short, so nothing can follow
-    if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
-        raise StateError(f"{path} is not a ledger of midepoch.")
-    if header["midepoch_ledger"] > VERSION:
-        raise StateError(f"{path} was written by a newer midepoch: upgrade to read it.")
-    return header
-
-
-def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
-    steps, beside = 0, False
-    skipped: list[tuple[int, int]] = []
-    marks: list[tuple[int, int, int]] = []
-    for without, after, waited, dots, bang in _TOKEN.findall(record):
-        if without:
-            skipped.append((steps, int(without)))
-            steps += 1
-        elif after:
-            marks.append((steps, int(after), int(waited or 0)))
-        steps += len(dots)
-        beside = beside or bool(bang)
-    number = (numbered(path) or (0, ""))[0]
-    try:
-        return Passed(
-            shape=Shape(*(header[name] for name in Shape._fields)),
-            beginning=(number, header["number"], header["time"]),
-            process=header["process"],
-            how=header["how"],
-            stood=(header["stood"][0], header["stood"][1]),
-            rank=header["rank"],
-            end=header["end"],
-            rows=header["rows"],
-            name=header["name"],
-            steps=steps,
-            skipped=tuple(skipped),
-            beside=beside,
-            marks=tuple(marks),
-        )
-    except (KeyError, ValueError, TypeError, IndexError) as problem:
-        raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

@@ -22,9 +22,6 @@ from midepoch.errors import DataNotFoundError, StateError
 Int64Array = npt.NDArray[np.int64]
 Report = Callable[[int, int], None]
 
-_SAME_CLOCK, _OTHER_CLOCK = 1.0, 300.0
-"""Seconds by which clocks may differ, on one machine and between two."""
-
 
 @dataclass(frozen=True)
 class EpochProof:
@@ -86,11 +83,12 @@ class Run:
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
         self.folder, self.stream = folder, stream
-        self.every = [one for one in generations if one.shape.stream == stream]
+        self._all = [one for one in generations if one.shape.stream == stream]  # with states that were only loaded
+        self.every = [one for one in self._all if not one.is_load]
         """All passes, also those that a later one took over."""
         self.streams = {one.shape.stream: one.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
-        self.generations = History(self.every).all
+        self.generations = History(self._all).all
         """The passes that the weights have seen, each up to where a later one took over."""
 
     @cached_property
@@ -114,12 +112,12 @@ class Run:
     @property
     def attempts(self) -> int:
         """How many times the run was started."""
-        return len({one.shape.attempt for one in self.every})
+        return len({one.shape.attempt for one in self._all})
 
     @property
     def worlds(self) -> list[int]:
         """The numbers of ranks, one after the other."""
-        sizes = [one.shape.ranks for one in self.every]
+        sizes = [one.shape.ranks for one in self._all]
         return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
 
     @cached_property
@@ -136,26 +134,18 @@ class Run:
                 "two loaders of the same rows recorded at the same time, so their records cannot be told apart: give "
                 'them names, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
             )
-        if self._side_by_side():
+        found += [
+            f"epoch {one.shape.epoch} from position {one.shape.start:,}: the record is incomplete, because the ledger "
+            f"of rank {', '.join(map(str, one.lost[:8]))} could not be written. Rows counted as never may have come"
+            for one in self.generations
+            if one.lost
+        ]
+        if any(one.overtaken for one in self._all):
             found.append("two starts of the run recorded at the same time: each row may have been seen by both")
         for epoch, passes in self._by_epoch.items():
             if len({one.shape.order for one in passes}) > 1:
                 found.append(f"epoch {epoch} was gone on with in another order than it was begun in")
         return found
-
-    def _side_by_side(self) -> bool:
-        """Whether a start went on after a later one had begun, by clocks that may differ between machines."""
-        last: dict[str, Generation] = {}  # the pass of each start that was recorded in last
-        for one in self.every:
-            for attempt, before in last.items():
-                same = before.hosts == one.hosts and len(one.hosts) == 1
-                if attempt != one.shape.attempt and before.times[1] > one.times[0] + (
-                    _SAME_CLOCK if same else _OTHER_CLOCK
-                ):
-                    return True
-            held = last.get(one.shape.attempt)
-            last = {one.shape.attempt: one if held is None or one.times[1] > held.times[1] else held}
-        return False
 
     @cached_property
     def _by_epoch(self) -> dict[int, list[Generation]]:
@@ -208,8 +198,10 @@ class Run:
         later = [one for one in self.generations if one.shape.epoch > epoch]
         # A resume with larger batches than the rest of the epoch drops that, though it may not be a kept pass that did.
         if any(
-            one.stood == (epoch, last.frontier) and one.shape.epoch > epoch and _drops(one, rows - last.frontier)
-            for one in self.every
+            one.stood == (epoch, last.frontier)
+            and (one.shape.epoch > epoch or one.is_load)
+            and _drops(one, rows - last.frontier)
+            for one in self._all
         ):
             end = min(end, last.frontier)
         # Ranks are a step apart now and then, also over the end of an epoch: in the last start that is no gap yet.
@@ -299,9 +291,10 @@ def read_runs(folder: str | Path) -> list[Run]:
     """All loaders that recorded in a folder."""
     where = ledger_folder(folder)
     generations = read_generations(where)
-    if not generations:
+    names = dict.fromkeys(one.shape.stream for one in generations if not one.is_load)
+    if not names:
         raise DataNotFoundError(f"the ledger in {where} holds no step yet.")
-    return [Run(where, generations, name) for name in dict.fromkeys(one.shape.stream for one in generations)]
+    return [Run(where, generations, name) for name in names]
 
 
 def _are_through(one: Generation) -> bool:

@@ -133,8 +133,13 @@ class StructuredDataset(Resumable):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
 
-    def __next__(self) -> Any:
-        return next(self._loader)  # one pass, also for the loader that was made with this
+    def current_pass(self) -> Iterator[Any]:
+        """Return the pass that ``next()`` is in: the same for the loader that was made with this."""
+        return self._loader.current_pass()
+
+    def end_pass(self) -> None:
+        """Let the next ``next()`` begin another pass."""
+        self._loader.end_pass()
 
     @property
     def schema(self) -> Any:
@@ -215,8 +220,13 @@ class StructuredLoader(Resumable):
     def __iter__(self) -> Iterator[Any]:
         return self._shown() if self._progress else iter(self._loader)
 
-    def __next__(self) -> Any:
-        return next(self._loader)
+    def current_pass(self) -> Iterator[Any]:
+        """Return the pass that ``next()`` is in: the same as the dataset's."""
+        return self._loader.current_pass()
+
+    def end_pass(self) -> None:
+        """Let the next ``next()`` begin another pass."""
+        self._loader.end_pass()
 
     def state_dict(self) -> dict[str, Any]:
         """The same as the dataset's."""
@@ -233,10 +243,11 @@ class StructuredLoader(Resumable):
     def _shown(self) -> Iterator[Any]:
         with shown(f"epoch {self._loader.epoch}", "batches") as report:
             batches = iter(self._loader)
-            left = length_hint(batches)
-            for done, batch in enumerate(batches, max(1, len(self) - left + 1)):
-                report(done, max(done, len(self)))
+            done = len(self) - length_hint(batches)
+            for batch in batches:
                 yield batch
+                done += 1
+                report(done, max(done, len(self)))
 
     def close(self) -> None:
         """End threads and workers now; they also end by themselves."""

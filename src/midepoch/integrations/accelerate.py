@@ -50,13 +50,12 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
                 batch, state = coming, self.loader.state_dict()
                 coming = next(batches, self)
                 self.end_of_dataloader = coming is self
-                # Behind the last one stands the loader itself by now: at the next epoch.
+                if place is not None:
+                    batch = send_to_device(batch, place, non_blocking=self._accelerator.non_blocking)
+                # The last thing before the batch is delivered, see Loader. After the last batch the loader itself is
+                # at the next epoch by now.
                 self._delivered = None if self.end_of_dataloader else state
-                yield (
-                    batch
-                    if place is None
-                    else send_to_device(batch, place, non_blocking=self._accelerator.non_blocking)
-                )
+                yield batch
         finally:
             self.end()
             if coming is not self and isinstance(self.loader, Loader) and not length_hint(batches):

@@ -6,7 +6,6 @@ trainer.fit(model, datamodule=data, ckpt_path="last")
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +94,7 @@ class _Passes:
 
     def __init__(self, loader: AnyLoader, trained: Callable[[], int], counted: Callable[[], bool]) -> None:
         self.loader, self._trained, self._counted = loader, trained, counted
-        self._states = deque([loader.state_dict()], _MOST_BEHIND + 1)  # behind each of the last batches handed over
+        self._states: tuple[Any, ...] = (loader.state_dict(),)  # after each of the last batches delivered
         self._handed_over = self._trained_before = 0
 
     @property
@@ -117,9 +116,8 @@ class _Passes:
     def go_to(self, state: Any) -> None:
         """Go on from a state."""
         self.loader.load_state_dict(state)
-        self._states.clear()
-        self._states.append(self.loader.state_dict())
-        self._handed_over = 0
+        loaded = self.loader.state_dict()
+        self._states, self._handed_over = (loaded,), 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._behind():  # what was looked ahead in a pass that is not gone on with
@@ -141,8 +139,8 @@ class _Passes:
         while going_on:
             going_on = False
             for batch in rest_or_next(self.loader):
-                self._states.append(self.loader.state_dict())
-                self._handed_over += 1
+                states = (*self._states[-_MOST_BEHIND:], self.loader.state_dict())
+                self._states, self._handed_over = states, self._handed_over + 1  # the last thing, see Loader
                 yield batch
                 going_on = self._counted()
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from midepoch.loader.common import AnyLoader
 
-_END = object()
-
 
 def rest_or_next(loader: AnyLoader) -> Iterator[Any]:
     """What is left of the epoch that a loader is in; if nothing is, the next epoch.
@@ -16,9 +14,12 @@ def rest_or_next(loader: AnyLoader) -> Iterator[Any]:
     ``iter(loader)`` would begin again where its last pass began: to it, a loop that took the last batch and did not
     ask for the end looks like one that was left by a ``break``, which moves nothing. This goes on wherever it was left.
     """
-    batch = next(loader, _END)
-    if batch is _END:
-        batch = next(loader, _END)
-    while batch is not _END:
-        yield batch
-        batch = next(loader, _END)
+    ends = 0
+    while ends < 2:
+        for batch in loader.current_pass():  # not next(): an interrupt on its return would lose the batch
+            ends = 1
+            yield batch
+            break  # the loader may be in another pass by now
+        else:
+            loader.end_pass()
+            ends += 1

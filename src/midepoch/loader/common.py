@@ -111,12 +111,14 @@ class AnyLoader(Resumable):
         """
         done, batches, epoch = whole(done, "progress(done=…)"), iter(self), self.epoch
         with Bar(f"epoch {epoch}", "batches", patience=0.0) as bar:
-            for number, batch in enumerate(batches, done + 1):
-                if number == done + 1 or bar.due:
-                    stats, left = self.stats(), self._batches_left(batches, number)
+            first = True
+            for batch in batches:
+                yield batch  # and nothing before it: an interrupt there would lose a batch
+                done += 1
+                if first or bar.due:
+                    stats, left, first = self.stats(), self._batches_left(batches, done), False
                     speed = f"{stats.rows_per_second:,.0f} rows/s, waited {100 * stats.waited_share:.0f} %"
-                    bar.update(number, None if left is None else number + left, speed)
-                yield batch
+                    bar.update(done, None if left is None else done + left, speed)
 
     def _batches_left(self, batches: Iterator[Any], number: int) -> int | None:  # noqa: ARG002
         return length_hint(batches)

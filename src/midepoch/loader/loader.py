@@ -122,11 +122,29 @@ class Loader(AnyLoader):
         """
         resumed = self._resumed(state, allow)
         self.close()
-        self._pipeline = states.adopt(resumed, self._pipeline)
-        self._identity = states.identity(self._pipeline)
-        self._maker, self._delivered, self._asked = None, None, False
+        pipeline = states.adopt(resumed, self._pipeline)
+        identity = states.identity(pipeline)
+        # No call among these: a signal handler that saves must not see half of them.
+        self._pipeline, self._identity, self._maker, self._asked = pipeline, identity, None, False
         self._cursor = self._stood = resumed.cursor
-        self._how = "loaded"
+        self._delivered, self._how = None, "loaded"
+        if self._ledger is not None:  # now, not with the first batch: there may be nothing left to deliver
+            self._begin_record(self._ledger, self._plan(self._cursor), load=True)
+
+    def _begin_record(self, ledger: Ledger, plan: Plan, *, load: bool = False) -> None:
+        ledger.begin(
+            self._pipeline,
+            how=self._how,
+            stood=self._stood,
+            epoch=plan.epoch,
+            start=plan.start,
+            end=plan.end,
+            global_batch=plan.global_batch,
+            ends=self._options.ends,
+            workers=self._options.num_workers,
+            waited=self._meter.waited,
+            load=load,
+        )
 
     def _draw_seed(self) -> None:
         """Fix what the global generators are seeded from while functions run: at the first pass, or the first state."""
@@ -226,6 +244,8 @@ class Loader(AnyLoader):
 class _Batches(HasState):
     """One pass over (the rest of) an epoch."""
 
+    _closed = True  # until it has begun
+
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
         self._loader, self._ledger, self._companions = loader, loader._ledger, loader._companions
         self._meter = loader.meter
@@ -264,50 +284,42 @@ class _Batches(HasState):
         if self._meter.due:
             self._meter.call_hooks()
         asked = perf_counter()
-        while True:
-            made = self._next()
-            if made is None:
-                self.close()
-                raise StopIteration
-            try:
+        if self._over:
+            raise StopIteration
+        check_goes_on(self._failure, self._closed)
+        loader, ledger, recorded = self._loader, self._ledger, -1
+        try:
+            while (made := self._next()) is not None:
                 value = None if made.empty else finish(made.value, self._format)
                 if self._pin is not None:
                     value = self._pin(value)
-                if self._ledger is not None and not made.step:
-                    self._begin_record(self._ledger)
-            except BaseException as problem:
-                self._fail(problem)
-                raise
-            # The cursor moves here and nowhere else: when the batch is handed over.
-            loader = self._loader
-            loader._delivered = loader._stood = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
-            self._out = made.step + 1
-            loader.skipped += made.skipped
-            if made.spent is not None:
-                self._meter.spent.add(made.spent)
-            if self._ledger is not None:
-                self._ledger.step(made.skipped, self._meter.waited)
-            if not made.empty:
-                self._meter.handed(asked, made.rows, value)
-                return value
-            self._refuse_to_drift(made)
-
-    def _begin_record(self, ledger: Ledger) -> None:
-        """The entries of a pass in the ledger begin with its first batch."""
-        plan, loader = self._plan, self._loader
-        ledger.begin(
-            loader._pipeline,
-            how=loader._how,
-            stood=loader._stood,
-            epoch=plan.epoch,
-            start=plan.start,
-            end=plan.end,
-            global_batch=plan.global_batch,
-            ends=loader._options.ends,
-            workers=loader._options.num_workers,
-            waited=self._meter.waited,
-        )
-        loader._how = "on"
+                if made.spent is not None:
+                    self._meter.spent.add(made.spent)
+                if not made.empty:
+                    self._meter.handed(asked, made.rows, value)
+                cursor = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
+                if ledger is not None:
+                    if not made.step:  # the entries of a pass begin with its first batch
+                        loader._begin_record(ledger, self._plan)
+                        loader._how = "on"
+                    recorded = ledger.end
+                    ledger.step(made.skipped, self._meter.waited)
+                # The cursor moves here and nowhere else: with the batch. Python handles signals at calls, and there is
+                # none from here to the caller's loop, so no interrupt comes between the two.
+                loader.skipped += made.skipped
+                self._out = made.step + 1
+                loader._delivered = loader._stood = cursor
+                if not made.empty:
+                    return value
+                recorded = -1
+                self._refuse_to_drift(made)
+        except BaseException as problem:
+            if ledger is not None and recorded >= 0:
+                ledger.take_back(recorded)
+            self._fail(problem)
+            raise
+        self.close()
+        raise StopIteration
 
     def _refuse_to_drift(self, made: Made) -> None:
         """A rank that passes over a whole batch would be a step ahead of the others from then on."""
@@ -320,25 +332,18 @@ class _Batches(HasState):
             )
 
     def _next(self) -> Made | None:
-        if self._over:
-            return None
-        check_goes_on(self._failure, self._closed)
         if self._step >= len(self._plan):
             self._over = True
             if self._ledger is not None:
-                self._ledger.end(self._meter.waited)
+                self._ledger.finish(self._meter.waited)
             self._loader._epoch_over(self._plan, self._rolled)
             return None
-        try:
-            if self._step == 1 and self._companions is not None:
-                loader = self._loader
-                self._companions.check(self._plan, loader._identity, loader._options, loader._pipeline.cut)
-            if self._source is None:
-                self._source = self._loader._source(self._plan)
-            made = self._source.next(self._step)
-        except BaseException as problem:
-            self._fail(problem)
-            raise
+        if self._step == 1 and self._companions is not None:
+            loader = self._loader
+            self._companions.check(self._plan, loader._identity, loader._options, loader._pipeline.cut)
+        if self._source is None:
+            self._source = self._loader._source(self._plan)
+        made = self._source.next(self._step)
         self._step += 1
         return made
 
@@ -354,7 +359,7 @@ class _Batches(HasState):
         """The end was not asked for, but nothing of it is left for this rank: the next pass is the next epoch's."""
         if self._out >= self._plan.share(loader._pipeline.cut) and self._named == loader._namings:
             if self._ledger is not None:
-                self._ledger.end(self._meter.waited)
+                self._ledger.finish(self._meter.waited)
             loader._epoch_over(self._plan, self._rolled)
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ class Loading(Protocol):
     """The loader behind a pass."""
 
     equal: EqualSteps | None
+    delivered: Place | Deal | None
+    """The place after the last batch delivered; None if that is where the pass begins."""
 
     @property
     def what(self) -> Any: ...
@@ -42,10 +44,6 @@ class Loading(Protocol):
     def begin(self, place: Place, process: Cut | None = None) -> Lanes: ...
 
     def rolled_to(self, epoch: int) -> None: ...
-
-    def delivered(self, deal: Deal) -> None: ...
-
-    def padded(self, place: Place) -> None: ...
 
     def epoch_over(self, place: Place, rolled: bool) -> None: ...
 
@@ -114,6 +112,8 @@ class Steps:
 class StreamPass(HasState):
     """Iterates the batches of a pass."""
 
+    _closed = True  # until it has begun
+
     def __init__(self, loader: Loading, start: Place, rolled: bool) -> None:
         self._loader = loader
         self._begin(start, rolled)
@@ -154,23 +154,27 @@ class StreamPass(HasState):
         if self._over:
             raise StopIteration
         check_goes_on(self._failure, self._closed)
+        loader = self._loader
         try:
             deal, value = self._made()
+            if deal is not None:
+                after, rows = (self._padded_place(), 0) if deal is Steps.PADDING else (deal, len(deal.items))
+                loader.meter.handed(asked, rows, value)
+                # The place moves here and nowhere else: with the batch. Python handles signals at calls, and there is
+                # none from here to the caller's loop, so no interrupt comes between the two.
+                loader.delivered = after
+                return value
         except BaseException as problem:
             self._failure = problem
             self.close(anyway=True)  # a signal may have come between a message of a worker and its book-keeping
             raise
-        if deal is None:
-            self._end()
-            raise StopIteration
-        # The place moves here and nowhere else: when the batch is handed over.
-        if deal is Steps.PADDING:
-            assert self._lanes is not None
-            self._loader.padded(self._lanes.place())
-        else:
-            self._loader.delivered(deal)
-        self._loader.meter.handed(asked, 0 if deal is Steps.PADDING else len(deal.items), value)
-        return value
+        self._end()
+        raise StopIteration
+
+    def _padded_place(self) -> Place:
+        """The place after a batch of nothing but padding: this rank is at its end, and others are not."""
+        assert self._lanes is not None
+        return self._lanes.place().over()
 
     def _made(self) -> tuple[Any, Any]:
         """The next deal, and its batch; (None, None) at the end."""

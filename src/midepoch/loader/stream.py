@@ -38,7 +38,7 @@ class StreamLoader(AnyLoader):
     ) -> None:
         super().__init__(options)
         self._what, self._place, self._asked, self.equal = what, place, asked, equal
-        self._delivered: Place | Deal | None = None
+        self.delivered: Place | Deal | None = None
         self._iterator: weakref.ref[StreamPass] | None = None
         self._bundles: BundlesHere | BundlePool | None = None
         self._packed = [0, 0]  # tokens, places, of passes before this one
@@ -125,9 +125,9 @@ class StreamLoader(AnyLoader):
         epoch = whole(epoch, "set_epoch")
         self._pass = None
         if epoch != self._place.epoch:
-            self._place, self._delivered = Place(epoch), None
-        elif self._delivered is not None and self._where().epoch != epoch:
-            self._delivered = None
+            self._place, self.delivered = Place(epoch), None
+        elif self.delivered is not None and self._where().epoch != epoch:
+            self.delivered = None
         self._asked = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,8 +144,9 @@ class StreamLoader(AnyLoader):
         """
         found = self._resumed(state, allow)
         self.close()
-        self._what, self._place = self._what.restored(found), found.place
-        self._bundles, self._delivered, self._asked = None, None, False
+        what = self._what.restored(found)
+        # No call among these: a signal handler that saves must not see half of them.
+        self._what, self._place, self._bundles, self.delivered, self._asked = what, found.place, None, None, False
 
     def _draw_seed(self) -> None:
         """Fix what the global generators are seeded from while functions run: at the first pass, or the first state."""
@@ -173,16 +174,8 @@ class StreamLoader(AnyLoader):
         return True
 
     def _where(self) -> Place:
-        found = self._delivered
+        found = self.delivered
         return found.place() if isinstance(found, Deal) else found or self._place
-
-    def delivered(self, deal: Deal) -> None:
-        """A batch was handed over."""
-        self._delivered = deal
-
-    def padded(self, place: Place) -> None:
-        """A batch of nothing but padding was: other ranks have something left, and this one, at its end, has not."""
-        self._delivered = place.over()
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
@@ -196,7 +189,7 @@ class StreamLoader(AnyLoader):
         """Where the next pass begins, and whether that is in the epoch after the one that this stands in."""
         rolled = self._place.ended and not self._asked
         place = Place(self._place.epoch + 1) if rolled else self._place
-        self._delivered = place if rolled else None
+        self.delivered = place if rolled else None
         return place, rolled
 
     def resume(self, batches: StreamPass) -> tuple[Place, bool]:
@@ -218,7 +211,7 @@ class StreamLoader(AnyLoader):
         return self._place.begun and not self._asked and alone
 
     def rolled_to(self, epoch: int) -> None:
-        self._delivered = Place(epoch)
+        self.delivered = Place(epoch)
 
     def _make_bundles(self) -> Bundles:
         if isinstance(self._bundles, BundlePool) and not self._bundles.is_here:
@@ -242,10 +235,10 @@ class StreamLoader(AnyLoader):
         else:
             _log.warning("epoch %d of %r has nothing in it: do its filters leave anything?", place.epoch, self)
         if self._place.epoch not in (place.epoch, place.epoch - rolled):
-            self._delivered = None  # another epoch was named while this one was gone through
+            self.delivered = None  # another epoch was named while this one was gone through
             return
         self._place = place if rolled else Place(place.epoch + 1)
-        self._delivered, self._asked = place if place.position else None, False
+        self.delivered, self._asked = place if place.position else None, False
 
     def note(self, packing: Packing) -> None:
         """What a pass that has ended has packed."""

@@ -1,0 +1,140 @@
+"""The format of a ledger's files, and reading one: the passes that one process recorded, and the states it loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from midepoch.errors import StateError
+
+VERSION = 1
+SUFFIX = ".ledger"
+LOST = b"~"
+"""Recorded where the ledger could not be written any further."""
+
+Place = tuple[int, int]
+"""An epoch and a position."""
+
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)")
+
+
+class Shape(NamedTuple):
+    """What the ranks of one pass have in common."""
+
+    attempt: str
+    stream: str
+    order: str
+    epoch: int
+    start: int
+    ranks: int
+    global_batch: int
+    ends: str
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one process recorded of one pass: so many steps delivered, some with rows skipped."""
+
+    shape: Shape
+    beginning: tuple[int, int, float]
+    """The number of the start, of the pass in its process, and the time."""
+    process: str
+    how: str
+    stood: Place
+    rank: int
+    end: int
+    rows: int
+    name: str = ""
+    steps: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
+    """(step, rows skipped), where there were any."""
+    beside: bool = False
+    """Whether another loader of the same rows recorded at the same time."""
+    marks: tuple[tuple[int, int, int], ...] = ()
+    """(steps so far, milliseconds since the beginning, milliseconds waited for data), now and then."""
+    is_load: bool = False
+    """Whether a state was loaded, and nothing else: no pass was begun yet."""
+    lost: bool = False
+    """Whether the ledger could not be written any further in this pass."""
+    previous: tuple[tuple[str, int], ...] = ()
+    """Files of earlier processes of this rank, and how many steps they held when this process began to record: the last
+    one of a start of the same name, and the last one of another start.
+    """
+
+
+def numbered(path: Path) -> tuple[int, str] | None:
+    """Return the number of the start that a file is of, and the mark of its name."""
+    found = re.match(r"(\d+)-([0-9a-f]{10})-rank", path.name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def read_passes(path: Path) -> list[Passed]:
+    """The passes in one file. What a dying machine left after the last complete record is not counted."""
+    found: list[Passed] = []
+    header: dict[str, Any] | None = None
+    for line in path.read_bytes().split(b"\n"):
+        if line.startswith(b"{"):
+            header = _header(line, path)
+            if header is not None and header.get("load"):
+                found.append(_passed(header, b"", path))
+                header = None
+        elif (record := line.split(b"\0")[0]) and header is not None:  # zeros follow what was written
+            found.append(_passed(header, record, path))
+            header = None
+    return found
+
+
+def steps_in(passes: list[Passed], stream: str) -> int:
+    """Count the steps of a stream."""
+    return sum(one.steps for one in passes if one.shape.stream == stream)
+
+
+def _header(line: bytes, path: Path) -> dict[str, Any] | None:
+    try:
+        header = json.loads(line.split(b"\0")[0])
+    except ValueError:
+        return None  # cut short, so nothing can follow
+    if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
+        raise StateError(f"{path} is not a ledger of midepoch.")
+    if header["midepoch_ledger"] > VERSION:
+        raise StateError(f"{path} was written by a newer midepoch: upgrade to read it.")
+    return header
+
+
+def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
+    steps, beside, lost = 0, False, False
+    skipped: list[tuple[int, int]] = []
+    marks: list[tuple[int, int, int]] = []
+    for without, after, waited, dots, bang, end in _TOKEN.findall(record):
+        if without:
+            skipped.append((steps, int(without)))
+            steps += 1
+        elif after:
+            marks.append((steps, int(after), int(waited or 0)))
+        steps += len(dots)
+        beside, lost = beside or bool(bang), lost or bool(end)
+    number = (numbered(path) or (0, ""))[0]
+    try:
+        return Passed(
+            shape=Shape(*(header[name] for name in Shape._fields)),
+            beginning=(number, header["number"], header["time"]),
+            process=header["process"],
+            how=header["how"],
+            stood=(header["stood"][0], header["stood"][1]),
+            rank=header["rank"],
+            end=header["end"],
+            rows=header["rows"],
+            name=header["name"],
+            steps=steps,
+            skipped=tuple(skipped),
+            beside=beside,
+            marks=tuple(marks),
+            is_load=bool(header.get("load")),
+            lost=lost,
+            previous=tuple((name, steps) for name, steps in header.get("previous", ())),
+        )
+    except (KeyError, ValueError, TypeError, IndexError) as problem:
+        raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

@@ -1,0 +1,172 @@
+"""State follows delivery (G8): whatever interrupts ``next()``, and wherever, no batch is lost or delivered twice.
+
+CPython handles signals when a function is entered, after a call and at a jump back. So an interrupt is raised at every
+such place of the code that delivers, one after the other, and none is left to chance.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import midepoch
+from midepoch.audit import Ledger, read_run
+
+HERE = Path(midepoch.__file__).parent
+DELIVERING = [
+    "audit/ledger.py",
+    "compat/structured.py",
+    "flow/iterate.py",
+    "integrations/passes.py",
+    "iterate.py",
+    "loader/common.py",
+    "loader/loader.py",
+    "loader/meter.py",
+    "loader/steps.py",
+    "loader/stream.py",
+    "resumable.py",
+]
+FILES = {str(HERE / name) for name in DELIVERING}
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th place of the delivering code at which a signal could be handled."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.raised = False
+        self._names: dict[CodeType, dict[int, str]] = {}
+        self._before: dict[FrameType, str] = {}
+
+    def __enter__(self) -> Interrupts:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "close", "_close"):
+            return None
+        frame.f_trace_opcodes = True
+        return self._opcode
+
+    def _opcode(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "return":
+            self._before.pop(frame, None)
+        if event == "opcode":
+            if frame.f_code not in self._names:
+                self._names[frame.f_code] = {one.offset: one.opname for one in dis.get_instructions(frame.f_code)}
+            name = self._names[frame.f_code].get(frame.f_lasti, "")
+            before, self._before[frame] = self._before.get(frame, ""), name
+            if before.startswith("CALL") or name.startswith(("RESUME", "JUMP_BACKWARD")):
+                self._left -= 1
+                if self._left == 0:
+                    self.raised = True
+                    raise KeyboardInterrupt
+        return self._opcode
+
+
+def row_ids(batch: Any) -> list[int]:
+    return np.atleast_1d(np.asarray(batch["id"])).tolist()
+
+
+def keep_odd(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2)
+
+
+Made = tuple[Any, Callable[[Any], Iterator[Any]]]
+KINDS: dict[str, Callable[[midepoch.Dataset, Path], Made]] = {
+    "loader": lambda ds, _: (ds.loader(4), iter),
+    "ledger": lambda ds, run: (ds.loader(4, audit=Ledger(run, attempt=os.urandom(4).hex())), iter),
+    "next": lambda ds, _: (ds.loader(4), lambda loader: loader.current_pass()),
+    "progress": lambda ds, _: (ds.loader(4), lambda loader: loader.progress()),
+    "map": lambda ds, _: (ds.map(lambda row: {"twice": 2 * row["id"]}).loader(4), iter),
+    "stream": lambda ds, _: (ds.filter(keep_odd).loader(2), iter),
+    "batches": lambda ds, _: (ds, lambda ds: ds.iter(4)),
+    "rows": lambda ds, _: (ds.map(lambda row: {}), iter),
+    "stream rows": lambda ds, _: (ds.filter(keep_odd), iter),
+    "stream batches": lambda ds, _: (ds.filter(keep_odd), lambda ds: ds.iter(2)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_anywhere_loses_no_batch(
+    kind: str, make_files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ds = midepoch.from_files(make_files([12])).select_columns("id").shuffle(seed=1).with_format("numpy")
+    expected = [ids for batch in KINDS[kind](ds, tmp_path / "whole")[0] for ids in row_ids(batch)]
+    places = 0
+    for number in itertools.count(1):
+        run = tmp_path / str(number)
+        source, go_through = KINDS[kind](ds, run)
+        delivered: list[int] = []
+        interrupts = Interrupts(number)
+        try:
+            batches = go_through(source)
+            with interrupts:
+                for batch in batches:
+                    sys.settrace(None)
+                    delivered += row_ids(batch)
+                    sys.settrace(interrupts._call)
+        except KeyboardInterrupt:
+            pass
+        if not interrupts.raised:
+            break
+        places += 1
+        resumed, _ = KINDS[kind](ds, run)
+        resumed.load_state_dict(source.state_dict())
+        rest = [ids for batch in resumed for ids in row_ids(batch)] if len(delivered) < len(expected) else []
+        assert delivered + rest == expected, f"interrupted at place {number}"
+        if kind == "ledger":
+            proof = read_run(run)
+            assert proof.exact and proof.steps == 3, f"interrupted at place {number}: {proof.epochs}"
+    assert places > 5
+
+
+def test_an_interrupted_iterator_does_not_end_as_if_the_epoch_were_over(make_files: Any) -> None:
+    calls = itertools.count()
+
+    def interrupted(row: dict[str, Any]) -> dict[str, Any]:
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return {}
+
+    rows = iter(midepoch.from_files(make_files([40])).map(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        list(rows)
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
+
+
+@pytest.mark.parametrize("fails", ["fsync", "write"])
+def test_a_ledger_that_cannot_be_written_moves_nothing_ahead(
+    fails: str, make_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("midepoch.audit.ledger._MARK_SECONDS", 0.0)  # synced at every step
+    loader = midepoch.from_files(make_files([40])).with_format("numpy").loader(4, audit=tmp_path)
+    delivered = []
+    for batch in loader:
+        delivered += row_ids(batch)
+        assert loader.position == len(delivered) % 40
+        if len(delivered) == 12:
+            monkeypatch.setattr(os, "fsync" if fails == "fsync" else "posix_fallocate", failing)
+            assert loader._ledger is not None
+            loader._ledger._room = loader._ledger.end + 1 if fails == "write" else loader._ledger._room
+    assert delivered == list(range(40))
+    run = read_run(tmp_path)
+    assert not run.exact and "the record is incomplete" in run.problems[0]
+    assert run.steps == (4 if fails == "fsync" else 3)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
