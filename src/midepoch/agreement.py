@@ -9,7 +9,9 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -32,6 +34,8 @@ _JAX_TIMEOUT_MS = 60_000
 _log = logging.getLogger("midepoch")
 _LONG, _PATIENCE = 15, 1800
 """Seconds to wait for other ranks: as long as torch's collectives do."""
+_MOST_SHOWN = 120
+"""Characters of a value in a message."""
 
 
 def first_said(key: str, value: str) -> str | None:
@@ -45,28 +49,69 @@ def first_said(key: str, value: str) -> str | None:
                 return None  # a store that only looks like one, as of the "fake" backend
             raise
     if jax_processes() is not None:
-        client = sys.modules["jax._src.distributed"].global_state.client
+        client = _jax_client()
         with suppress(Exception):  # it was set before, and stays
             client.key_value_set(key, value)
         return str(client.blocking_key_value_get(key, _JAX_TIMEOUT_MS))
     return None
 
 
-def all_said(key: str, rank: int, count: int, value: str) -> list[str]:
-    """What each rank has said under this key, in order, this one ``value``: waits for those that come later."""
+def all_said(key: str, rank: int, count: int, value: str, *, unless_refused: str) -> list[str]:
+    """What each rank has said under this key, in order, this one ``value``: waits for those that come later.
+
+    Raises WorldError if a rank has refused (``refuse``), or does not come.
+    """
     names = [f"midepoch/{key}/{other}" for other in range(count)]
     try:
-        if (store := _store()) is not None:
-            store.set(names[rank], value)
-            _wait(store, names)
-            return [store.get(name).decode() for name in names]
-        client = sys.modules["jax._src.distributed"].global_state.client
-        client.key_value_set(names[rank], value)
-        return [str(client.blocking_key_value_get(name, _PATIENCE * 1000)) for name in names]
+        _set(names[rank], value)
+        _wait(names, unless_refused)
+        return [_get(name) or "" for name in names]
+    except WorldError:
+        raise
     except Exception as problem:
         raise WorldError(
             f"the ranks could not agree on their next steps: {type(problem).__name__}: {problem}"
         ) from None
+
+
+def refuse(name: str, why: str) -> None:
+    """Let ranks that wait, or come later, know why this one does not go on."""
+    with suppress(Exception):
+        first_said(f"refused/{name}", why)
+
+
+def check_refusal(name: str) -> None:
+    """Raise WorldError if a rank has refused to go on."""
+    if (why := _get(f"midepoch/refused/{name}")) is not None:
+        raise WorldError(why)
+
+
+def differences(said: Mapping[int, Mapping[str, Any]]) -> str:
+    """In which fields that they have in common ranks differ, and how, in words; empty if in none.
+
+    >>> differences({0: {"seed": 1, "rows": 9}, 3: {"seed": 2, "rows": 9}})
+    'seed is 1 on rank 0 and 2 on rank 3'
+    """
+    (first, theirs), *others = sorted(said.items())
+    for rank, mine in others:
+        names = [name for name in mine if name in theirs and theirs[name] != mine[name]]
+        if names:
+            return "; ".join(
+                f"{name} is {_short(theirs[name], mine[name])} on rank {first} and "
+                f"{_short(mine[name], theirs[name])} on rank {rank}"
+                for name in names
+            )
+    return ""
+
+
+def _short(value: Any, other: Any) -> str:
+    """A value as text; of a long one what surrounds the place where it differs from the other."""
+    text, than = str(value), str(other)
+    if len(text) <= _MOST_SHOWN:
+        return text
+    alike = next((i for i, pair in enumerate(zip(text, than, strict=False)) if pair[0] != pair[1]), len(than))
+    start = max(0, alike - _MOST_SHOWN // 2)
+    return f"{'…' * bool(start)}{text[start : start + _MOST_SHOWN]}{'…' * (start + _MOST_SHOWN < len(text))}"
 
 
 def unsay(key: str, rank: int) -> None:
@@ -76,19 +121,76 @@ def unsay(key: str, rank: int) -> None:
         if (store := _store()) is not None:
             store.delete_key(name)
         else:
-            sys.modules["jax._src.distributed"].global_state.client.key_value_delete(name)
+            _jax_client().key_value_delete(name)
 
 
-def _wait(store: Any, names: list[str]) -> None:
+def _wait(names: list[str], unless_refused: str) -> None:
+    """Wait until all of these are set; look now and then whether a rank has refused."""
+    started, warned = time.monotonic(), False
+    pause = 0.5
+    while not _all_set(names, pause):
+        check_refusal(unless_refused)
+        waited = time.monotonic() - started
+        if waited > _PATIENCE:
+            raise TimeoutError(f"rank {', '.join(_late(names))} did not come within {_PATIENCE} s")
+        if waited > _LONG and not warned:
+            warned = True
+            _log.warning(
+                "waiting for rank %s to come to the same step: every rank has to iterate the loader as often.",
+                ", ".join(_late(names)),
+            )
+        pause = min(2 * pause, 5.0)
+
+
+def _late(names: list[str]) -> list[str]:
+    return [name.rsplit("/", 1)[1] for name in names if _get(name) is None][:8]
+
+
+def _all_set(names: list[str], seconds: float) -> bool:
+    """Whether all of these are set, at the latest after so long."""
+    if (store := _store()) is not None:
+        try:
+            store.wait(names, timedelta(seconds=seconds))
+        except Exception:
+            return bool(store.check(names))  # raises if the store itself has gone
+        return True
+    end = time.monotonic() + seconds
+    client = _jax_client()
+    for name in names:
+        try:
+            client.blocking_key_value_get(name, max(1, int(1000 * (end - time.monotonic()))))
+        except Exception as problem:
+            if "DEADLINE_EXCEEDED" in str(problem):
+                return False
+            raise
+    return True
+
+
+def _set(name: str, value: str) -> None:
+    if (store := _store()) is not None:
+        store.set(name, value)
+    else:
+        _jax_client().key_value_set(name, value)
+
+
+def _get(name: str) -> str | None:
+    """What is set under a name by now; None if nothing is, or there is no store."""
+    if (store := _store()) is not None:
+        with suppress(NotImplementedError):
+            return str(store.get(name).decode()) if store.check([name]) else None
+        return None
+    if jax_processes() is None:
+        return None
     try:
-        store.wait(names, timedelta(seconds=_LONG))
-    except Exception:  # too long, or for good: the second attempt tells
-        late = [name.rsplit("/", 1)[1] for name in names if not store.check([name])]
-        _log.warning(
-            "waiting for rank %s to come to the same step: every rank has to go through the loader as often.",
-            ", ".join(late[:8]),
-        )
-        store.wait(names, timedelta(seconds=_PATIENCE))
+        return str(_jax_client().blocking_key_value_get(name, 1))
+    except Exception as problem:
+        if "DEADLINE_EXCEEDED" in str(problem) or "NOT_FOUND" in str(problem):
+            return None
+        raise
+
+
+def _jax_client() -> Any:
+    return sys.modules["jax._src.distributed"].global_state.client
 
 
 def _store() -> Any:

@@ -194,12 +194,21 @@ def is_process_group(thing: Any) -> bool:
     return _is(thing, "torch.distributed", "ProcessGroup")
 
 
-def spans_all(data_parallel: Any) -> bool:
-    """Whether all processes are in what data is cut over. Of groups and parts of a mesh there may be several."""
-    mesh = data_parallel[0] if isinstance(data_parallel, tuple) else data_parallel
+def group_name(data_parallel: Any) -> str:
+    """A name of the processes that cut the data among them: other groups of a mesh do the same by themselves.
+
+    The number of the first process in the group; of a JAX mesh, which of those with the same data this process is.
+    """
+    mesh, names = data_parallel if isinstance(data_parallel, tuple) else (data_parallel, ())
+    names = (names,) if isinstance(names, str) else tuple(names)
     if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
-        return bool(mesh.size() == sys.modules["torch.distributed"].get_world_size())
-    return not is_process_group(mesh)
+        chosen = _dimensions(names, mesh.mesh_dim_names or (), len(mesh.shape))
+        first = tuple(0 if i in chosen else at for i, at in enumerate(mesh.get_coordinate()))
+        return str(int(mesh.mesh[first]))
+    if is_process_group(mesh):
+        return str(sys.modules["torch.distributed"].get_process_group_ranks(mesh)[0])
+    sharing = _jax_sharing(mesh, names)
+    return f"jax {sharing.index(sys.modules['jax'].process_index())}"
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
@@ -237,6 +246,22 @@ def _of_torch_mesh(mesh: Any, names: tuple[str, ...]) -> World:
 
 def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
     """Processes whose devices stand at the same coordinates of the data dimensions share a rank."""
+    places = _jax_places(mesh, names)
+    groups = sorted(set(places.values()))
+    every = {at for group in groups for at in group}
+    if len(groups) * len(groups[0]) != len(every):
+        raise WorldError(
+            f"the processes hold these places of the data dimensions: {dict(sorted(places.items()))}. Data can be cut "
+            "by processes only if any two of them hold the same places or none in common, and all equally many."
+        )
+    mine = places.get(sys.modules["jax"].process_index())
+    if mine is None:
+        raise WorldError("this process has no device in the mesh given as data_parallel.")
+    return World(groups.index(mine), len(groups))
+
+
+def _jax_places(mesh: Any, names: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """The places along the data dimensions that the devices of each process hold."""
     import numpy as np
 
     devices = mesh.devices
@@ -247,13 +272,11 @@ def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
     for at, row in enumerate(table):
         for device in row:
             places.setdefault(device.process_index, set()).add(at)
-    groups = sorted({tuple(sorted(found)) for found in places.values()})
-    if len(groups) * len(groups[0]) != len(table) or len({at for group in groups for at in group}) != len(table):
-        raise WorldError(
-            f"the processes hold these places of the data dimensions: {dict(sorted(places.items()))}. Data can be cut "
-            "by processes only if any two of them hold the same places or none in common, and all equally many."
-        )
-    mine = places.get(sys.modules["jax"].process_index())
-    if mine is None:
-        raise WorldError("this process has no device in the mesh given as data_parallel.")
-    return World(groups.index(tuple(sorted(mine))), len(groups))
+    return {process: tuple(sorted(found)) for process, found in places.items()}
+
+
+def _jax_sharing(mesh: Any, names: tuple[str, ...]) -> list[int]:
+    """The processes that share the data of this one."""
+    places = _jax_places(mesh, names)
+    mine = places[sys.modules["jax"].process_index()]
+    return sorted(process for process, found in places.items() if found == mine)

@@ -120,6 +120,11 @@ class Run:
         sizes = [one.shape.ranks for one in self._all]
         return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
 
+    @property
+    def incomplete(self) -> set[int]:
+        """The epochs in which the ledger could not be written: rows counted as never may have been delivered."""
+        return {one.shape.epoch for one in self.generations if one.lost}
+
     @cached_property
     def problems(self) -> list[str]:
         """What keeps the ledger from proving anything, in words; none, if all is well."""

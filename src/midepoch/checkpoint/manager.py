@@ -170,7 +170,7 @@ class PipelineCheckpoint:
             part = "data" if everyone else loading.rank_part("data", world.rank)
             job.parts[part] = self._encoded(state, "data")
             job.about["data"] = parts.class_of(pipeline)
-            job.state = job.parts[part].json if everyone and world.size > 1 else None
+            job.state = saving.in_common(job.parts[part].json, everyone) if world.size > 1 else None
         if self._backend is not None and things:
             taken = self._backend.take(things, copy=self._async, allow_pickle=self._allow_pickle)
             job.parts |= taken.parts

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from midepoch.agreement import differences
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import tensors
 from midepoch.checkpoint.directory import Directory, Process
@@ -124,28 +125,39 @@ def _follow(directory: Directory, job: Job, meeting: Follower) -> None:
     meeting.outcome()
 
 
+def in_common(state: Any, everyone: bool) -> Any:
+    """The part of a pipeline's state that is the same on all ranks: not what interfaces add for each of them.
+
+    ``everyone``: the state of one rank is that of all.
+    """
+    if isinstance(state, Mapping) and "midepoch" in state:
+        places = ("epoch", "position") if everyone else ()
+        return {name: state[name] for name in (*places, *_IDENTITY) if name in state}
+    return state if everyone else None
+
+
+_IDENTITY = ("data", "rows", "selection", "scope", "seed", "window", "aligned", "lanes", "pipeline", "parts")
+
+
 def _compare(job: Job, others: Mapping[int, Any]) -> None:
-    """Ranks whose pipelines stand at different places would come back with rows lost or repeated."""
+    """Ranks whose pipelines differ, or are at different places, would come back with rows lost or repeated."""
     state = json.loads(json.dumps(job.state))
     for rank, other in sorted(others.items()):
-        if _told(other) != _told(state):
+        if other == state:
+            continue
+        if isinstance(state, Mapping) and isinstance(other, Mapping):
+            how = differences({0: state, rank: other})
+        else:
+            how = f"{_about(state)} on rank 0 and {_about(other)} on rank {rank}"
+        if how:
             raise CheckpointSaveError(
-                f"step {job.step} was not saved: the pipelines stand at different places. Rank 0: {_place(state)}. "
-                f"Rank {rank}: {_place(other)}. Save where all ranks have had the same number of batches."
+                f"step {job.step} was not saved: the pipelines of the ranks differ: {how}. Save where all ranks have "
+                "had the same number of batches of the same pipeline."
             )
 
 
-def _told(state: Any) -> Any:
-    """What the ranks have in common: of a state of midepoch not what interfaces add for each rank."""
-    if not isinstance(state, Mapping) or "midepoch" not in state:
-        return state
-    return {name: state.get(name) for name in ("epoch", "position", "data", "rows", "selection", "seed", "lanes")}
-
-
-def _place(state: Any) -> str:
-    if not isinstance(state, Mapping):
-        return "no pipeline" if state is None else "a pipeline of its own"
-    return ", ".join(f"{name} {state[name]}" for name in ("epoch", "position") if name in state) or f"{state!r:.200}"
+def _about(state: Any) -> str:
+    return "no pipeline" if state is None else f"{state!r:.200}"
 
 
 def _write(directory: Directory, job: Job, token: str, world: World) -> dict[str, Sums]:

@@ -93,8 +93,11 @@ def _show_proof(run: Run, several: bool) -> None:
         cells = [f"{getattr(one, name):,}" for name in names]
         shown = [common.styled(cell, "red" if i in (3, 4) and cell != "0" else "") for i, cell in enumerate(cells)]
         so_far = "complete" if one.complete else "exact so far"
-        good = one.exact and not run.problems
-        table.add_row(*shown, common.styled(so_far, "green") if good else common.styled("not exact", "red"))
+        if one.exact and not run.problems:
+            verdict = common.styled(so_far, "green")
+        else:
+            verdict = common.styled("not exact" if one.epoch not in run.incomplete else "record incomplete", "red")
+        table.add_row(*shown, verdict)
     common.console.print(table)
     worlds = " → ".join(map(str, run.worlds))
     common.console.print(f"{run.attempts} start{'s' * (run.attempts != 1)}; ranks: {worlds}")

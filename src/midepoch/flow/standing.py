@@ -62,10 +62,11 @@ class What:
         )
 
     def save(self, place: Place) -> dict[str, Any]:
-        return states.save(self._identity, place, self.epoch_outputs, self.changes, self.global_seed)
+        return states.save(self.identity, place, self.epoch_outputs, self.changes, self.global_seed)
 
     @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """The fields by which a state knows what it belongs to."""
         return states.identity(self.spec, self.lanes)
 
     def open(self, process: Cut, bundles: Bundles, place: Place) -> Lanes:

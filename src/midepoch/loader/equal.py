@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from midepoch.agreement import Occasions, all_said, first_said, unsay
+from midepoch import agreement
 from midepoch.errors import WorldError
 from midepoch.loader.batches import Plan
 from midepoch.loader.options import Options
 from midepoch.order import Cut
 from midepoch.state import OF_ONE_RANK
 
-_COMMON = ("data", "rows", "selection", "scope", "pipeline")
-"""By these fields a loader of one rank finds its counterparts on the others. In all else they are compared."""
-
-_loaders = Occasions()
+_loaders = agreement.Occasions()
 _log = logging.getLogger("midepoch")
 
 
@@ -35,69 +31,85 @@ def check_reach(plan: Plan, options: Options, cut: Cut) -> None:
     )
 
 
-class Companions:
-    """Compares the passes of a loader with those of its counterparts on the other ranks. Nobody waits for anybody.
+class Counterparts:
+    """Compares a loader with its counterparts on the other ranks: the n-th loader made there, as this one was here.
 
-    The n-th pass of which more than one batch is asked for is compared with the n-th of the others: a look at a first
-    batch, which one rank may have and another not, does not count.
+    Nobody waits for anybody: the first rank says what it has, and the others compare. ``group`` names the processes
+    that cut the data among them, where there are several such groups.
     """
 
-    def __init__(self) -> None:
-        self._name: str | None = None
-        self._passes = 0
+    def __init__(self, cut: Cut, group: str = "") -> None:
+        self.cut = cut
+        key = f"{agreement.connected()}/{group}/{cut.count}"  # loaders made before the ranks were connected count apart
+        self.name = f"{key}/{_loaders.next(key)}"
+        self._loads = self._passes = 0
 
-    def check(self, plan: Plan, identity: Mapping[str, Any], options: Options, cut: Cut) -> None:
-        """Raise if the rank that came first goes through something else."""
-        if self._name is None:
-            what = json.dumps([[identity[name] for name in _COMMON], cut.count], sort_keys=True)
-            key = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
-            self._name = f"{key}/{_loaders.next(key)}"
-        mine = {name: value for name, value in identity.items() if name not in (*_COMMON, *OF_ONE_RANK)}
-        mine |= {"epoch": plan.epoch, "position": plan.start, "ends": options.ends, "batch size": options.batch_size}
+    def loaded(self) -> None:
+        """A state was loaded, which may have changed the seed or the lanes."""
+        self._loads += 1
+
+    def check_identity(self, identity: Mapping[str, Any], options: Options) -> None:
+        """Raise WorldError, at the first step, if the rank that came first loads something else."""
+        self._check(f"loader/{self.name}/{self._loads}", _comparable(identity, options))
+
+    def check_pass(self, identity: Mapping[str, Any], options: Options, place: Mapping[str, int]) -> None:
+        """Raise WorldError if the rank that came first is at another place (``epoch``, and ``position`` if known).
+
+        The n-th pass of which more than one batch is asked for is compared with the n-th of the others: a look at a
+        first batch, which one rank may have and another not, does not count.
+        """
+        self._check(f"pass/{self.name}/{self._passes + 1}", {**_comparable(identity, options), **place})
+        self._passes += 1
+
+    def _check(self, key: str, mine: dict[str, Any]) -> None:
         try:
-            said = first_said(f"pass/{self._name}/{self._passes + 1}", json.dumps([cut.index, mine]))
+            agreement.check_refusal(self.name)
+            said = agreement.first_said(key, json.dumps([self.cut.index, mine]))
         except RuntimeError as problem:
             _log.debug("ranks cannot be compared: %s", problem)  # the process that kept the store may have ended
-            said = None
-        rank, theirs = (cut.index, mine) if said is None else json.loads(said)
-        differing = [name for name in mine if theirs.get(name) != mine[name]]
-        if differing:
-            here, there = (", ".join(f"{name} {of[name]}" for name in differing) for of in (mine, theirs))
-            raise WorldError(
-                f"the ranks do not go through the same: rank {cut.index} has {here}; rank {rank} has {there}. Rows "
-                "would be lost or repeated, and ranks take unequal steps. Either the ranks loaded states that were "
-                "saved behind different batches, or only some of them loaded one, or they made different loaders, or "
-                "one has begun a pass more than the others. Load one state on all ranks (it does not matter which rank "
-                "saved it), and make the loader alike."
-            )
-        self._passes += 1
+            return
+        rank, theirs = (self.cut.index, mine) if said is None else json.loads(said)
+        found = agreement.differences({rank: theirs, self.cut.index: mine})
+        if not found:
+            return
+        text = (
+            f"the ranks do not load the same: {found}. Rows would be lost or repeated, and ranks take unequal steps. "
+            "Make the same datasets and loaders in the same order on all ranks, and load one state on all of them (it "
+            "does not matter which rank saved it). A loader for one rank alone takes rank=0, world_size=1."
+        )
+        agreement.refuse(self.name, text)
+        raise WorldError(text)
+
+
+def _comparable(identity: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    mine = {name: value for name, value in identity.items() if name not in OF_ONE_RANK}
+    return {**mine, "ends": options.ends, "batch size": options.batch_size}
 
 
 class EqualSteps:
     """Ranks that each run lanes of their own agree how many of the next steps all of them take. Here ranks do wait for
-    each other, as they do behind every step, but only once in many steps.
+    each other, as they do after every step, but only once in many steps.
     """
 
     _MOST = 32
 
-    def __init__(self, cut: Cut, what: str) -> None:
-        self._cut, self._what, self._name = cut, what, ""
+    def __init__(self, counterparts: Counterparts) -> None:
+        self._with = counterparts
         self._passes = self._rounds = self.ahead = 0
         self._said = ""
 
     def begin(self) -> None:
         """A pass begins, on all ranks."""
-        if not self._name:
-            key = hashlib.blake2b(f"{self._what} {self._cut.count}".encode(), digest_size=12).hexdigest()
-            self._name = f"{key}/{_loaders.next(f'steps {key}')}"
         self._passes, self._rounds, self.ahead = self._passes + 1, 0, 1
 
     def agree(self, steps: int) -> list[int]:
         """How many of the next ``ahead`` steps each rank has, this one so many. Raises WorldError if one stays away."""
         self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
-        key = f"steps/{self._name}/{self._passes}/{self._rounds}"
-        found = [int(said) for said in all_said(key, self._cut.index, self._cut.count, str(steps))]
+        cut = self._with.cut
+        key = f"steps/{self._with.name}/{self._passes}/{self._rounds}"
+        said = agreement.all_said(key, cut.index, cut.count, str(steps), unless_refused=self._with.name)
         if self._said:  # who has spoken now has heard what was said before
-            unsay(self._said, self._cut.index)
+            agreement.unsay(self._said, cut.index)
         self._said = key
-        return found
+        return [int(text) for text in said]

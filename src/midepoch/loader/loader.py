@@ -15,7 +15,7 @@ from midepoch.errors import MidepochError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.common import AnyLoader
 from midepoch.loader.direct import DirectBatches
-from midepoch.loader.equal import Companions, check_reach
+from midepoch.loader.equal import Counterparts, check_reach
 from midepoch.loader.options import Options, check_goes_on
 from midepoch.loader.pinned import pinner
 from midepoch.loader.threads import ThreadedBatches
@@ -44,12 +44,12 @@ class Loader(AnyLoader):
         cursor: Cursor,
         *,
         asked: bool = False,
-        together: bool = False,
+        counterparts: Counterparts | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__(options)
         self._pipeline, self._cursor = pipeline, cursor
-        self._companions = Companions() if together and pipeline.cut.count > 1 else None
+        self._counterparts = counterparts
         self._ledger = ledger
         self._stood = cursor  # behind the last batch handed over, or where a state was loaded, whatever epoch is named
         self._how = "fresh"
@@ -128,6 +128,8 @@ class Loader(AnyLoader):
         self._pipeline, self._identity, self._maker, self._asked = pipeline, identity, None, False
         self._cursor = self._stood = resumed.cursor
         self._delivered, self._how = None, "loaded"
+        if self._counterparts is not None:
+            self._counterparts.loaded()
         if self._ledger is not None:  # now, not with the first batch: there may be nothing left to deliver
             self._begin_record(self._ledger, self._plan(self._cursor), load=True)
 
@@ -247,7 +249,7 @@ class _Batches(HasState):
     _closed = True  # until it has begun
 
     def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
-        self._loader, self._ledger, self._companions = loader, loader._ledger, loader._companions
+        self._loader, self._ledger = loader, loader._ledger
         self._meter = loader.meter
         self._begin(plan, rolled)
         pipeline, options = loader._pipeline, loader._options
@@ -338,14 +340,21 @@ class _Batches(HasState):
                 self._ledger.finish(self._meter.waited)
             self._loader._epoch_over(self._plan, self._rolled)
             return None
-        if self._step == 1 and self._companions is not None:
-            loader = self._loader
-            self._companions.check(self._plan, loader._identity, loader._options, loader._pipeline.cut)
+        if self._step < 2 and self._loader._counterparts is not None:
+            self._compare(self._loader._counterparts)
         if self._source is None:
             self._source = self._loader._source(self._plan)
         made = self._source.next(self._step)
         self._step += 1
         return made
+
+    def _compare(self, counterparts: Counterparts) -> None:
+        """Compare this rank with the others: what it loads, and at the second batch also from where."""
+        loader, plan = self._loader, self._plan
+        if self._step == 0:
+            counterparts.check_identity(loader._identity, loader._options)
+        else:
+            counterparts.check_pass(loader._identity, loader._options, {"epoch": plan.epoch, "position": plan.start})
 
     def _fail(self, problem: BaseException) -> None:
         """Nothing comes after this: the batch that was not handed over would be passed over. Workers go, too: a signal

@@ -9,13 +9,14 @@ from typing import Any
 from midepoch.agreement import connected
 from midepoch.audit.ledger import ledger_of
 from midepoch.checks import whole
+from midepoch.loader.equal import Counterparts
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, ends_of
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.seeds import check_agreed
 from midepoch.state import Cursor
-from midepoch.world import find_world, spans_all
+from midepoch.world import find_world, group_name
 
 _log = logging.getLogger("midepoch")
 
@@ -66,11 +67,18 @@ def make_loader(
     settled = is_shard or pipeline.lanes_given or pipeline.lanes_kept or cursor.position
     if pipeline.source.fetched and not settled:
         pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
-    alike = together and (data_parallel is None or spans_all(data_parallel))
     ledger = ledger_of(audit)
     if ledger is not None:
         ledger.prepare(cut)
-    return Loader(pipeline, chosen, cursor, asked=asked, together=alike, ledger=ledger)
+    counterparts = counterparts_of(cut, together, data_parallel)
+    return Loader(pipeline, chosen, cursor, asked=asked, counterparts=counterparts, ledger=ledger)
+
+
+def counterparts_of(cut: Cut, together: bool, data_parallel: Any) -> Counterparts | None:
+    """The loaders of the other ranks that this one is compared with, if there are any."""
+    if cut.count == 1 or not together:
+        return None
+    return Counterparts(cut, "" if data_parallel is None else group_name(data_parallel))
 
 
 def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:

@@ -11,13 +11,11 @@ from midepoch.checks import whole
 from midepoch.errors import WorldError
 from midepoch.flow.lanes import Place, Share
 from midepoch.flow.standing import What
-from midepoch.loader.equal import EqualSteps
-from midepoch.loader.make import cut_of
+from midepoch.loader.equal import Counterparts, EqualSteps
+from midepoch.loader.make import counterparts_of, cut_of
 from midepoch.loader.options import Options, ahead_for, ends_of
 from midepoch.loader.stream import StreamLoader
-from midepoch.order import Cut
 from midepoch.seeds import check_agreed
-from midepoch.world import spans_all
 
 _log = logging.getLogger("midepoch")
 
@@ -48,7 +46,8 @@ def make_stream_loader(
     what = replace(what, cut=cut)
     if not place.begun:
         what = what.for_processes(cut.count)
-    equal = _equal(what, cut, together, ends, data_parallel)
+    counterparts = counterparts_of(cut, together, data_parallel)
+    equal = _equal(what, counterparts, together, ends)
     row_bytes = max(leaf.source.bytes_per_row for leaf in what.spec.leaves)
     ahead = ahead_for(1024 * row_bytes) if prefetch is None else prefetch
     chosen = Options(
@@ -58,11 +57,12 @@ def make_stream_loader(
         ends=ends or "uneven",
         **options,
     )
-    return StreamLoader(what, chosen, place, asked=asked, equal=equal)
+    return StreamLoader(what, chosen, place, asked=asked, counterparts=counterparts, equal=equal)
 
 
-def _equal(what: What, cut: Cut, together: bool, ends: str | None, data_parallel: Any) -> EqualSteps | None:
+def _equal(what: What, counterparts: Counterparts | None, together: bool, ends: str | None) -> EqualSteps | None:
     """How ranks that run lanes of their own come to take equally many steps, if they are to."""
+    cut = what.cut
     groups = Share.of(what.lanes, cut).lanes.count
     if groups == 1 or ends == "uneven" or (ends is None and not together):
         return None
@@ -73,10 +73,10 @@ def _equal(what: What, cut: Cut, together: bool, ends: str | None, data_parallel
             'ranks where one has no full batch left, ends="pad" goes on with batches that are marked as padding, '
             'ends="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
         )
-    if connected() != cut.count or not (data_parallel is None or spans_all(data_parallel)):
+    if counterparts is None or connected() < cut.count:
         raise WorldError(
             f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or "
             f"JAX, which connect {connected()} processes and not the {cut.count} of the data. Initialise them, or "
             'use with_lanes(1), which lets every rank run everything, or ends="uneven".'
         )
-    return EqualSteps(cut, f"{what.spec.digest} {what.lanes}")
+    return EqualSteps(counterparts)

@@ -41,6 +41,8 @@ class Loading(Protocol):
     @property
     def may_roll(self) -> bool: ...
 
+    def compare(self, place: Place, *, first: bool) -> None: ...
+
     def begin(self, place: Place, process: Cut | None = None) -> Lanes: ...
 
     def rolled_to(self, epoch: int) -> None: ...
@@ -128,6 +130,7 @@ class StreamPass(HasState):
         self._steps: Steps | None = None
         self._last: Items | None = None
         self._begun = False  # a step was taken, by this rank or by others
+        self._compared = False  # the place where the pass began, with those of the other ranks
         self._closed = self._over = False
         self._failure: BaseException | None = None
 
@@ -180,6 +183,9 @@ class StreamPass(HasState):
         """The next deal, and its batch; (None, None) at the end."""
         while True:
             steps = self._steps or self._open()
+            if self._begun and not self._compared:
+                self._loader.compare(self._start, first=False)
+                self._compared = True
             deal = steps.next()
             if deal is None:
                 if not self._begun and self._loader.may_roll and not self._rolled and self._start.begun:
@@ -218,6 +224,7 @@ class StreamPass(HasState):
 
     def _open(self) -> Steps:
         loader = self._loader
+        loader.compare(self._start, first=True)
         self._lanes = loader.begin(self._start)
         self._steps = Steps(self._lanes, loader.options, self._lanes.share.cut.count, loader.equal)
         return self._steps

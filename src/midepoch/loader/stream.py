@@ -17,7 +17,7 @@ from midepoch.flow.stages import Packing
 from midepoch.flow.standing import What, check_known
 from midepoch.loader.bundles import BundlePool
 from midepoch.loader.common import AnyLoader
-from midepoch.loader.equal import EqualSteps
+from midepoch.loader.equal import Counterparts, EqualSteps
 from midepoch.loader.options import Options
 from midepoch.loader.steps import StreamPass
 from midepoch.order import Cut
@@ -34,9 +34,17 @@ class StreamLoader(AnyLoader):
     """
 
     def __init__(
-        self, what: What, options: Options, place: Place, *, asked: bool = False, equal: EqualSteps | None = None
+        self,
+        what: What,
+        options: Options,
+        place: Place,
+        *,
+        asked: bool = False,
+        counterparts: Counterparts | None = None,
+        equal: EqualSteps | None = None,
     ) -> None:
         super().__init__(options)
+        self._counterparts = counterparts
         self._what, self._place, self._asked, self.equal = what, place, asked, equal
         self.delivered: Place | Deal | None = None
         self._iterator: weakref.ref[StreamPass] | None = None
@@ -147,6 +155,8 @@ class StreamLoader(AnyLoader):
         what = self._what.restored(found)
         # No call among these: a signal handler that saves must not see half of them.
         self._what, self._place, self._bundles, self.delivered, self._asked = what, found.place, None, None, False
+        if self._counterparts is not None:
+            self._counterparts.loaded()
 
     def _draw_seed(self) -> None:
         """Fix what the global generators are seeded from while functions run: at the first pass, or the first state."""
@@ -197,6 +207,18 @@ class StreamLoader(AnyLoader):
         self._draw_seed()
         self._iterator = weakref.ref(batches)
         return self._next_place()
+
+    def compare(self, place: Place, *, first: bool) -> None:
+        """Compare this rank with the others: what it loads, and after the first batch of a pass also from where."""
+        if self._counterparts is None:
+            return
+        if first:
+            self._counterparts.check_identity(self._what.identity, self._options)
+            return
+        at = {"epoch": place.epoch}
+        if place.known.count == 1 or not any(lane.ended for lane in place.lanes.values()):
+            at["position"] = place.position  # the same on all ranks, unless one of them has nothing left
+        self._counterparts.check_pass(self._what.identity, self._options, at)
 
     def begin(self, place: Place, process: Cut | None = None) -> Lanes:
         """The lanes of this rank, or of another process, from a place on."""

@@ -1,0 +1,63 @@
+"""Ranks that load different things are refused at the first step, whatever differs; groups of a mesh agree by
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from differing_job import DIFFERING
+from test_torchrun import HERE, read
+
+from launch import Launch
+from midepoch.agreement import differences
+
+
+@pytest.fixture(scope="module")
+def data(make_files: Callable[..., list[str]]) -> tuple[str, str]:
+    return str(Path(make_files([17, 23])[0]).parent), str(Path(make_files([16, 24])[0]).parent)
+
+
+def test_ranks_that_differ_are_refused(data: tuple[str, str], tmp_path: Path, launched: Launch) -> None:
+    launched(2, str(HERE / "differing_job.py"), str(tmp_path), *data)
+    told = [read(tmp_path / f"{rank}.json") for rank in range(2)]
+    for name in DIFFERING:
+        field = name.removeprefix("uneven ").removeprefix("stream: ").removeprefix("mix: ")
+        field = field.removeprefix("stream beside a dataset: ").removesuffix(" of another kind")
+        for rank in range(2):
+            text = told[rank][name]
+            assert text.startswith("the ranks do not load the same: "), (name, rank, text)
+            assert f"{field} is " in text and "on rank 0 and " in text and "on rank 1" in text, (name, rank, text)
+    assert [one["alike"] for one in told] == ["nothing was raised"] * 2
+    assert all("scope is rows on rank 0 and window on rank 1" in one["saved"] for one in told), told
+
+
+@pytest.mark.parametrize("ends", ["pad", "drop"])
+def test_data_ranks_agree_beside_tensor_parallelism(
+    data: tuple[str, str], tmp_path_factory: pytest.TempPathFactory, launched: Launch, ends: str
+) -> None:
+    out = tmp_path_factory.getbasetemp() / "mesh"
+    if not out.exists():
+        out.mkdir()
+        launched(4, str(HERE / "differing_job.py"), str(out), *data)
+    steps = [read(out / f"{rank}.json")[ends] for rank in range(4)]
+    assert steps[0] == steps[1] and steps[2] == steps[3], "tensor-parallel ranks get the same"
+    assert len(steps[0]) == len(steps[2]) and len(steps[0]) % 6 == 0
+    times = len(steps[0]) // 6
+    for number in range(6):
+        rows = [
+            row for one in (steps[0], steps[2]) for step in one[number * times : (number + 1) * times] for row in step
+        ]
+        assert len(set(rows)) == len(rows)
+        assert sorted(rows) == list(range(0, 40, 2)) if ends == "pad" else 12 <= len(rows) <= 20
+
+
+def test_differences_show_where_long_values_differ() -> None:
+    long = "map(f) → " * 40
+    found = differences(
+        {0: {"pipeline": f"{long}filter(a)", "rows": 3}, 2: {"pipeline": f"{long}filter(b)", "rows": 3}}
+    )
+    assert "filter(a) on rank 0" in found and "filter(b) on rank 2" in found and len(found) < 400
+    assert differences({0: {"epoch": 1}, 1: {"epoch": 1, "position": 3}}) == ""
