@@ -1,9 +1,9 @@
 """Kill real runs at random moments until nobody can doubt that they come back: python -m chaos --kills 2000
 
-Random pipelines; each is run on 1 to 6 ranks with 0 to 4 workers, killed (a rank, a worker, or all of them, by SIGKILL)
-at a random moment, and started again in another shape, until its epochs are over. Then a log of every row id and the
-ledger have to prove, each on its own, that no row was lost or repeated and that the order is that of an uninterrupted
-run. The seed is printed: with it, the same pipelines, shapes and victims are drawn again (moments are the machine's).
+Random pipelines, every third one a filter, packing or mix; each is run on 1 to 6 ranks with 0 to 4 workers, killed (a
+rank, a worker, or all of them, by SIGKILL) at a random moment, and started again in another shape, until its epochs are
+over. Then a log of all that was delivered, and for datasets the ledger, have to prove, each on its own, that nothing
+was lost or repeated and that the order is that of an uninterrupted run. The seed is printed: with it, the same pipelines, shapes and victims are drawn again (moments are the machine's).
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ import midepoch.order.mixing
 import midepoch.progress
 import midepoch.sources.formats.lines
 import midepoch.sources.lake
-import midepoch.transforms.formats  # noqa: F401  (what ranks would import one by one, 0.3 s each)
+import midepoch.transforms.formats
+import torch.distributed  # noqa: F401  (what ranks would import one by one, 0.3 s each, and torch 2 s)
 from chaos.proof import prove
+from chaos.streams import StreamPipeline
 from chaos.trial import Pipeline, Start, be_rank
 
 _PATIENCE = 120.0
@@ -75,7 +77,7 @@ def children(pid: int) -> list[int]:
 class Supervisor:
     """What an elastic agent does: starts ranks, ends all of them when one ends badly. And kills."""
 
-    def __init__(self, pipeline: Pipeline, folder: Path, draw: random.Random, kills: int) -> None:
+    def __init__(self, pipeline: Pipeline | StreamPipeline, folder: Path, draw: random.Random, kills: int) -> None:
         self.pipeline, self.folder, self.draw, self.kills = pipeline, folder, draw, kills
         self.starts: list[Start] = []
         self.victims: Counter[str] = Counter()
@@ -145,7 +147,7 @@ def trial(seed: int, number: int, kills: int) -> tuple[Counter[str], str]:
     """One pipeline, killed so many times (or fewer, if it is over before)."""
     draw = random.Random(f"{seed} {number}")
     folder = Path(tempfile.mkdtemp(prefix="midepoch-chaos-"))
-    pipeline = Pipeline.draw(draw)
+    pipeline = StreamPipeline.draw(draw) if number % 3 == 2 else Pipeline.draw(draw)
     supervisor = Supervisor(pipeline, folder, draw, kills)
     try:
         wait_for(in_child(lambda: pipeline.write(folder / "data")), "writing the data")
@@ -162,11 +164,11 @@ def trial(seed: int, number: int, kills: int) -> tuple[Counter[str], str]:
         raise
     verdict = told.read_text()
     shutil.rmtree(folder)
-    return supervisor.victims, f"{len(supervisor.starts)} starts, {verdict}"
+    return supervisor.victims, f"{pipeline.about}, {len(supervisor.starts)} starts, {verdict}"
 
 
 def _told(verdict: tuple[int, int, int]) -> str:
-    return "{} rows once each, {} again after a crash".format(*verdict)
+    return "{} outputs once each, {} again after a crash".format(*verdict)
 
 
 def wait_for(pid: int, what: str) -> None:

@@ -7,12 +7,13 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chaos.trial import EPOCHS, Pipeline, Start
+from chaos.streams import StreamPipeline
+from chaos.trial import EPOCHS, Logs, Pipeline, Start
 from midepoch.audit import read_run
 
 
 class Verdict(NamedTuple):
-    """Rows delivered in the history, rows delivered again after a crash, starts that got anywhere."""
+    """Outputs delivered in the history, outputs delivered again after a crash, starts that got anywhere."""
 
     rows: int
     again: int
@@ -21,27 +22,35 @@ class Verdict(NamedTuple):
 
 class _Log(NamedTuple):
     restored: int
-    steps: dict[int, tuple[int, list[int]]]
+    steps: dict[int, tuple[int, list[Any]]]
 
 
-def prove(pipeline: Pipeline, starts: list[Start], folder: Path, seed: int) -> Verdict:
+def prove(pipeline: Any, starts: list[Start], folder: Path, seed: int) -> Verdict:
     """Raises AssertionError with what was lost, repeated, or told differently by the ledger."""
+    logs = read_logs(folder, starts)
+    if isinstance(pipeline, StreamPipeline):
+        return Verdict(*pipeline.prove(logs, folder), logs.starts)
+    kept = _check_order(pipeline, logs.history, starts, folder, logs.first_world)
+    _check_ledger(logs.history, folder, logs.made - kept, starts, seed)
+    return Verdict(kept, logs.made - kept, logs.starts)
+
+
+def read_logs(folder: Path, starts: list[Start]) -> Logs:
     begun = [(start, logs) for start in starts if (logs := _logs(folder, start))]
     for start, logs in begun:
         assert len({log.restored for log in logs.values()}) == 1, f"ranks of {start} restored different steps"
-    history: dict[int, tuple[Start, dict[int, tuple[int, list[int]]]]] = {}
+    history: dict[int, tuple[Start, dict[int, tuple[int, list[Any]]]]] = {}
     made = 0
     for start, logs in begun:
         (restored,) = {log.restored for log in logs.values()}
         history = {step: found for step, found in history.items() if step <= restored}
         for rank, log in logs.items():
-            for step, (epoch, ids) in log.steps.items():
-                made += len(ids)
-                history.setdefault(step, (start, {}))[1][rank] = (epoch, ids)
-    lanes = next(start.world for start, logs in reversed(begun) if all(log.restored == 0 for log in logs.values()))
-    kept = _check_order(pipeline, history, starts, folder, lanes)
-    _check_ledger(history, folder, made - kept, starts, seed)
-    return Verdict(kept, made - kept, len(begun))
+            for step, (epoch, outputs) in log.steps.items():
+                made += len(outputs)
+                history.setdefault(step, (start, {}))[1][rank] = (epoch, outputs)
+    assert sorted(history) == list(range(1, len(history) + 1)), "a step is missing"
+    first = next(start.world for start, logs in reversed(begun) if all(log.restored == 0 for log in logs.values()))
+    return Logs(history, made, len(begun), first)
 
 
 def _logs(folder: Path, start: Start) -> dict[int, _Log]:
@@ -51,7 +60,7 @@ def _logs(folder: Path, start: Start) -> dict[int, _Log]:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         entries = [json.loads(line) for line in lines]
         if entries:
-            steps = {entry["step"]: (entry["epoch"], entry["ids"]) for entry in entries if "step" in entry}
+            steps = {entry["step"]: (entry["epoch"], entry["outputs"]) for entry in entries if "step" in entry}
             found[rank] = _Log(entries[0]["from"], steps)
     return found
 
@@ -61,7 +70,6 @@ def _check_order(pipeline: Pipeline, history: dict[int, Any], starts: list[Start
     ds = pipeline.open(folder / "data")
     if pipeline.lanes is None and pipeline.kind == "parquet":
         ds = ds.with_lanes(lanes)  # where blocks are decoded, the first start chooses
-    assert sorted(history) == list(range(1, len(history) + 1)), "a step is missing"
     kept = at = epoch = 0
     order = _order(ds, 0)
     assert len(set(order)) == len(order) == len(ds)

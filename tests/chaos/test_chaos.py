@@ -22,6 +22,7 @@ def chaos(kills: int, seed: int) -> None:
     assert re.match(rf"{kills} kills in \d+ pipelines, \d+ s: 0 lost, 0 repeated", last), last
     assert "'rank'" in done.stdout and "'all'" in done.stdout and "'worker'" in done.stdout  # all kinds of victims
     assert re.search(r"[1-9]\d* again after a crash", done.stdout)  # kills in the middle, not just at the start
+    assert "dataset (" in done.stdout and "stream (" in done.stdout
 
 
 def test_thirty_kills() -> None:

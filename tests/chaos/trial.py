@@ -8,7 +8,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -62,6 +62,10 @@ class Pipeline:
             map=random_.choice(["none", "none", "map", "batched", "generator"]),
         )
 
+    @property
+    def about(self) -> str:
+        return f"dataset ({self.kind}, {self.scope})"
+
     def write(self, folder: Path) -> None:
         folder.mkdir()
         first = 0
@@ -90,6 +94,16 @@ class Pipeline:
             ds = ds.map(noisy, with_generator=True)
         return ds.with_format("numpy")
 
+    def loader(self, start: Start, rank: int, folder: Path) -> Any:
+        return self.open(folder / "data").loader(
+            start.batch, start.workers, rank=rank, world_size=start.world, ends=start.ends, audit=folder / "ledger"
+        )
+
+    def outputs(self, batch: Any) -> list[int]:
+        """The ids of the rows of a batch."""
+        ids: list[int] = (batch["id"][~batch["is_padding"]] if "is_padding" in batch else batch["id"]).tolist()
+        return ids
+
 
 @dataclass(frozen=True)
 class Start:
@@ -116,13 +130,24 @@ class Start:
         )
 
 
-def be_rank(pipeline: Pipeline, start: Start, rank: int, folder: Path) -> None:
-    """Train, saving now and then, until the epochs are over. What is handed over is logged, row by row."""
+class Logs(NamedTuple):
+    """What the ranks of all starts logged."""
+
+    history: dict[int, tuple[Start, dict[int, tuple[int, list[Any]]]]]
+    """By step, the start that made it last, and by rank the epoch and the outputs."""
+    made: int
+    """Outputs delivered, also those that were lost with a crash."""
+    starts: int
+    """Starts that got anywhere."""
+    first_world: int
+    """Ranks of the last start that began from the beginning."""
+
+
+def be_rank(pipeline: Any, start: Start, rank: int, folder: Path) -> None:
+    """Train, saving now and then, until the epochs are over. What is delivered is logged, output by output."""
     os.environ["MIDEPOCH_RUN_ID"] = f"start {start.number}"
     log = os.open(folder / f"log-{start.number:04}-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    loader = pipeline.open(folder / "data").loader(
-        start.batch, start.workers, rank=rank, world_size=start.world, ends=start.ends, audit=folder / "ledger"
-    )
+    loader = pipeline.loader(start, rank, folder)
     checkpoint = PipelineCheckpoint(
         folder / "checkpoints",
         keep=2,
@@ -140,8 +165,7 @@ def be_rank(pipeline: Pipeline, start: Start, rank: int, folder: Path) -> None:
         epoch = loader.epoch
         for batch in loader:
             step += 1
-            ids = batch["id"][~batch["is_padding"]] if start.ends == "pad" else batch["id"]
-            _write(log, {"step": step, "epoch": epoch, "ids": ids.tolist()})
+            _write(log, {"step": step, "epoch": epoch, "outputs": pipeline.outputs(batch)})
             time.sleep(pace.random() * 0.002)
             if step % start.interval == 0:
                 checkpoint.save(loader, {"step": step}, step=step)
