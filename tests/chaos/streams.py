@@ -93,7 +93,7 @@ class StreamPipeline:
         if self.kind == "filter":
             ds = ds.filter(kept).map(first_token)
         elif self.kind == "batched":
-            ds = ds.select_columns("id").map(split, batched=True, batch_size=7, changes_rows=True)
+            ds = ds.select_columns("id").map(split, batched=True, batch_size=7, one_to_one=False)
         elif self.kind in ("concat", "best_fit", "packed mix"):
             strategy = "best_fit" if self.kind == "best_fit" else "concat"
             ds = ds.filter(kept).pack(self.length, strategy=strategy, window=16)
