@@ -270,13 +270,18 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import midepoch
-from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
 
 mesh = Mesh(np.array(jax.devices()), ("d",))
 spread, copied = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
 def tree(value, sharding):
     full = np.arange(12 * 1000, dtype=np.float32).reshape(12, 1000) * value
     return {"w": jax.make_array_from_callback(full.shape, sharding, lambda i: full[i]), "key": jax.random.key(value)}
+try:
+    PipelineCheckpoint(f"{root}/refused", allow_pickle=True, timeout=60).save(None, {"w": [tree(3, spread)]}, step=1)
+    raise SystemExit("a part was saved as the whole")
+except (TypeError, CheckpointSaveError) as problem:
+    assert "several processes" in str(problem) and 'backend="orbax"' in str(problem), problem
 for backend, sharding in (("files", copied), ("orbax", spread)):
     checkpoint = PipelineCheckpoint(f"{root}/{backend}", backend=backend, timeout=60)
     assert checkpoint._world == (rank, size), checkpoint._world

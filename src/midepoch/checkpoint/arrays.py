@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ class UnsupportedError(TypeError):
     """An array that cannot be kept as plain bytes."""
 
 
+class IncompleteError(UnsupportedError):
+    """An array with values that this process does not hold: no pickle of it would have them either."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """Everything of an array but its bytes. ``library`` is torch, numpy, jax, or "key" for a typed JAX key."""
@@ -62,17 +67,32 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) or _is_torch(value) or _is_jax(value)
 
 
-def kind_of(value: Any, *, distributed: bool = False) -> Kind:
-    """What an array is. Raises UnsupportedError, with the way out, for what cannot be kept as bytes."""
+def kind_of(value: Any, *, distributed: Container[str] = ()) -> Kind:
+    """Everything of an array but its bytes. Raises UnsupportedError for an array that cannot be kept as bytes.
+
+    ``distributed``: the libraries ("torch", "jax") whose arrays may lie on several processes.
+    """
+    check_complete(value, distributed=distributed)
     if _is_torch(value):
-        return _kind_of_torch(value, distributed)
+        return _kind_of_torch(value)
     if _is_jax(value):
-        return _kind_of_jax(value, distributed)
+        return _kind_of_jax(value)
     if value.dtype.hasobject or value.dtype.names or value.dtype.type is np.void:
         raise UnsupportedError(f"a numpy array of dtype {value.dtype}")
     if isinstance(value, np.ma.MaskedArray):
         raise UnsupportedError("a masked numpy array")
     return Kind("numpy", _dtype_name(value.dtype), tuple(value.shape))
+
+
+def check_complete(value: Any, *, distributed: Container[str] = ()) -> None:
+    """Raise IncompleteError for an array of which this process does not hold all values."""
+    if _is_torch(value):
+        _check_complete_torch(value, distributed)
+    elif _is_jax(value) and "jax" not in distributed and not (value.is_fully_addressable or value.is_fully_replicated):
+        raise IncompleteError(
+            "an array over several processes, of which this process holds only a part. "
+            'Pass backend="orbax" to PipelineCheckpoint, which keeps such models and optimizers.'
+        )
 
 
 def bytes_of(value: Any) -> Bytes:
@@ -111,8 +131,18 @@ def make(kind: Kind, data: Bytes) -> Any:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether this is a tensor of torch over several processes, or a parameter of such."""
-    return any(type(one).__name__ == "DTensor" for one in (tensor, getattr(tensor, "data", None)))
+    """True for a tensor of torch over several processes, or a parameter of such."""
+    return _is_of(tensor, "DTensor") or _is_of(getattr(tensor, "data", None), "DTensor")
+
+
+def is_flattened(tensor: Any) -> bool:
+    """True for a parameter that FullyShardedDataParallel has cut: a plain tensor, which it marks."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def _is_of(value: Any, name: str) -> bool:
+    """True for an instance of one of torch's own classes, by name: importing its module takes a second."""
+    return any(base.__name__ == name and base.__module__.startswith("torch.") for base in type(value).__mro__)
 
 
 def _is_torch(value: Any) -> bool:
@@ -130,21 +160,33 @@ def _is_key(value: Any) -> bool:
     return bool(jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
-def _kind_of_torch(tensor: Any, distributed: bool) -> Kind:
+def _check_complete_torch(tensor: Any, distributed: Container[str]) -> None:
+    if _is_of(tensor, "ShardedTensor"):
+        raise IncompleteError(
+            "a ShardedTensor, of which this process holds only a part. Use tensors that torch shards as DTensor: "
+            'fully_shard, or FullyShardedDataParallel with a device_mesh, and backend="dcp" of PipelineCheckpoint.'
+        )
+    if (is_sharded(tensor) and "torch" not in distributed) or is_flattened(tensor):
+        raise IncompleteError(
+            f"a sharded tensor ({type(tensor).__name__}), of which this process may hold only a part. "
+            'Pass backend="dcp" to PipelineCheckpoint, which keeps sharded models and optimizers, or save full_tensor().'
+        )
+    if tensor.device.type == "meta" or _is_of(tensor, "FakeTensor"):
+        raise IncompleteError(
+            "a tensor on the meta device or a FakeTensor, which has no values. Initialise the model first "
+            '(to_empty, then its values), or pass backend="dcp" to PipelineCheckpoint if other ranks hold them.'
+        )
+
+
+def _kind_of_torch(tensor: Any) -> Kind:
     torch: Any = sys.modules["torch"]
-    if is_sharded(tensor) and not distributed:
-        raise UnsupportedError('a sharded tensor (DTensor), which PipelineCheckpoint(…, backend="dcp") keeps')
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedError(f"a {'quantized' if tensor.is_quantized else 'sparse'} tensor")
-    if tensor.device.type == "meta":
-        raise UnsupportedError("a tensor on the meta device, which has no values")
     return Kind("torch", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def _kind_of_jax(array: Any, distributed: bool) -> Kind:
+def _kind_of_jax(array: Any) -> Kind:
     jax: Any = sys.modules["jax"]
-    if not distributed and not array.is_fully_addressable and not array.is_fully_replicated:
-        raise UnsupportedError('an array over several processes, which PipelineCheckpoint(…, backend="orbax") keeps')
     if _is_key(array):
         data = jax.random.key_data(array)
         return Kind("key", str(data.dtype), tuple(data.shape), str(jax.random.key_impl(array)))

@@ -106,7 +106,7 @@ def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
     if not is_array(tree):
         raise _mismatch(name, type(tree).__name__, f"an array of shape {tuple(like.shape)}")
     try:
-        ours, theirs = kind_of(like, distributed=True), kind_of(tree, distributed=True)
+        ours, theirs = (kind_of(array, distributed=("torch", "jax")) for array in (like, tree))
     except UnsupportedError:  # a sparse tensor or the like, by pickle: it takes the place of the one there is
         return tree
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (ours.library == "key") != (theirs.library == "key"):

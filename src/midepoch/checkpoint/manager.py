@@ -176,6 +176,8 @@ class PipelineCheckpoint:
             job.parts |= taken.parts
             job.write_arrays = taken.write
         own = extras if self._backend is not None else {**things, **extras}
+        for part, thing in own.items():
+            parts.check_not_spread(thing, part)
         if not world.rank:
             for part, thing in own.items():
                 job.parts[part] = self._encoded(parts.tree_of(thing), part, INLINE if part in extras else 0)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from midepoch.checkpoint.arrays import is_array, kind_of
+from midepoch.checkpoint.arrays import is_array, is_flattened, is_sharded, kind_of
 from midepoch.checkpoint.like import imposed
 from midepoch.errors import CheckpointMismatchError, StateError
 
@@ -82,6 +82,24 @@ def unwrapped(thing: Any) -> Any:
             thing = thing._orig_mod
         else:
             return thing
+
+
+def is_spread(thing: Any) -> bool:
+    """True for a model or an optimizer of torch of which each rank may hold a part: FSDP, tensor parallelism."""
+    if _is_torch(thing, "optim.Optimizer"):
+        parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
+    else:
+        parameters = list(thing.parameters()) if _is_torch(thing, "nn.Module") else []
+    return any(is_sharded(parameter) or is_flattened(parameter) for parameter in parameters)
+
+
+def check_not_spread(thing: Any, name: str) -> None:
+    """Raise TypeError for a model or an optimizer of which rank 0 alone cannot save all."""
+    if is_spread(thing):
+        raise TypeError(
+            f"{name} is sharded (FSDP or tensor parallel): each rank holds a part of it. Save it as the model or the "
+            'optimizer of PipelineCheckpoint(…, backend="dcp"), which keeps all parts.'
+        )
 
 
 def class_of(thing: Any) -> str:

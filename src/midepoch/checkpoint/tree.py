@@ -14,17 +14,28 @@ Reading makes nothing but the values named here: no class is imported by name, n
 from __future__ import annotations
 
 import base64
+import io
 import math
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import Kind, UnsupportedError, bytes_of, is_array, is_sharded, kind_of, make
+from midepoch.checkpoint.arrays import (
+    IncompleteError,
+    Kind,
+    UnsupportedError,
+    bytes_of,
+    check_complete,
+    is_array,
+    is_sharded,
+    kind_of,
+    make,
+)
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
 INLINE = 8 << 10
@@ -43,11 +54,12 @@ class Encoded:
 
 
 def encode(
-    tree: Any, name: str, *, allow_pickle: bool = False, inline: int = INLINE, distributed: bool = False
+    tree: Any, name: str, *, allow_pickle: bool = False, inline: int = INLINE, distributed: Container[str] = ()
 ) -> Encoded:
     """Take a tree apart. Raises TypeError that names the place of a value that cannot be kept.
 
-    Arrays of up to ``inline`` bytes stay in the JSON. ``distributed``: those of several JAX processes pass.
+    Arrays of up to ``inline`` bytes stay in the JSON. ``distributed``: the libraries ("torch",
+    "jax") whose arrays may lie on several processes; in pickles none may, as each would hold a part of its own.
 
     >>> encode({"lr": 0.1, "betas": (0.9, 0.99)}, "optimizer").json
     {'lr': 0.1, 'betas': {'$': 'tuple', 'items': [0.9, 0.99]}}
@@ -58,7 +70,7 @@ def encode(
 
 
 class _Encoder:
-    def __init__(self, name: str, allow_pickle: bool, inline: int, distributed: bool) -> None:
+    def __init__(self, name: str, allow_pickle: bool, inline: int, distributed: Container[str]) -> None:
         self._name, self._allow_pickle, self._inline, self._distributed = name, allow_pickle, inline, distributed
         self.result = Encoded()
         self._tied: dict[tuple[Any, ...], str] = {}
@@ -108,9 +120,11 @@ class _Encoder:
     def _array(self, value: Any, path: tuple[str, ...]) -> Any:
         try:
             kind = kind_of(value, distributed=self._distributed)
+        except IncompleteError as problem:
+            raise TypeError(f"{self._where(path)} is {problem}") from None
         except (UnsupportedError, RuntimeError, NotImplementedError) as problem:
             if self._allow_pickle:
-                return _pickled(value)
+                return self._pickled(value, path)
             raise TypeError(self._refusal(path, str(problem))) from None
         entry: dict[str, Any] = {"$": "array", "of": kind.library, "dtype": kind.dtype, "shape": list(kind.shape)}
         if kind.impl:
@@ -152,13 +166,26 @@ class _Encoder:
         if (children := node_children(value)) is not None:
             return self._node(value, children, path)
         if self._allow_pickle:
-            return _pickled(value)
+            return self._pickled(value, path)
         what = f"a {type(value).__module__}.{type(value).__qualname__}"
         if callable(getattr(type(value), "state_dict", None)):
             raise TypeError(
                 f"{self._where(path)} is {what} within a tree: give it by itself, or as one of extra={{name: …}}."
             )
         raise TypeError(self._refusal(path, what))
+
+    def _pickled(self, value: Any, path: tuple[str, ...]) -> Any:
+        buffer = io.BytesIO()
+        try:
+            _CompletePickler(buffer).dump(value)
+        except IncompleteError as problem:
+            raise TypeError(f"{self._where(path)} holds {problem}") from None
+        except Exception as problem:
+            raise TypeError(
+                f"{self._where(path)} is a {type(value).__qualname__}, which cannot be pickled ({problem!r:.200}). "
+                "Leave it out, or turn it into plain values or arrays."
+            ) from problem
+        return {"$": "pickle", "data": base64.b64encode(buffer.getvalue()).decode()}
 
     def _where(self, path: tuple[str, ...]) -> str:
         return ".".join((self._name, *path))
@@ -202,8 +229,13 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
-def _pickled(value: Any) -> Any:
-    return {"$": "pickle", "data": base64.b64encode(pickle.dumps(value)).decode()}
+class _CompletePickler(pickle.Pickler):
+    """Raises IncompleteError for an array, at any depth, of which this process does not hold all values."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if is_array(value):
+            check_complete(value)
+        return NotImplemented
 
 
 class StateDict(dict[str, Any]):

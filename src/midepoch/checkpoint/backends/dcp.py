@@ -134,13 +134,15 @@ def _encoded(things: Mapping[str, Any], name: str, allow_pickle: bool, *, saving
     """
     thing, model = things[name], things.get("model")
     by, state = "numbers", None
-    if isinstance(model, torch.nn.Module) and any(map(is_sharded, model.parameters())):
+    if isinstance(model, torch.nn.Module) and parts.is_spread(model):
         if thing is model:
             by, state = "names", canonical.get_model_state_dict(model)
         elif isinstance(thing, torch.optim.Optimizer) and (thing.state or not saving):
             by, state = "names", canonical.get_optimizer_state_dict(model, thing)
+    elif parts.is_spread(thing):
+        raise TypeError(f"{name} is sharded, and its names come from the model. Give the model as well: model=….")
     state = parts.tree_of(thing) if state is None else state
-    return by, encode(state, name, inline=0, distributed=True, allow_pickle=allow_pickle)
+    return by, encode(state, name, inline=0, distributed=("torch",), allow_pickle=allow_pickle)
 
 
 def _give(things: Mapping[str, Any], name: str, tree: Any, sharded: bool) -> None:

@@ -75,7 +75,7 @@ def make_backend(world: World) -> OrbaxBackend:  # noqa: ARG001  Orbax asks JAX 
 
 
 def _encoded(thing: Any, name: str, allow_pickle: bool) -> Encoded:
-    return encode(parts.tree_of(thing), name, inline=0, distributed=True, allow_pickle=allow_pickle)
+    return encode(parts.tree_of(thing), name, inline=0, distributed=("jax",), allow_pickle=allow_pickle)
 
 
 def _for_orbax(kind: Kind, value: Any, copy: bool) -> Any:
