@@ -66,22 +66,6 @@ def test_a_look_from_another_thread_does_not_let_saves_overlap(tmp_path: Path, m
         assert {float(value[0]) for value in checkpoint.read(step, "model").values()} == {float(step)}
 
 
-def test_an_interrupted_wait_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_writes(monkeypatch, 0.1)
-    checkpoint = PipelineCheckpoint(tmp_path, async_save=True)
-    model = {"w": torch.full((5000,), 1.0)}
-    checkpoint.save(None, model, step=1)
-    join = threading.Thread.join
-    monkeypatch.setattr(threading.Thread, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.wait()
-    monkeypatch.setattr(threading.Thread, "join", join)
-    model["w"].fill_(2)
-    checkpoint.save(None, model, step=2)
-    checkpoint.wait()
-    assert float(checkpoint.read(1, "model")["w"][0]) == 1 and float(checkpoint.read(2, "model")["w"][0]) == 2
-
-
 @pytest.mark.parametrize("size", [10, 12 << 20])
 @pytest.mark.parametrize("backend", ["files", "orbax"])
 def test_a_large_save_at_the_end_of_a_program(backend: str, size: int, tmp_path: Path) -> None:

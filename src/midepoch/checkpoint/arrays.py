@@ -169,7 +169,7 @@ def _check_complete_torch(tensor: Any, distributed: Container[str]) -> None:
     if (is_sharded(tensor) and "torch" not in distributed) or is_flattened(tensor):
         raise IncompleteError(
             f"a sharded tensor ({type(tensor).__name__}), of which this process may hold only a part. "
-            'Pass backend="dcp" to PipelineCheckpoint, which keeps sharded models and optimizers, or save full_tensor().'
+            'Pass backend="dcp" to PipelineCheckpoint, which keeps sharded models and optimizers.'
         )
     if tensor.device.type == "meta" or _is_of(tensor, "FakeTensor"):
         raise IncompleteError(

@@ -42,7 +42,7 @@ class LocalSink:
         if self._unsynced >= _AHEAD and (self._syncing is None or self._syncing.done()):
             self.settle()
             self._unsynced = 0
-            self._syncing = self._syncer.submit(os.fsync, self._fd)
+            self._syncing = self._syncer.submit(_sync_and_close, os.dup(self._fd))
 
     def settle(self) -> None:
         """Wait for what was begun; raises what went wrong, which a later sync may not say again."""
@@ -51,6 +51,14 @@ class LocalSink:
 
     def end(self) -> None:
         self._syncer.end()
+
+
+def _sync_and_close(fd: int) -> None:
+    """Of a descriptor of its own: Ctrl-C may end the wait for it, and close the file, while it runs."""
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class LocalSource:
@@ -80,8 +88,8 @@ def written(path: Path) -> Iterator[LocalSink]:
         sink.settle()
         os.fsync(fd)
     finally:
-        sink.end()
         os.close(fd)
+        sink.end()
 
 
 @contextmanager
