@@ -63,7 +63,7 @@ def _by_tasks(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[
     except ray.exceptions.RayTaskError as problem:
         raise problem.cause from None
     except ray.exceptions.RayError as problem:
-        raise WorkerError(f"indexing on Ray failed, after {_RETRIES} retries of what died: {problem}") from problem
+        raise WorkerError(f"indexing on Ray failed, after {_RETRIES} retries of what died: {reason(problem)}") from problem
     finally:
         for waiting in left:
             ray.cancel(waiting, force=False)

@@ -335,5 +335,5 @@ def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatc
         board.put("save-1/done-1-n", b'{"says": "all written"}')
         return True
 
-    monkeypatch.setattr("midepoch.checkpoint.ranks._is_dead", dies)
+    monkeypatch.setattr("midepoch.checkpoint.ranks.is_dead", dies)
     assert leader.gather() == {1: "all written"}

@@ -259,10 +259,15 @@ class LocalBoard:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         while True:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # who left last has just removed the folder
+            try:
                 temporary.write_bytes(data)
                 os.replace(temporary, path)
                 return
+            except FileNotFoundError:  # who left last has just removed the folder
+                continue
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
 
     def get(self, name: str) -> bytes | None:
         try:

@@ -20,11 +20,12 @@ from midepoch.checkpoint.directory import Process
 from midepoch.checkpoint.keep import Keep, keep_from
 from midepoch.checkpoint.like import imposed
 from midepoch.checkpoint.manifest import Manifest, checked_name
+from midepoch.checkpoint.notes import tell_absence
 from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
 from midepoch.checkpoint.tree import INLINE, Encoded, encode
 from midepoch.checks import whole
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
+from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, reason
 from midepoch.world import World, find_world
 
 _log = logging.getLogger("midepoch")
@@ -115,15 +116,14 @@ class PipelineCheckpoint:
             job.group = group
             if self._async:
                 job.parts, memory = self._snapshots.take(job.parts)
+                self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
         except BaseException as problem:
             if world.size > 1:
-                saving.tell_failure(self._directory, group, world, problem)
+                tell_absence(self._directory.board, group, world, problem)
             if earlier is not None:
                 raise problem from earlier
             raise
-        if self._async:
-            self._background.start(f"saving step {number}", lambda: self._run(job, world, rules, memory))
-        else:
+        if not self._async:
             self._run(job, world, rules, memory)
         if earlier is not None:
             raise earlier
@@ -199,7 +199,7 @@ class PipelineCheckpoint:
             for step in rules.dropped(good, time.time()):
                 self._directory.remove(step)
         except Exception as problem:  # the new step is saved: this is no reason to stop
-            _log.warning("old steps could not be removed from %s: %s", self._directory.name, problem)
+            _log.warning("old steps could not be removed from %s: %s", self._directory.name, reason(problem))
 
     def _is_whole(self, manifest: Manifest) -> bool:
         if (manifest.step, manifest.sequence) in self._damaged:
@@ -223,12 +223,19 @@ class PipelineCheckpoint:
         A damaged step is reported and passed over for the one before; if all are damaged, CheckpointDamagedError. If
         it belongs to other data, another pipeline or model: CheckpointMismatchError, and nothing is restored.
         """
-        self._background.wait()
-        wanted = wanted_of(pipeline, model, optimizer, extra, rng)
+        world = self._world
+        group = self._meeting("restore", world)
         try:
-            loaded = self._agreed_latest(wanted)
+            self._background.wait()
+            wanted = wanted_of(pipeline, model, optimizer, extra, rng)
+        except BaseException as problem:
+            if world.size > 1:
+                tell_absence(self._directory.board, group, world, problem)
+            raise
+        try:
+            loaded = self._agreed_latest(wanted, group, world)
         except OSError as problem:
-            if self._world.size == 1 or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if world.size == 1 or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             _log.warning("the ranks cannot meet in %s (%s): each looks for itself", self._directory.name, problem)
             loaded = self._latest(wanted)
@@ -344,16 +351,18 @@ class PipelineCheckpoint:
             raise CheckpointDamagedError(f"step {step} of {self._directory.name}: {problem}.") from None
         loaded.restore(self._backend_of)
 
-    def _agreed_latest(self, wanted: Wanted) -> Loaded | None:
+    def _agreed_latest(self, wanted: Wanted, group: str, world: World) -> Loaded | None:
         """The latest step that is not damaged: rank 0 finds it for all."""
-        world = self._world
         if world.size == 1:
             return self._latest(wanted)
-        group = self._meeting("restore", world)
         self._members.clear()  # ranks may have been replaced
         if world.rank:
             follower = Follower(self._directory.board, group, world, self._timeout, self._members)
-            follower.join(None)
+            try:
+                follower.join(None)
+            except BaseException as problem:
+                follower.fail(problem)
+                raise
             step = follower.outcome()["step"]
             return (
                 None if step is None else load(self._directory, self._manifest(step), wanted, world, self._allow_pickle)

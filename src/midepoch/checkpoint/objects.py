@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from midepoch.errors import FetchError
+from midepoch.errors import FetchError, reason
 
 _PART_BYTES = 16 << 20
 # The names that from_files takes, which are pyarrow's; anything else is handed to obstore as it is.
@@ -113,7 +113,7 @@ class Objects:
         except FileNotFoundError:
             raise
         except Exception as problem:
-            text = str(problem).split("\n\nDebug source", 1)[0]
+            text = reason(problem).split("\n\nDebug source", 1)[0]
             for secret in self._secrets:
                 text = text.replace(secret, "***")
             raise FetchError(f"{self.name}/{name}: {text}") from None

@@ -9,7 +9,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from midepoch.checkpoint.directory import Directory, Process
 from midepoch.checkpoint.files import Summing, Sums, sums_of
 from midepoch.checkpoint.helpers import Helper
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checkpoint.ranks import Follower, Leader, absent, lead
+from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.tree import Encoded
-from midepoch.errors import CheckpointError, CheckpointSaveError
+from midepoch.errors import CheckpointError, CheckpointSaveError, reason
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
@@ -54,9 +53,11 @@ class Job:
 def save(directory: Directory, job: Job, world: World, timeout: float, members: dict[int, Process]) -> list[Manifest]:
     """Write and commit a step: on rank 0 the manifests that there are then, this one last.
 
-    Raises CheckpointSaveError; what was there is as it was.
+    Raises CheckpointSaveError; what was there is as it was. Ctrl-C stays what it is, also where a library has made
+    another error of it.
     """
     started = time.monotonic()
+    handled = sys.exc_info()[1]  # a save while the caller handles an interrupt of its own
     try:
         if world.rank:
             _follow(directory, job, Follower(directory.board, job.group, world, timeout, members))
@@ -67,12 +68,24 @@ def save(directory: Directory, job: Job, world: World, timeout: float, members: 
     except CheckpointSaveError:
         raise
     except Exception as problem:
+        if (interrupt := _interrupt_behind(problem, handled)) is not None:
+            raise interrupt from None
+        why = reason(problem).rstrip(".")
         raise CheckpointSaveError(
-            f"step {job.step} was not saved to {directory.name}: {problem}. {_intact(directory)}"
+            f"step {job.step} was not saved to {directory.name}: {why}. {_intact(directory)}"
         ) from problem
     seconds = time.monotonic() - started
     _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, found[-1].nbytes / 1e6, seconds, directory.name)
     return found
+
+
+def _interrupt_behind(problem: BaseException | None, handled: BaseException | None) -> KeyboardInterrupt | None:
+    """The KeyboardInterrupt that an error came of, if any; not one that was ``handled`` before."""
+    while problem is not None and problem is not handled:
+        if isinstance(problem, KeyboardInterrupt):
+            return problem
+        problem = problem.__cause__ or problem.__context__
+    return None
 
 
 def _intact(directory: Directory) -> str:
@@ -83,12 +96,6 @@ def _intact(directory: Directory) -> str:
     return f"The steps saved before are as they were ({len(steps)}, up to {steps[-1]})." if steps else "There are none."
 
 
-def tell_failure(directory: Directory, group: str, world: World, problem: BaseException) -> None:
-    """Let the other ranks know that this one will not come."""
-    with suppress(Exception):
-        absent(directory.board, group, world, f"{type(problem).__name__}: {problem}")
-
-
 def _lead(directory: Directory, job: Job, world: World, token: str, meeting: Leader | None) -> list[Manifest]:
     found: list[Manifest] = []
 
@@ -96,6 +103,8 @@ def _lead(directory: Directory, job: Job, world: World, token: str, meeting: Lea
         directory.begin(job.step, token)
         if meeting is not None:
             _compare(job, meeting.admit())
+            if job.write_arrays is not None:
+                meeting.go()
         files = _write(directory, job, token, world)
         if meeting is not None:
             for says in meeting.gather().values():
@@ -106,22 +115,22 @@ def _lead(directory: Directory, job: Job, world: World, token: str, meeting: Lea
         found.append(new)
         return {"step": job.step}
 
-    try:
-        lead(meeting, action)
-    except BaseException:
-        directory.abandon(job.step, token)
-        raise
+    lead(meeting, action, lambda: directory.abandon(job.step, token))
     return found
 
 
 def _follow(directory: Directory, job: Job, meeting: Follower) -> None:
-    token = meeting.join(job.state)
     try:
+        token = meeting.join(job.state)
+        if job.write_arrays is not None:
+            meeting.allowed()
         files = _write(directory, job, token, meeting.world)
+        meeting.done({name: (sums.size, sums.crc32) for name, sums in files.items()})
     except BaseException as problem:
-        meeting.done(error=f"{type(problem).__name__}: {problem}")
+        meeting.fail(problem)
+        if isinstance(problem, FileNotFoundError):
+            meeting.raise_failure()  # of rank 0, which has removed what was being written
         raise
-    meeting.done({name: (sums.size, sums.crc32) for name, sums in files.items()})
     meeting.outcome()
 
 
@@ -163,12 +172,12 @@ def _about(state: Any) -> str:
 def _write(directory: Directory, job: Job, token: str, world: World) -> dict[str, Sums]:
     """Write this rank's files; their sums by name."""
     written: dict[str, Sums] = {}
+    if job.write_arrays is not None:  # first: the ranks do so together, and a rank that failed before would be missing
+        written |= _write_arrays(directory, job, token, world)
     for part, encoded in job.parts.items():
         if world.rank and part in job.shared:
             continue
         written |= _write_part(directory, job.step, token, part, encoded)
-    if job.write_arrays is not None:
-        written |= _write_arrays(directory, job, token, world)
     return written
 
 

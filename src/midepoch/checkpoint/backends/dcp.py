@@ -25,7 +25,7 @@ from midepoch.checkpoint import parts
 from midepoch.checkpoint.arrays import Kind, bytes_of, is_sharded, make
 from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
 from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
-from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, reason
 from midepoch.world import World
 
 _HARMLESS = {
@@ -56,6 +56,7 @@ class DcpBackend:
         # Collectives of a save in a thread must not meet those of the training loop.
         self._alone = world.size == 1 or not dist.is_initialized()
         self._group = None if self._alone else dist.new_group(backend="gloo")
+        self._rank = 0 if self._alone else dist.get_rank()
 
     def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
         encoded = {name: _encoded(things, name, allow_pickle, saving=True) for name in things}
@@ -67,7 +68,7 @@ class DcpBackend:
 
         def write(folder: Path) -> None:
             writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False)
-            with _told():
+            with _errors_of(self._rank):
                 dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._alone)
 
         json = {name: Encoded({"by": by, "tree": one.json}) for name, (by, one) in encoded.items()}
@@ -111,7 +112,7 @@ class DcpBackend:
             reader = _Reader(str(folder))
             _check_stored(reader.read_metadata(), targets)
             sharded = any(is_sharded(target) for target in targets.values())
-            with _told():
+            with _errors_of(self._rank):
                 dcp.load(
                     targets,
                     storage_reader=reader,
@@ -203,15 +204,23 @@ def _check_stored(metadata: Metadata, targets: Mapping[str, torch.Tensor]) -> No
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """torch's own error, which is no Exception, as one of ours. And no word about a single process: it is meant."""
+def _errors_of(rank: int) -> Iterator[None]:
+    """torch's own error, which is no Exception, as one of ours; Ctrl-C on this rank as what it is.
+
+    And no word about a single process: it is meant.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield
         except CheckpointException as problem:
-            first = next(iter(problem.failures.values()), (problem,))[0]
-            raise CheckpointError(f"torch.distributed.checkpoint: {first!s:.500}") from problem
+            failures = {number: failure[0] for number, failure in sorted(problem.failures.items())}
+            own = failures.get(rank)
+            if own is not None and not isinstance(own, Exception):
+                raise own from None
+            texts = [f"rank {number}: {type(failure).__name__}: {failure}" for number, failure in failures.items()]
+            text = (texts or [reason(problem)])[0]
+            raise CheckpointError(f"torch.distributed.checkpoint: {text:.500}") from (own or problem)
 
 
 class _Unpickler(pickle.Unpickler):

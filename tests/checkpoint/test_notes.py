@@ -1,0 +1,192 @@
+"""The failure of a rank reaches the others at once: on a full disk, from a dead process, in a collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counting import Numbers
+
+from forks import Forks, forked
+from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
+
+LONG = 100.0
+"""Seconds that a rank would wait for one it does not hear of."""
+
+FULL = """
+import os, sys, time
+sys.path[:0] = [sys.argv[3]]
+import numpy as np
+from counting import Numbers
+from pathlib import Path
+from midepoch.checkpoint import *
+from midepoch.checkpoint import tensors
+
+folder, case = Path(sys.argv[1]), sys.argv[2]
+
+class Large(Numbers):
+    def get_state(self):
+        return {"at": np.zeros(1 << 18)}
+
+def save(rank):
+    checkpoint = PipelineCheckpoint(folder, rank=rank, world_size=3, timeout=100)
+    if case == "nothing can be written at all" and rank == 0:
+        while len(list(folder.glob(".ranks/*/join-*"))) < 2:
+            time.sleep(0.01)
+        with open(folder / "filler", "wb", buffering=0) as filler:
+            try:
+                while filler.write(bytes(512)):
+                    pass
+            except OSError:
+                pass
+    if case == "model of rank 0" and rank == 0:
+        write = tensors.write
+        def later(*arguments):  # when the others have nothing more to write
+            while len(list(folder.glob(".ranks/*/done-*"))) < 2:
+                time.sleep(0.01)
+            write(*arguments)
+        tensors.write = later
+    pipeline = Large() if case == "state of rank 2" and rank == 2 else Numbers()
+    model = {"w": np.zeros(1 << 18)} if case == "model of rank 0" else None
+    try:
+        checkpoint.save(pipeline, model, step=1)
+        said = "saved"
+    except CheckpointSaveError as problem:
+        said = f"refused {rank} {problem}"
+    os.write(1, f"{said}\\n".encode())
+    time.sleep(1000)  # a rank that has died would be noticed
+
+children = []
+reader, writer = os.pipe()
+for rank in range(3):
+    if not (child := os.fork()):
+        os.dup2(writer, 1)
+        save(rank)
+    children.append(child)
+os.close(writer)
+lines = os.fdopen(reader)
+print(*(lines.readline() for _ in children), sorted(os.listdir(folder)), sep="", flush=True)
+for child in children:
+    os.kill(child, 9)
+"""
+
+
+@pytest.mark.parametrize("case", ["model of rank 0", "state of rank 2", "nothing can be written at all"])
+def test_a_full_disk_fails_all_ranks_at_once(case: str, tmp_path: Path) -> None:
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = f'mount -t tmpfs -o size=512k tmpfs {folder} && exec "$@"'
+    started = time.monotonic()
+    done = subprocess.run(
+        [
+            "unshare",
+            "-mr",
+            "sh",
+            "-c",
+            command,
+            "sh",
+            sys.executable,
+            str(script),
+            str(folder),
+            case,
+            os.path.dirname(__file__),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespaces here: {done.stderr[:100]}")
+    assert time.monotonic() - started < LONG / 4, done.stdout
+    said = [line for line in done.stdout.splitlines() if line.startswith("refused")]
+    assert len(said) == 3 and any("No space left on device" in line for line in said), done
+    assert "step_1" not in done.stdout.splitlines()[-1], done.stdout
+
+
+def refused(folder: Path, rank: int, timeout: float, pipeline: Any = None) -> str:
+    checkpoint = PipelineCheckpoint(folder, rank=rank, world_size=2, timeout=timeout)
+    with pytest.raises((CheckpointSaveError, TypeError)) as caught:
+        checkpoint.save(pipeline or Numbers(), extra={"x": object()} if not rank else {}, step=1)
+    return str(caught.value)
+
+
+def test_a_failure_is_heard_from_a_process_that_is_dead_by_now(tmp_path: Path) -> None:
+    assert forked(lambda: refused(tmp_path, 0, LONG)) == 0
+    started = time.monotonic()
+    assert "rank 0: TypeError: extra.x is a builtins.object" in refused(tmp_path, 1, LONG)
+    assert time.monotonic() - started < LONG / 4
+
+
+def test_a_failure_of_an_earlier_start_is_not_taken_for_one_of_this(tmp_path: Path) -> None:
+    assert forked(lambda: refused(tmp_path, 0, LONG)) == 0
+    assert forked(lambda: "rank 0 did not answer" in refused(tmp_path, 1, 0.3)) == 0
+
+
+def test_a_failure_before_a_restore_is_told(tmp_path: Path) -> None:
+    def rank_0() -> bool:
+        checkpoint = PipelineCheckpoint(tmp_path, rank=0, world_size=2, timeout=LONG)
+        checkpoint._background.start("an earlier save", lambda: (_ for _ in ()).throw(OSError("no disk")))
+        with pytest.raises(OSError, match="no disk"):
+            checkpoint.restore_latest(Numbers())
+        return True
+
+    assert forked(rank_0) == 0
+    checkpoint = PipelineCheckpoint(tmp_path, rank=1, world_size=2, timeout=LONG)
+    with pytest.raises(Exception, match="rank 0: OSError: no disk"):
+        checkpoint.restore_latest(Numbers())
+
+
+TOGETHER = """
+import json, os, sys, time
+sys.path[:0] = [sys.argv[2]]
+import torch, torch.distributed as dist
+from counting import Numbers
+from midepoch.checkpoint import *
+from midepoch.checkpoint.local import LocalDirectory
+
+dist.init_process_group("gloo")
+rank, said = dist.get_rank(), []
+model = torch.nn.Linear(4, 4)
+
+class Same(Numbers):
+    state_is_global = True
+
+def outcome(pipeline, step):
+    started = time.monotonic()
+    try:
+        checkpoint.save(pipeline, model, step=step)
+        text = "saved"
+    except CheckpointSaveError as problem:
+        text = str(problem)
+    said.append([text, time.monotonic() - started])
+
+checkpoint = PipelineCheckpoint(sys.argv[1], backend="dcp", timeout=100)
+outcome(Same(rank), 1)
+sink = LocalDirectory.sink
+if rank == 0:
+    LocalDirectory.sink = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+outcome(Same(1), 2)
+LocalDirectory.sink = sink
+outcome(Same(1), 3)
+with open(f"{sys.argv[1]}.{rank}", "w") as file:
+    json.dump(said, file)
+"""
+
+
+def test_ranks_that_write_together_do_not_wait_for_one_that_fails(torch_forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    torch_forks.ranks(2, str(script), str(tmp_path / "run"), os.path.dirname(__file__))
+    for rank in range(2):
+        places, small, saved = json.loads((tmp_path / f"run.{rank}").read_text())
+        assert "different places" in places[0] and "No space left on device" in small[0] and saved[0] == "saved"
+        assert max(seconds for _, seconds in (places, small, saved)) < LONG / 4
