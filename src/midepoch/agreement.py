@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from midepoch.errors import WorldError
+from midepoch.imports import loaded
 from midepoch.world import World, jax_processes, process_group
 
 _LEFT_BY_LAUNCHERS = (
@@ -254,8 +255,8 @@ def _parent() -> str:
 
 def _placement() -> str | None:
     """What the workers of one start of Ray Train have in common, where there is no store."""
-    ray: Any = sys.modules.get("ray")
-    if "ray.train" not in sys.modules or ray is None or not ray.is_initialized():
+    ray: Any = loaded("ray")
+    if loaded("ray.train") is None or ray is None or not ray.is_initialized():
         return None
     with suppress(Exception):
         return ray.get_runtime_context().get_placement_group_id() or None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from midepoch.errors import WorkerError
+from midepoch.errors import WorkerError, reason
 from midepoch.load import from_files
 from midepoch.sources.files import PathLike
 from midepoch.sources.spread import spread_over, threads
@@ -63,7 +63,9 @@ def _by_tasks(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[
     except ray.exceptions.RayTaskError as problem:
         raise problem.cause from None
     except ray.exceptions.RayError as problem:
-        raise WorkerError(f"indexing on Ray failed, after {_RETRIES} retries of what died: {reason(problem)}") from problem
+        raise WorkerError(
+            f"indexing on Ray failed, after {_RETRIES} retries of what died: {reason(problem)}"
+        ) from problem
     finally:
         for waiting in left:
             ray.cancel(waiting, force=False)

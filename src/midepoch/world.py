@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from midepoch.errors import WorldError
+from midepoch.imports import loaded
 
 _log = logging.getLogger("midepoch")
 _logged: set[tuple[World, str]] = set()
@@ -30,13 +31,13 @@ class World(NamedTuple):
 
 def process_group() -> Any:
     """torch.distributed if it is in use, else None."""
-    dist: Any = sys.modules.get("torch.distributed")
+    dist: Any = loaded("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def jax_processes() -> Any:
     """jax if ``jax.distributed`` is in use, else None."""
-    jax: Any = sys.modules.get("jax")
+    jax: Any = loaded("jax")
     known = getattr(getattr(jax, "distributed", None), "is_initialized", None)
     return jax if known is not None and known() else None
 
@@ -89,7 +90,7 @@ def _found() -> tuple[World, str]:
 
 def _ray_worker() -> World | None:
     """The place of this process in a Ray Train worker group, if it is in one."""
-    train: Any = sys.modules.get("ray.train")
+    train: Any = loaded("ray.train")
     if train is None:
         return None
     with suppress(Exception), warnings.catch_warnings():  # outside of a worker it raises, or warns and returns None
@@ -212,7 +213,7 @@ def group_name(data_parallel: Any) -> str:
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
-    kind = getattr(sys.modules.get(module), name, None)
+    kind = getattr(loaded(module), name, None)
     return kind is not None and isinstance(thing, kind)
 
 

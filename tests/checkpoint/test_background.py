@@ -20,6 +20,8 @@ from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.background import Background
 from midepoch.checkpoint.disk import LocalSink
 
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if another test has used it
+
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:

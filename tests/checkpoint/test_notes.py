@@ -16,6 +16,8 @@ from counting import Numbers
 from forks import Forks, forked
 from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if another test has used it
+
 LONG = 100.0
 """Seconds that a rank would wait for one it does not hear of."""
 

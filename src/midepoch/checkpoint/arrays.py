@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.ma import MaskedArray  # here, as numpy imports it when it is first used: in a signal handler, at worst
+
+from midepoch.imports import loaded
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -79,7 +82,7 @@ def kind_of(value: Any, *, distributed: Container[str] = ()) -> Kind:
         return _kind_of_jax(value)
     if value.dtype.hasobject or value.dtype.names or value.dtype.type is np.void:
         raise UnsupportedError(f"a numpy array of dtype {value.dtype}")
-    if isinstance(value, np.ma.MaskedArray):
+    if isinstance(value, MaskedArray):
         raise UnsupportedError("a masked numpy array")
     return Kind("numpy", _dtype_name(value.dtype), tuple(value.shape))
 
@@ -146,12 +149,12 @@ def _is_of(value: Any, name: str) -> bool:
 
 
 def _is_torch(value: Any) -> bool:
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _is_jax(value: Any) -> bool:
-    jax: Any = sys.modules.get("jax")
+    jax: Any = loaded("jax")
     return jax is not None and isinstance(value, jax.Array)
 
 

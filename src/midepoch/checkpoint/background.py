@@ -17,6 +17,7 @@ from midepoch.checkpoint.arrays import Bytes, Kind, bytes_of
 from midepoch.checkpoint.helpers import in_threads
 from midepoch.checkpoint.tree import Encoded
 from midepoch.errors import reason
+from midepoch.imports import loaded
 
 _log = logging.getLogger("midepoch")
 _COPIERS = min(4, os.cpu_count() or 1)
@@ -80,7 +81,7 @@ def _aligned_memory(size: int) -> Bytes:
 
 def _copied_by_torch(target: Bytes, value: Any) -> bool:
     """Copy a tensor of torch, from wherever it is, however it lies; False if it is none."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not isinstance(value, torch.Tensor) or not value.numel():
         return False
     torch.from_numpy(target).view(value.dtype).reshape(value.shape).copy_(value.detach())
@@ -216,7 +217,7 @@ class _FailingStderr:
     def flush(self) -> None:
         if self._stream is not None:
             self._stream.flush()
-        processes: Any = sys.modules.get("multiprocessing.process")
+        processes: Any = loaded("multiprocessing.process")
         if sys.is_finalizing() or (processes is not None and processes.parent_process() is not None):
             raise OSError("a checkpoint was not saved")
 

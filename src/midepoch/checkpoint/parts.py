@@ -12,6 +12,7 @@ from typing import Any
 from midepoch.checkpoint.arrays import is_array, is_flattened, is_sharded, kind_of
 from midepoch.checkpoint.like import imposed
 from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.imports import loaded
 
 
 def tree_of(thing: Any) -> Any:
@@ -72,7 +73,7 @@ def give(thing: Any, tree: Any, name: str) -> None:
 
 def unwrapped(thing: Any) -> Any:
     """A model without what wraps it for several processes or compiles it, so that it restores with and without."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not isinstance(thing, torch.nn.Module):
         return thing
     while True:
@@ -159,7 +160,7 @@ def _is_stateful(thing: Any) -> bool:
 
 
 def _is_torch(thing: Any, kind: str) -> bool:
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None:
         return False
     room, name = kind.split(".")
@@ -172,7 +173,7 @@ def _is_mutable_array(thing: Any) -> bool:
 
 def _nnx_of(thing: Any) -> Any:
     """flax.nnx if this is a module, optimizer or state of it."""
-    nnx: Any = sys.modules.get("flax.nnx")
+    nnx: Any = loaded("flax.nnx")
     if nnx is None:
         return None
     kinds = tuple(getattr(nnx, name) for name in ("Module", "Pytree", "Optimizer", "State") if hasattr(nnx, name))

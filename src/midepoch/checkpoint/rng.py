@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
 import numpy as np
+import numpy.random  # here, as numpy imports it when it is first used: in a signal handler, at worst
 
 from midepoch.errors import CheckpointDamagedError
+from midepoch.imports import loaded
 
 
 def capture() -> dict[str, Any]:
@@ -18,7 +19,7 @@ def capture() -> dict[str, Any]:
         "python": {"version": version, "state": np.array(numbers, np.uint32), "gauss": gauss},
         "numpy": dict(np.random.get_state(legacy=False)),
     }
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is not None:
         state["torch"] = {"cpu": torch.get_rng_state()}
         for kind in _devices(torch):
@@ -44,7 +45,7 @@ def restore(state: dict[str, Any]) -> None:
     if np.random.get_state(legacy=False)["bit_generator"] != state["numpy"]["bit_generator"]:
         np.random.set_bit_generator(_bit_generator(state["numpy"]))  # type: ignore[attr-defined]
     np.random.set_state(state["numpy"])
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or "torch" not in state:
         return
     torch.set_rng_state(state["torch"]["cpu"])
@@ -61,7 +62,7 @@ def reseed(state: dict[str, Any], rank: int) -> None:
     python, legacy, torch_seed = (int(word) for word in seed.generate_state(3, np.uint64))
     random.seed(python)
     np.random.seed(legacy % 2**32)
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is not None:
         torch.manual_seed(torch_seed % 2**63)
 

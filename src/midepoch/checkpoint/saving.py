@@ -23,6 +23,7 @@ from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.tree import Encoded
 from midepoch.errors import CheckpointError, CheckpointSaveError, reason
+from midepoch.imports import loaded
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
@@ -238,7 +239,7 @@ def readable(directory: Directory) -> list[Manifest]:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
-        module = sys.modules.get(name)
+        module = loaded(name)
         if module is not None and hasattr(module, "__version__"):
             versions[name] = str(module.__version__)
     return versions

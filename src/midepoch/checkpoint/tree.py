@@ -17,7 +17,6 @@ import base64
 import io
 import math
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from midepoch.checkpoint.arrays import (
     make,
 )
 from midepoch.errors import CheckpointDamagedError, CheckpointError
+from midepoch.imports import loaded
 
 INLINE = 8 << 10
 """Bytes: an array up to this size is kept in the JSON, which saves a file, its fsync and its sums."""
@@ -151,7 +151,7 @@ class _Encoder:
         return name
 
     def _other(self, value: Any, path: tuple[str, ...]) -> Any:
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         if torch is not None and isinstance(value, (torch.dtype, torch.device)):
             kind = "torch.dtype" if isinstance(value, torch.dtype) else "torch.device"
             return {"$": kind, "is": str(value).removeprefix("torch.")}
@@ -213,7 +213,7 @@ def _is_plain_mapping(value: Any) -> bool:
 
 def node_children(value: Any) -> list[tuple[str, Any]] | None:
     """The children by name of a node that JAX knows (a flax struct, an optax state), or None."""
-    jax: Any = sys.modules.get("jax")
+    jax: Any = loaded("jax")
     if jax is None or value is None:  # which JAX takes for a node without children
         return None
     pairs, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)

@@ -1,0 +1,151 @@
+"""Saves that are interrupted, and saves in a signal handler, which may have interrupted anything."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
+from midepoch.checkpoint.disk import LocalSink
+
+
+def python(script: str, *arguments: str) -> list[Any]:
+    """What a program prints in its last line, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+LAZY = """
+import json, sys
+import numpy as np
+kind, folder = sys.argv[1:]
+if kind == "dcp":
+    import torch
+from midepoch.checkpoint import PipelineCheckpoint
+checkpoint = PipelineCheckpoint("memory:///run" if kind == "memory" else folder, backend="dcp" if kind == "dcp" else "files")
+model = torch.nn.Linear(64, 64) if kind == "dcp" else {"w": np.ones((200, 200))}
+before = set(sys.modules)
+checkpoint.save(None, model, step=1, extra={"x": {"y": np.ones(3)}})
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["files", "memory", "dcp"])
+def test_a_save_imports_nothing(kind: str, tmp_path: Path) -> None:
+    assert python(LAZY, kind, str(tmp_path)) == []
+
+
+IMPORTING = """
+import json, signal, sys
+import numpy as np
+from midepoch.checkpoint import PipelineCheckpoint
+
+checkpoint = PipelineCheckpoint(sys.argv[1], keep=1)
+problems, steps, imports, saving = [], 0, 0, False
+
+def handler(*_):
+    global saving, steps
+    saving, steps = True, steps + 1
+    try:
+        checkpoint.save(None, {"w": np.ones(2000)}, step=steps)
+    except BaseException as problem:
+        problems.append(f"{type(problem).__name__}: {problem}"[:300])
+    saving = False
+
+def hook(event, arguments):
+    global imports
+    if event == "import" and not saving:
+        imports += 1
+        if imports % 16 == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, handler)
+sys.addaudithook(hook)
+import numpy.ma, numpy.random, torch
+print(json.dumps([steps, problems, checkpoint.latest_step()]))
+"""
+
+
+def test_a_sigterm_handler_saves_in_the_middle_of_any_import(tmp_path: Path) -> None:
+    steps, problems, latest = python(IMPORTING, str(tmp_path))
+    assert steps > 20 and latest == steps and problems == []
+
+
+def test_a_sigterm_handler_saves_in_the_middle_of_any_save(tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path, keep=2)
+    model = torch.nn.Linear(64, 64)
+    checkpoint.save(None, model, step=1)
+    started = time.monotonic()
+    checkpoint.save(None, model, step=2)
+    seconds, moments = time.monotonic() - started, 40
+    handled: list[int] = []
+
+    def handler(*_: Any) -> None:
+        handled.append(checkpoint.save(None, model, step=1000 + len(handled)))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(moments):
+            signal.setitimer(signal.ITIMER_REAL, seconds * (number + 1) / moments)
+            checkpoint.save(None, model, step=3 + number)
+            while len(handled) <= number:
+                time.sleep(0.001)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for step in checkpoint.steps():
+        checkpoint.verify(step)
+    assert len(handled) == moments
+
+
+@pytest.mark.parametrize("backend", ["files", "dcp"])
+def test_an_interrupt_stays_an_interrupt(backend: str, tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path, backend=backend, keep=1)
+    model = torch.nn.Linear(64, 64)
+    checkpoint.save(None, model, step=1)
+    started = time.monotonic()
+    checkpoint.save(None, model, step=1)
+    seconds, moments = time.monotonic() - started, 60
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupts = 0
+    try:
+        for number in range(moments):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds * (number + 1) / moments)
+                checkpoint.save(None, model, step=2)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts
+    checkpoint.save(None, model, step=3)
+    checkpoint.verify(3)
+
+
+def test_a_failed_save_while_an_interrupt_is_handled_is_no_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(LocalSink, "write", fails)
+    checkpoint = PipelineCheckpoint(tmp_path)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(CheckpointSaveError, match="was not saved to .*: MemoryError. There are none"):
+            checkpoint.save(step=1)
