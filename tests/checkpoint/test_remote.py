@@ -197,6 +197,56 @@ def test_another_live_process_is_left_alone(s3_server: Server, run: Path, addres
     assert not [name for name in objects(run) if "step_7" in name]
 
 
+def test_a_step_committed_after_ones_own_is_not_pruned(s3_server: Server, address: str) -> None:
+    first, second = (open_at(address, s3_server.endpoint, keep=1) for _ in range(2))
+    save(first, 71)
+    prune = first._prune
+
+    def late(*arguments: Any) -> None:
+        save(second, 71)
+        prune(*arguments)
+
+    first._prune = late  # type: ignore[method-assign]
+    save(first, 72)
+    assert first.steps() == [71], "the second writer saw 72, and committed 71 after it"
+    assert restored(first) == 71
+
+
+def test_a_step_that_another_process_is_about_to_commit_is_not_pruned(
+    s3_server: Server, run: Path, address: str
+) -> None:
+    checkpoint = open_at(address, s3_server.endpoint)
+    save(checkpoint, 7)
+    other = open_at(address, s3_server.endpoint)._directory
+    other.begin(7, "aa")
+    with other.sink(7, "aa", "half") as sink:
+        sink.write(memoryview(b"x"))
+    save(checkpoint, 8, keep=1)
+    assert checkpoint.steps() == [7, 8]
+    checkpoint.delete(7)
+    assert checkpoint.steps() == [8]
+    assert [name for name in objects(run) if "step_7" in name] == [".attempts/step_7.aa", "step_7/aa/half"]
+    other.abandon(7, "aa")
+    assert {name.split("/")[0] for name in objects(run)} == {"step_8"}
+
+
+def test_a_commit_waits_while_a_step_is_removed(s3_server: Server, address: str) -> None:
+    checkpoint = open_at(address, s3_server.endpoint)
+    save(checkpoint, 1)
+    directory: Any = checkpoint._directory
+    expected = directory.manifest(1)
+    directory._claim(".removals/step_1.aa")
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(save, open_at(address, s3_server.endpoint), 1)
+        time.sleep(1)
+        assert not again.done() and directory.manifest(1) == expected
+        directory._objects.delete([".removals/step_1.aa"])
+        again.result()
+    assert directory.manifest(1) != expected
+    assert not directory.remove(1, expected), "it is another one now"
+    assert restored(checkpoint) == 1
+
+
 def test_a_bucket_that_is_not_there(s3_server: Server) -> None:
     checkpoint = open_at("s3://no-such-bucket-at-all/run", s3_server.endpoint)
     with pytest.raises(CheckpointError):

@@ -88,8 +88,11 @@ class Directory(Protocol):
     def abandon(self, step: int, token: str) -> None:
         """Remove an attempt."""
 
-    def remove(self, step: int) -> None:
-        """Remove a step: at once for all who look for steps."""
+    def remove(self, step: int, only: Manifest | None = None) -> bool:
+        """Remove a step, for all readers in the same instant; True if it was there.
+
+        ``only``: not if another process has committed the number again, or is about to. The number is then left alone.
+        """
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,6 +26,9 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _AHEAD = 128 << 20
 """Bytes written before the disk is told to begin with them."""
+_PATIENCE = 10.0
+"""Seconds to wait for a turn: the others hold it for a few renames, unless they are stopped."""
+_log = logging.getLogger("midepoch")
 
 
 class LocalSink:
@@ -142,7 +147,27 @@ def lock_folder(folder: Path, *, wait: bool) -> int | None:
 def unlock(fd: int | None) -> None:
     """Undo ``lock_folder``."""
     if fd is not None and fd != NO_LOCKS:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile holds the same lock
         os.close(fd)
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[bool]:
+    """The right to rename what is in a folder, one process at a time; False after waiting for it in vain."""
+    limit = time.monotonic() + _PATIENCE
+    while (lock := lock_folder(folder, wait=False)) is None and time.monotonic() < limit:
+        time.sleep(0.005)
+    if lock is None:
+        _log.warning(
+            "%s: another process has held the lock of the folder for %d s. Continuing without it; see whether a "
+            "process that saves there is stopped.",
+            folder,
+            _PATIENCE,
+        )
+    try:
+        yield lock is not None
+    finally:
+        unlock(lock)
 
 
 def sync(path: Path) -> None:

@@ -31,6 +31,7 @@ from midepoch.checkpoint.disk import (
     remove,
     signature,
     sync,
+    turn,
     unlock,
     written,
 )
@@ -100,6 +101,12 @@ class LocalDirectory:
         folder = self._folder(step)
         if folder is None:
             raise VanishedError(f"{self.name} has no step {step}")
+        seen, found = self._manifest_in(folder, step)
+        self._read[step] = (seen, found)
+        return found
+
+    def _manifest_in(self, folder: Path, step: int) -> tuple[tuple[int, ...], Manifest]:
+        """The signature of the manifest in a folder, and the manifest."""
         try:
             try:
                 seen = signature(f"{folder}/{manifests.NAME}")
@@ -118,8 +125,7 @@ class LocalDirectory:
         found = manifests.from_bytes(bytes(data))
         if found.step != step:
             raise CheckpointDamagedError(f"the manifest is that of step {found.step}")
-        self._read[step] = (seen, found)
-        return found
+        return seen, found
 
     @contextmanager
     def source(self, manifest: Manifest, name: str) -> Iterator[LocalSource]:
@@ -183,15 +189,16 @@ class LocalDirectory:
             sink.write(memoryview(manifest))
         attempt, final = self._attempt(step, token), self.path / f"step_{step}"
         sync(attempt / "files")
-        while True:
-            try:
-                os.rename(attempt / "files", final)
-                break
-            except OSError as problem:
-                if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                    raise
-            with suppress(FileNotFoundError):  # another process is replacing it at the same time
-                os.rename(final, self._hidden(step, "old"))
+        with turn(self.path):
+            while True:
+                try:
+                    os.rename(attempt / "files", final)
+                    break
+                except OSError as problem:
+                    if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                        raise
+                with suppress(FileNotFoundError):  # another process is replacing it at the same time
+                    os.rename(final, self._hidden(step, "old"))
         sync(self.path)
         with suppress(OSError):  # the step is there; what is left is swept another time
             self.abandon(step, token)
@@ -208,12 +215,34 @@ class LocalDirectory:
             shutil.rmtree(attempt, ignore_errors=True)
         unlock(self._locks.pop(token, None))
 
-    def remove(self, step: int) -> None:
+    def remove(self, step: int, only: Manifest | None = None) -> bool:
+        removed = False
         while (name := self._folders().get(step)) is not None:
             gone = self._hidden(step, "gone")
-            with suppress(FileNotFoundError):
-                os.rename(self.path / name, gone)
+            with suppress(FileNotFoundError), turn(self.path):
+                if only is None:
+                    os.rename(self.path / name, gone)
+                elif not self._set_aside(step, name, only, gone):
+                    return removed
+                removed = True
             remove(gone)
+        return removed
+
+    def _set_aside(self, step: int, name: str, only: Manifest, gone: Path) -> bool:
+        """Move a step out of sight if it is the one that is meant.
+
+        Looked at again where nobody replaces it: until then it counts as the step, so that no reader misses it.
+        """
+        if self.manifest(step) != only:
+            return False
+        aside = self._hidden(step, "old")
+        os.rename(self.path / name, aside)
+        if self._manifest_in(aside, step)[1] == only:
+            os.rename(aside, gone)
+            return True
+        with suppress(OSError):  # there is a newer one already
+            os.rename(aside, self.path / f"step_{step}")
+        return False
 
     def _sweep(self) -> None:
         """Remove what dead processes have left, and put back what one of them had put aside."""
@@ -221,14 +250,25 @@ class LocalDirectory:
             if (match := _HIDDEN.match(name)) is None:
                 continue
             path = self.path / name
-            final = self.path / f"step_{match[1]}"
             with suppress(OSError):  # another process is at it, or it stays for the next time
-                if match[2] == "gone" or (match[2] == "old" and final.exists()):
+                if match[2] == "gone":
                     remove(path)
                 elif match[2] == "old":
-                    os.rename(path, final)
+                    self._sweep_old(int(match[1]), path)
                 else:
                     self._sweep_attempt(int(match[1]), path)
+
+    def _sweep_old(self, step: int, path: Path) -> None:
+        final = self.path / f"step_{step}"
+        with turn(self.path) as mine:
+            if not mine:
+                return
+            if not final.exists():
+                os.rename(path, final)
+                return
+            gone = self._hidden(step, "gone")
+            os.rename(path, gone)
+        remove(gone)
 
     def _sweep_attempt(self, step: int, attempt: Path) -> None:
         lock = lock_folder(attempt, wait=False)

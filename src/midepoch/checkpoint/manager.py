@@ -191,13 +191,18 @@ class PipelineCheckpoint:
         return encode(value, name, allow_pickle=self._allow_pickle, inline=inline)
 
     def _prune(self, manifests: list[Manifest], rules: Keep) -> None:
-        """Drop what no rule wants. The newest step that is whole stays; without one, everything does."""
+        """Drop what no rule wants, of what was there before the last commit and the step of that commit.
+
+        The newest step that is whole stays; without one, everything does.
+        """
         if rules == Keep():
             return
         try:
             good = [found for found in manifests if self._is_whole(found)]
-            for step in rules.dropped(good, time.time()):
-                self._directory.remove(step)
+            dropped = set(rules.dropped(good, time.time()))
+            for found in manifests:
+                if found.step in dropped:
+                    self._directory.remove(found.step, only=found)
         except Exception as problem:  # the new step is saved: this is no reason to stop
             _log.warning("old steps could not be removed from %s: %s", self._directory.name, reason(problem))
 

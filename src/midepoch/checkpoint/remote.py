@@ -3,6 +3,7 @@
 step_100/manifest.json        names the folder that holds the files of this step
 step_100/TOKEN/…              the files of one attempt
 .attempts/step_100.TOKEN      who makes the attempt
+.removals/step_100.TOKEN      who removes the step
 .ranks/…                      notes between ranks
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -30,6 +32,8 @@ _ATTEMPT = re.compile(r"step_(\d{1,19})/([0-9a-f]+)/")
 _MANIFEST = re.compile(STEP.pattern.removesuffix("\\Z") + "/" + re.escape(manifests.NAME) + "\\Z")
 _PART_BYTES = 16 << 20
 _UNKNOWN = "?"
+_PATIENCE = 300.0
+"""Seconds that a commit waits while the step of its number is removed: a few requests, each tried for two minutes."""
 _log = logging.getLogger("midepoch")
 
 
@@ -113,6 +117,7 @@ class RemoteDirectory:
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
         before = {match[2] for name in self._objects.list(f"step_{step}") if (match := _ATTEMPT.match(name))}
+        self._await_removals(step)
         self._objects.put(f"step_{step}/{manifests.NAME}", manifest)
         try:
             self._objects.delete([f".attempts/step_{step}.{token}"])
@@ -137,17 +142,60 @@ class RemoteDirectory:
                 pass
             self._objects.delete([*self._objects.list(f"step_{step}/{token}"), f".attempts/step_{step}.{token}"])
 
-    def remove(self, step: int) -> None:
-        inside = {name: match[2] for name in self._objects.list(f"step_{step}") if (match := _ATTEMPT.match(name))}
-        notes = [f".attempts/step_{step}.{token}" for token in set(inside.values())]
-        for note in notes:  # so that others can sweep, should this process die in the middle
-            self._claim(note)
-        self._objects.delete([f"step_{step}/{manifests.NAME}"])  # from here on the step is not there
+    def remove(self, step: int, only: Manifest | None = None) -> bool:
+        """Who removes says so and then looks for attempts; who commits has said so and then looks for removals.
+
+        One of the two sees the other, without a lock: a removal gives way, a commit waits.
+        """
+        removal = f".removals/step_{step}.{secrets.token_hex(8)}"
+        self._claim(removal)
+        try:
+            being_made = {name.rsplit(".", 1)[1] for name in self._alive(f".attempts/step_{step}.")}
+            if only is not None and (being_made or not self._is_step(only)):
+                return False
+            names = self._objects.list(f"step_{step}")
+            inside = {name: match[2] for name in names if (match := _ATTEMPT.match(name))}
+            inside = {name: token for name, token in inside.items() if token not in being_made}
+            notes = [f".attempts/step_{step}.{token}" for token in set(inside.values())]
+            for note in notes:  # so that others can sweep, should this process die in the middle
+                self._claim(note)
+            self._objects.delete([f"step_{step}/{manifests.NAME}"])  # from here on the step is not there
+        finally:
+            self._objects.delete([removal])
         self._objects.delete([*inside, *notes])
+        return f"step_{step}/{manifests.NAME}" in names
+
+    def _is_step(self, manifest: Manifest) -> bool:
+        try:
+            return self.manifest(manifest.step) == manifest
+        except CheckpointError:
+            return False
+
+    def _alive(self, prefix: str) -> list[str]:
+        """Notes whose process is not known to be dead."""
+        notes = self._objects.list(prefix.split("/", 1)[0])  # a prefix ends with a folder
+        return [name for name in notes if name.startswith(prefix) and not self._is_dead(name)]
+
+    def _await_removals(self, step: int) -> None:
+        limit = time.monotonic() + _PATIENCE
+        while removals := self._alive(f".removals/step_{step}."):
+            if time.monotonic() > limit:
+                _log.warning(
+                    "%s: another process has been removing step %d for %d s. It is taken for dead.",
+                    self.name,
+                    step,
+                    _PATIENCE,
+                )
+                self._objects.delete(removals)
+                return
+            time.sleep(0.2)
 
     def _sweep(self) -> None:
         """Remove attempts whose process is known to be dead, and objects of none that nobody has added to for a day."""
         names = self._objects.list()
+        removals = [name for name in names if name.startswith(".removals/")]
+        stale = time.time() - STALE
+        self._objects.delete([name for name in removals if names[name].changed < stale or self._is_dead(name)])
         inside: dict[tuple[str, str], list[str]] = {}
         for name in names:
             if match := _ATTEMPT.match(name):
@@ -157,7 +205,7 @@ class RemoteDirectory:
         for (step, token), own in inside.items():
             note = f".attempts/step_{step}.{token}"
             youngest = max(names[name].changed for name in [*own, note] if name in names)
-            dead = youngest < time.time() - STALE or (note in names and self._is_dead(note))
+            dead = youngest < stale or (note in names and self._is_dead(note))
             current = self._folder_of(step, names) if dead else None
             if current == _UNKNOWN:
                 continue

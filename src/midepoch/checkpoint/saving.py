@@ -16,7 +16,7 @@ from typing import Any
 from midepoch.agreement import differences
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import tensors
-from midepoch.checkpoint.directory import Directory, Process
+from midepoch.checkpoint.directory import Directory, Process, VanishedError
 from midepoch.checkpoint.files import Summing, Sums, sums_of
 from midepoch.checkpoint.helpers import Helper
 from midepoch.checkpoint.manifest import Manifest
@@ -28,6 +28,7 @@ from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
 _LIBRARIES = ("midepoch", "numpy", "pyarrow", "torch", "jax", "flax", "optax")
+_LOOKS = 100
 BACKEND_PART = "arrays"
 """The folder that a backend fills."""
 
@@ -110,8 +111,10 @@ def _lead(directory: Directory, job: Job, world: World, token: str, meeting: Lea
         if meeting is not None:
             for says in meeting.gather().values():
                 files |= {name: Sums(size, tuple(crc32)) for name, (size, crc32) in says.items()}
-        found.extend(one for one in readable(directory) if one.step != job.step)
-        new = _manifest(directory, job, token, world, files, max((one.sequence for one in found), default=0) + 1)
+        there = readable(directory)  # only what is there before the commit may be pruned after it
+        found.extend(manifest for manifest in there if manifest.step != job.step)
+        sequence = max((manifest.sequence for manifest in there), default=0) + 1
+        new = _manifest(directory, job, token, world, files, sequence)
         directory.commit(job.step, token, manifests.to_bytes(new, _words(new.time)))
         found.append(new)
         return {"step": job.step}
@@ -227,12 +230,17 @@ def _manifest(
 
 def readable(directory: Directory) -> list[Manifest]:
     """The manifests that can be read, in the order of their commits."""
-    found = []
-    for step in directory.steps():
-        try:
-            found.append(directory.manifest(step))
-        except CheckpointError:
-            continue
+    for _ in range(_LOOKS):
+        found, vanished = [], False
+        for step in directory.steps():
+            try:
+                found.append(directory.manifest(step))
+            except VanishedError:  # pruned by another process, which has committed another before: look again
+                vanished = True
+            except CheckpointError:
+                continue
+        if not vanished:
+            break
     return sorted(found, key=lambda manifest: (manifest.sequence, manifest.step))
 
 
