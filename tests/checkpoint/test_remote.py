@@ -264,3 +264,34 @@ def test_no_secret_is_written_or_said(proxy: Proxy, run: Path, address: str) -> 
     with pytest.raises(Exception) as caught:
         save(checkpoint, 2)
     assert SECRET not in str(caught.value)
+
+
+def test_ranges_of_objects_are_read_by_several_threads() -> None:
+    """The server of these tests sends whole objects; this store, in memory, sends ranges."""
+    checkpoint = PipelineCheckpoint("memory:///run")
+    model = {"w": np.arange(10_000_000)}
+    checkpoint.save(None, model, step=1)
+    manifest = checkpoint.manifest(1)
+    with checkpoint._directory.source(manifest, "model.safetensors") as source:
+        assert source.readers > 1
+    found = {"w": np.zeros(10_000_000, int)}
+    assert checkpoint.restore_latest(None, found) == 1
+    assert np.array_equal(found["w"], model["w"])
+
+
+def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Path, address: str) -> None:
+    checkpoint = open_at(address, s3_server.endpoint)
+    save(checkpoint, 1)
+    directory: Any = checkpoint._directory
+    directory._objects._ranges = False
+    stream, requests = directory._objects.stream, []
+    directory._objects.stream = lambda name: requests.append(name) or stream(name)
+    data = bytearray(40_000)
+    with directory.source(directory.manifest(1), "model.safetensors") as source:
+        assert source.readers == 1
+        for first in (0, 20_000, 30_000, 10_000):
+            assert source.read_into(memoryview(data)[first : first + 10_000], first) == 10_000
+        assert len(requests) == 2, "the second one for the place before the last"
+        assert source.read_into(memoryview(bytearray(100)), source.size - 50) == 50
+        assert source.read_into(memoryview(bytearray(100)), source.size + 50) == 0
+    assert data == next(run.glob("step_1/*/model.safetensors")).read_bytes()[:40_000]

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -67,8 +68,16 @@ def _sync_and_close(fd: int) -> None:
 
 
 class LocalSource:
+    """An open file. A Source, see there."""
+
+    chunk = 1 << 20
+    readers = 4
+
     def __init__(self, fd: int) -> None:
         self._fd, self.size = fd, os.fstat(fd).st_size
+
+    def again(self) -> LocalSource:
+        return _HeldSource(os.dup(self._fd))
 
     def read_into(self, data: memoryview, at: int, /) -> int:
         done = 0
@@ -81,6 +90,22 @@ class LocalSource:
                 break
             done += came
         return done
+
+
+class _HeldSource(LocalSource):
+    """A file that is closed when nobody needs it any more, and that may be removed meanwhile, but not written to."""
+
+    def __init__(self, fd: int) -> None:
+        weakref.finalize(self, os.close, fd)
+        super().__init__(fd)
+        self._written = os.fstat(fd).st_mtime_ns
+
+    def read_into(self, data: memoryview, at: int, /) -> int:
+        came = super().read_into(data, at)
+        found = os.fstat(self._fd)
+        if (found.st_size, found.st_mtime_ns) != (self.size, self._written):
+            raise CheckpointDamagedError("the file was written to while it was read")
+        return came
 
 
 @contextmanager

@@ -5,6 +5,9 @@ A sum is the CRC-32 of each 32 MiB of the file: several can be checked at once, 
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from midepoch.checkpoint.arrays import Bytes
+from midepoch.checkpoint.disk import LocalSource
 from midepoch.checkpoint.helpers import Helper, in_threads
 from midepoch.errors import CheckpointDamagedError
 
 PIECE = 32 << 20
-_READERS = 4
 _WORTHWHILE = 1 << 20
 
 
@@ -40,8 +43,16 @@ class Source(Protocol):
     """A file that can be read at any place, by several threads; fewer bytes than asked for only at its end."""
 
     size: int
+    chunk: int  # bytes of a read that costs little more than its share, and not much memory
+    readers: int  # threads that may read different places; 1 if it should be read in order
 
     def read_into(self, data: memoryview, at: int, /) -> int: ...
+
+    def again(self) -> Source | None:
+        """The same file, for as long as it is held; None if it should be read only once.
+
+        CheckpointDamagedError if it changes meanwhile.
+        """
 
 
 class Summing:
@@ -79,31 +90,69 @@ class Summing:
 def read_checked(source: Source, sums: Sums, name: str) -> Bytes:
     """All bytes of a file. Raises CheckpointDamagedError unless they are those that were written."""
     data = np.empty(sums.size if source.size == sums.size else 0, np.uint8)
-    _each_piece(source, sums, name, lambda at, size: data[at : at + size])
+
+    def keep(part: memoryview, at: int) -> None:
+        data[at : at + len(part)] = part
+
+    check(source, sums, name, keep)
     return data
 
 
-def check(source: Source, sums: Sums, name: str) -> None:
-    """Raise CheckpointDamagedError unless a file is what was written; holds no more than a few pieces in memory."""
-    _each_piece(source, sums, name, lambda _, size: np.empty(size, np.uint8))
+def held(source: Source, sums: Sums, name: str) -> Source:
+    """The same file, checked, to be read again after this one has been closed; of a store, from a copy on this machine.
+
+    Raises CheckpointDamagedError.
+    """
+    again = source.again()
+    if again is not None:
+        check(source, sums, name)
+        return again
+    try:
+        with tempfile.TemporaryFile(prefix="midepoch-checkpoint-") as file:
+            check(source, sums, name, lambda part, at: _write_at(file.fileno(), part, at))
+            return LocalSource(file.fileno()).again()
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+            raise
+    return BytesSource(read_checked(source, sums, name))
 
 
-def _each_piece(source: Source, sums: Sums, name: str, room: Callable[[int, int], Any]) -> None:
+def _write_at(fd: int, data: memoryview, at: int) -> None:
+    while len(data):
+        came = os.pwrite(fd, data, at)
+        data, at = data[came:], at + came
+
+
+def check(
+    source: Source, sums: Sums, name: str, keep: Callable[[memoryview, int], None] = lambda _data, _at: None
+) -> None:
+    """Raise CheckpointDamagedError unless a file is what was written; holds no more than a few chunks in memory.
+
+    ``keep`` gets each chunk and its place, in several threads.
+    """
     if source.size != sums.size:
         raise CheckpointDamagedError(f"{name} has {source.size} bytes, {sums.size} were written")
 
     def one(number: int) -> None:
-        at = number * PIECE
-        view = memoryview(room(at, min(PIECE, sums.size - at)))
-        if source.read_into(view, at) != len(view):
-            raise CheckpointDamagedError(f"{name} ends before byte {at + len(view)} of {sums.size}")
-        if zlib.crc32(view) != sums.crc32[number]:
-            raise CheckpointDamagedError(f"{name} is damaged between byte {at} and {at + len(view)}")
+        first = number * PIECE
+        stop = min(first + PIECE, sums.size)
+        crc = 0
+        chunk = np.empty(min(source.chunk, stop - first), np.uint8).data
+        for at in range(first, stop, len(chunk)):
+            part = chunk[: stop - at]
+            if source.read_into(part, at) != len(part):
+                raise CheckpointDamagedError(f"{name} ends before byte {at + len(part)} of {sums.size}")
+            crc = zlib.crc32(part, crc)
+            keep(part, at)
+        if crc != sums.crc32[number]:
+            raise CheckpointDamagedError(f"{name} is damaged between byte {first} and {stop}")
 
-    if len(sums.crc32) == 1:
-        one(0)
-    elif sums.crc32:
-        in_threads(min(_READERS, len(sums.crc32)), one, range(len(sums.crc32)))
+    readers = min(source.readers, len(sums.crc32))
+    if readers > 1:
+        in_threads(readers, one, range(len(sums.crc32)))
+    else:
+        for number in range(len(sums.crc32)):
+            one(number)
 
 
 def sums_of(path: Path) -> Sums:
@@ -114,6 +163,24 @@ def sums_of(path: Path) -> Sums:
         while came := file.readinto(piece):
             summing.write(memoryview(piece)[:came])
     return summing.sums
+
+
+class BytesSource:
+    """A file in memory. A Source, see there."""
+
+    chunk = 1 << 20
+    readers = 4
+
+    def __init__(self, data: Bytes) -> None:
+        self._data, self.size = data.data, len(data)
+
+    def read_into(self, data: memoryview, at: int, /) -> int:
+        part = self._data[at : at + len(data)]
+        data[: len(part)] = part
+        return len(part)
+
+    def again(self) -> Source:
+        return self
 
 
 class _Nowhere:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from midepoch.checkpoint.arrays import Kind, UnsupportedError, bytes_of, is_array, kind_of, make
+from midepoch.checkpoint.stored import Stored, is_array_or_stored
 from midepoch.checkpoint.tree import node_children
 from midepoch.errors import CheckpointMismatchError
 
@@ -60,7 +61,7 @@ def _plain(like: Any, tree: Any, name: str, in_place: bool) -> Any:
             return list(tree)
         like[:] = tree
         return like
-    if isinstance(like, (dict, list)) or isinstance(tree, (Mapping, list)) or (is_array(tree) and tree.ndim):
+    if isinstance(like, (dict, list)) or isinstance(tree, (Mapping, list)) or (is_array_or_stored(tree) and tree.ndim):
         raise _mismatch(name, type(tree).__name__, type(like).__name__)
     return tree
 
@@ -103,14 +104,19 @@ def _children(like: Any, children: Mapping[Any, Any], tree: Any, name: str, in_p
 
 
 def _array(like: Any, tree: Any, name: str, in_place: bool) -> Any:
-    if not is_array(tree):
+    if tree is like:
+        return like  # it was read into
+    if not is_array_or_stored(tree):
         raise _mismatch(name, type(tree).__name__, f"an array of shape {tuple(like.shape)}")
     try:
-        ours, theirs = (kind_of(array, distributed=("torch", "jax")) for array in (like, tree))
+        ours = kind_of(like, distributed=("torch", "jax"))
+        theirs = tree.kind if isinstance(tree, Stored) else kind_of(tree, distributed=("torch", "jax"))
     except UnsupportedError:  # a sparse tensor or the like, by pickle: it takes the place of the one there is
         return tree
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype or (ours.library == "key") != (theirs.library == "key"):
         raise _mismatch(name, f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}")
+    if isinstance(tree, Stored):
+        return tree  # it fits
     if ours.library == "torch":
         return _torch(like, make(ours, bytes_of(tree)), in_place)
     if ours.library == "numpy":

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from midepoch.checkpoint import files, tensors, tree
-from midepoch.checkpoint.arrays import Bytes
 from midepoch.checkpoint.directory import Directory
 from midepoch.checkpoint.manifest import Manifest
+from midepoch.checkpoint.stored import Stored, StoredTree
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 from midepoch.world import World
 
@@ -27,17 +27,19 @@ def has_part(manifest: Manifest, part: str) -> bool:
     return f"{part}.json" in manifest.files
 
 
-def read_part(directory: Directory, manifest: Manifest, part: str, *, allow_pickle: bool) -> Any:
+def open_part(directory: Directory, manifest: Manifest, part: str, *, allow_pickle: bool) -> StoredTree:
     """The tree of values of a part, checked. CheckpointNotFoundError if the step has none of that name."""
     text = read_json(directory, manifest, part)
     kinds = tree.array_kinds(text)
-    arrays: Mapping[str, Any] = {}
+    arrays: Mapping[str, Stored] = {}
     if kinds:
         name = f"{part}.safetensors"
         if name not in manifest.files:
             raise CheckpointDamagedError(f"{name} is missing")
-        arrays = tensors.read(_read(directory, manifest, name), kinds.items())
-    return tree.decode(text, arrays, allow_pickle=allow_pickle)
+        with directory.source(manifest, name) as source:
+            held = files.held(source, manifest.files[name], name)
+        arrays = tensors.find(held, kinds.items())
+    return StoredTree(text, arrays, allow_pickle)
 
 
 def read_json(directory: Directory, manifest: Manifest, part: str) -> Any:
@@ -45,14 +47,10 @@ def read_json(directory: Directory, manifest: Manifest, part: str) -> Any:
     if not has_part(manifest, part):
         raise _without(manifest, part)
     try:
-        return json.loads(bytes(_read(directory, manifest, f"{part}.json")))
+        with directory.source(manifest, f"{part}.json") as source:
+            return json.loads(bytes(files.read_checked(source, manifest.files[f"{part}.json"], f"{part}.json")))
     except (ValueError, RecursionError) as problem:
         raise CheckpointDamagedError(f"{part}.json cannot be read: {problem!r:.200}") from None
-
-
-def _read(directory: Directory, manifest: Manifest, name: str) -> Bytes:
-    with directory.source(manifest, name) as source:
-        return files.read_checked(source, manifest.files[name], name)
 
 
 def check_arrays_of(manifest: Manifest, names: Iterable[str]) -> None:

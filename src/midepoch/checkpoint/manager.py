@@ -287,7 +287,7 @@ class PipelineCheckpoint:
         name = part if part in ("model", "optimizer") else f"extra.{part}"
         if part == "data":
             name = loading.data_part(manifest, self._world)
-        return loading.read_part(self._directory, manifest, name, allow_pickle=self._allow_pickle)
+        return loading.open_part(self._directory, manifest, name, allow_pickle=self._allow_pickle).read()
 
     # Looking
 

@@ -46,7 +46,7 @@ class Objects:
         self.name = address.rstrip("/")
         self._obstore: Any = obstore
         self._store: Any = from_url(self.name, **_options(self.name, storage_options or {}))
-        self._ranges = True
+        self._ranges: bool | None = None
         self._secrets = [str(value) for name, value in (storage_options or {}).items() if _SECRET.search(name)]
 
     def list(self, below: str = "") -> dict[str, Object]:
@@ -68,20 +68,29 @@ class Objects:
         except FileNotFoundError:
             return None
 
-    def read_into(self, name: str, data: memoryview, at: int) -> int:
-        """A range of an object; how many bytes came. By one whole read from servers that know no ranges."""
-        if self._ranges:
+    def has_ranges(self, name: str) -> bool:
+        """Check that the server can send a part of an object; asked once, with an object that is not empty."""
+        if self._ranges is None:
             try:
-                came = self._call("get_range", name, start=at, length=len(data))
-                data[: len(came)] = memoryview(came)
-                return len(came)
+                self._call("get_range", name, start=0, length=1)
+                self._ranges = True
             except FetchError as problem:
                 if "non-partial response" not in str(problem):
                     raise
                 self._ranges = False
-        whole = memoryview(self._call("get", name))[at : at + len(data)]
-        data[: len(whole)] = whole
-        return len(whole)
+        return self._ranges
+
+    def read_into(self, name: str, data: memoryview, at: int) -> int:
+        """A range of an object; how many bytes came."""
+        came = self._call("get_range", name, start=at, length=len(data))
+        data[: len(came)] = memoryview(came)
+        return len(came)
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        """All of an object, in parts."""
+        with self._told(name):
+            for part in self._obstore.get(self._store, name).stream(min_chunk_size=1 << 20):
+                yield memoryview(part)
 
     def put(self, name: str, data: bytes) -> None:
         self._call("put", name, data)

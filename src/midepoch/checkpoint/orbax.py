@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from midepoch.checkpoint import parts, tensors, tree
-from midepoch.checkpoint.files import Summing
+from midepoch.checkpoint.files import BytesSource, Summing
+from midepoch.checkpoint.stored import StoredTree
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
 
@@ -73,8 +75,6 @@ def _write(directory: Any, name: str, state: Any) -> None:
 
 
 def _read(directory: Any, name: str) -> Any:
-    import numpy as np
-
     try:
         text = json.loads((directory / f"{name}.json").read_text())
     except ValueError as problem:
@@ -82,8 +82,8 @@ def _read(directory: Any, name: str) -> Any:
     kinds = tree.array_kinds(text)
     if not kinds:
         return tree.decode(text, {})
-    data = np.frombuffer(bytearray((directory / f"{name}.safetensors").read_bytes()), np.uint8)
-    return tree.decode(text, tensors.read(data, kinds.items()))
+    data = np.frombuffer((directory / f"{name}.safetensors").read_bytes(), np.uint8)
+    return StoredTree(text, tensors.find(BytesSource(data), kinds.items())).read()
 
 
 class _Buffer:

@@ -11,6 +11,7 @@ from typing import Any
 
 from midepoch.checkpoint.arrays import is_array, is_flattened, is_sharded, kind_of
 from midepoch.checkpoint.like import imposed
+from midepoch.checkpoint.stored import Stored, is_array_or_stored
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.imports import loaded
 
@@ -113,6 +114,18 @@ def is_global(pipeline: Any, state: Any) -> bool:
     return bool(getattr(pipeline, "state_is_global", False)) and isinstance(state, Mapping)
 
 
+def is_tree(thing: Any) -> bool:
+    """Check for dicts, lists and arrays, in contrast to a thing with methods for its state."""
+    return _nnx_of(thing) is None and not is_iterator(thing) and not _is_stateful(thing)
+
+
+def reads_later(thing: Any) -> bool:
+    """Check for a thing that is filled here or by torch: its arrays need not be read to see whether they fit."""
+    thing = unwrapped(thing)
+    torchs = _is_torch(thing, "nn.Module") or _is_torch(thing, "optim.Optimizer")
+    return not _has(thing, "check_state") and (torchs or is_tree(thing) or _nnx_of(thing) is not None)
+
+
 def takes_all(pipeline: Any) -> bool:
     """Whether a pipeline goes on from the list of the states of all ranks, on any number of them."""
     return bool(getattr(pipeline, "takes_states_of_all_ranks", False))
@@ -211,16 +224,22 @@ def _check_arrays(current: Mapping[str, Any], saved: Any, name: str) -> None:
             continue
         other = saved[key]
         ours = f"{value.dtype} {tuple(value.shape)}"
-        theirs = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, torch.Tensor) else type(other).__name__
+        theirs = _tensor_words(other, torch)
         if ours != theirs:
             raise CheckpointMismatchError(f"{name}, {key}", theirs, ours, "a model of another size or dtype")
+
+
+def _tensor_words(value: Any, torch: Any) -> str:
+    if isinstance(value, Stored):
+        return f"torch.{value.kind.dtype} {value.shape}" if value.kind.library == "torch" else value.kind.library
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
     try:
         sizes = [len(group["params"]) for group in saved["param_groups"]]
-        tensors = {
-            key: {inner: tuple(value.shape) for inner, value in entry.items() if is_array(value) and value.ndim}
+        shapes_of = {
+            key: {inner: tuple(value.shape) for inner, value in entry.items() if is_array_or_stored(value)}
             for key, entry in saved["state"].items()
         }
     except (TypeError, KeyError, AttributeError):
@@ -236,8 +255,8 @@ def _check_optimizer(optimizer: Any, saved: Any, name: str) -> None:
         )
     shapes = [tuple(parameter.shape) for group in groups for parameter in group]
     for number, shape in enumerate(shapes):
-        for inner, found in tensors.get(number, {}).items():
-            if inner in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer") and found != shape:
+        for inner, found in shapes_of.get(number, {}).items():
+            if found and inner in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer") and found != shape:
                 raise CheckpointMismatchError(f"{name}, {inner} of parameter {number}", found, shape, "another model")
 
 

@@ -31,6 +31,7 @@ from midepoch.errors import CheckpointDamagedError, CheckpointError, FetchError
 _ATTEMPT = re.compile(r"step_(\d{1,19})/([0-9a-f]+)/")
 _MANIFEST = re.compile(STEP.pattern.removesuffix("\\Z") + "/" + re.escape(manifests.NAME) + "\\Z")
 _PART_BYTES = 16 << 20
+_TRIES = 3
 _UNKNOWN = "?"
 _PATIENCE = 300.0
 """Seconds that a commit waits while the step of its number is removed: a few requests, each tried for two minutes."""
@@ -266,14 +267,49 @@ class _RemoteSink:
 
 
 class _RemoteSource:
+    """An object. A Source, see there."""
+
     def __init__(self, objects: Objects, path: str, size: int) -> None:
         self._objects, self._path, self.size = objects, path, size
+        self.readers = 4 if size and objects.has_ranges(path) else 1
+        self.chunk = (8 << 20) if self.readers > 1 else (1 << 20)  # a request each, or a part of one
+        self._parts: Iterator[memoryview] = iter(())
+        self._rest, self._at = memoryview(b""), size + 1  # of the parts: what has come and was not read, and its place
 
     def read_into(self, data: memoryview, at: int, /) -> int:
         try:
-            return self._objects.read_into(self._path, data, at) if len(data) else 0
+            if self.readers > 1 and len(data):
+                return self._objects.read_into(self._path, data, at)
+            return self._read_on(data, at)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{self._path} is missing") from None
+
+    def _read_on(self, data: memoryview, at: int) -> int:
+        """Read from a server that sends objects from their beginning only: in order, so that it sends each once."""
+        failures = done = 0
+        while done < len(data):
+            if at + done < self._at:
+                self._parts, self._rest, self._at = self._objects.stream(self._path), memoryview(b""), 0
+            skipped = min(at + done - self._at, len(self._rest))
+            self._rest, self._at = self._rest[skipped:], self._at + skipped
+            part = self._rest[: len(data) - done] if self._at == at + done else self._rest[:0]
+            data[done : done + len(part)] = part
+            self._rest, self._at, done = self._rest[len(part) :], self._at + len(part), done + len(part)
+            if done < len(data):
+                try:
+                    self._rest = next(self._parts, memoryview(b""))
+                except FetchError:
+                    failures += 1
+                    if failures > _TRIES:
+                        raise
+                    self._at = self.size + 1  # from the beginning
+                    continue
+                if not len(self._rest):
+                    break
+        return done
+
+    def again(self) -> None:
+        return None
 
 
 @contextmanager

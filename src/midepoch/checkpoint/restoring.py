@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from midepoch.checkpoint import loading, parts, rng
+from midepoch.checkpoint import inplace, loading, parts, rng
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.directory import Directory, VanishedError
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.saving import BACKEND_PART
+from midepoch.checkpoint.stored import StoredTree
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from midepoch.world import World
 
@@ -31,12 +32,22 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Values:
+    """The values that were saved of a thing. ``outline`` says what they are, with arrays that may not be read yet."""
+
+    name: str
+    thing: Any
+    outline: Any
+    read: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A step, read and found whole; nothing has been restored yet."""
 
     directory: Directory
     manifest: Manifest
-    trees: list[tuple[str, Any, Any]]  # name, thing, its values
+    trees: list[Values]
     models: Mapping[str, Any]  # those that a backend restores
     generators: Callable[[], None] | None
     read_json: Callable[[str], Any]
@@ -44,24 +55,27 @@ class Loaded:
 
     def restore(self, backend_of: Callable[[Manifest], Backend]) -> None:
         """Restore everything, or raise and leave the pipeline as it was. CheckpointMismatchError if it does not fit."""
-        for name, thing, tree in self.trees:
-            _check_class(self.manifest, name, thing)
-            parts.check(thing, tree, name)
-        models: list[Restorable] = []
-        if self.models:
-            backend = backend_of(self.manifest)
-            with self.directory.fetched(self.manifest) as folder:
-                models = backend.load(
-                    folder / BACKEND_PART, self.models, self.read_json, allow_pickle=self.allow_pickle
-                )
+        for values in self.trees:
+            _check_class(self.manifest, values.name, values.thing)
+            parts.check(values.thing, values.outline, values.name)
+        if not self.models:
+            self._give_all([])
+            return
+        backend = backend_of(self.manifest)
+        with self.directory.fetched(self.manifest) as folder:
+            self._give_all(
+                backend.load(folder / BACKEND_PART, self.models, self.read_json, allow_pickle=self.allow_pickle)
+            )
+
+    def _give_all(self, models: list[Restorable]) -> None:
         undo: list[Callable[[], None]] = []
         try:
-            for name, thing, tree in self.trees:
-                if name == "data":
-                    undo.append(_undo(thing))
-                    parts.give(thing, tree, name)
+            for values in self.trees:
+                if values.name == "data":
+                    undo.append(_undo(values.thing))
+                    parts.give(values.thing, values.read(), values.name)
                 else:
-                    _give(self.manifest, name, partial(parts.give, thing, tree, name))
+                    _give(self.manifest, values.name, partial(_read_and_give, values))
             for model in models:
                 _give(self.manifest, model.name, model.give)
         except BaseException:
@@ -75,22 +89,24 @@ class Loaded:
 def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World, allow_pickle: bool) -> Loaded:
     """Read what is wanted of a step, and check all of it. Raises CheckpointDamagedError."""
 
-    def read(part: str) -> Any:
+    def opened(part: str) -> StoredTree:
         seen.update((f"{part}.json", f"{part}.safetensors"))
-        return loading.read_part(directory, manifest, part, allow_pickle=allow_pickle)
+        return loading.open_part(directory, manifest, part, allow_pickle=allow_pickle)
+
+    def read(part: str) -> Any:
+        return opened(part).read()
 
     seen: set[str] = set()
-    trees: list[tuple[str, Any, Any]] = []
+    trees: list[Values] = []
     if wanted.pipeline is not None:
         everyone = loading.rank_parts("data", manifest)
-        if everyone and parts.takes_all(wanted.pipeline):
-            trees.append(("data", wanted.pipeline, [read(part) for part in everyone]))
-        else:
-            trees.append(("data", wanted.pipeline, read(loading.data_part(manifest, world))))
-    trees += [(name, thing, read(f"extra.{checked_name(name)}")) for name, thing in wanted.extra.items()]
+        every = everyone and parts.takes_all(wanted.pipeline)
+        state = [read(part) for part in everyone] if every else read(loading.data_part(manifest, world))
+        trees.append(Values("data", wanted.pipeline, state, lambda: state))
+    trees += [_values(name, thing, opened(f"extra.{checked_name(name)}")) for name, thing in wanted.extra.items()]
     own = manifest.backend == "files"
     if own:
-        trees += [(name, thing, read(name)) for name, thing in wanted.models.items()]
+        trees += [_values(name, thing, opened(name)) for name, thing in wanted.models.items()]
     else:
         loading.check_arrays_of(manifest, wanted.models)
     generators = _generators(manifest, world, read) if wanted.rng else None
@@ -104,6 +120,17 @@ def load(directory: Directory, manifest: Manifest, wanted: Wanted, world: World,
         lambda part: loading.read_json(directory, manifest, part),
         allow_pickle,
     )
+
+
+def _values(name: str, thing: Any, stored: StoredTree) -> Values:
+    if parts.reads_later(thing):
+        return Values(name, thing, stored.outline(), lambda: stored.read(inplace.targets(thing, stored.json)))
+    tree = stored.read()
+    return Values(name, thing, tree, lambda: tree)
+
+
+def _read_and_give(values: Values) -> None:
+    parts.give(values.thing, values.read(), values.name)
 
 
 def latest(

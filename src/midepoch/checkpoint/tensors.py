@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from midepoch.checkpoint.arrays import SAFE, Bytes, Kind, bytes_of, make
-from midepoch.checkpoint.files import Summing
+from midepoch.checkpoint.arrays import SAFE, Kind, bytes_of
+from midepoch.checkpoint.files import Source, Summing
+from midepoch.checkpoint.stored import Stored
 from midepoch.errors import CheckpointDamagedError
 
 _LARGEST_HEADER = 100_000_000  # as in the safetensors libraries
@@ -36,29 +37,36 @@ def write(sink: Summing, arrays: Mapping[str, tuple[Kind, Any]]) -> None:
         sink.write(data)
 
 
-def read(data: Bytes, kinds: Iterable[tuple[str, Kind]]) -> dict[str, Any]:
-    """The arrays of these names and kinds, over the bytes of a whole file; raises CheckpointDamagedError."""
-    places, body = _header(data)
-    found: dict[str, Any] = {}
+def find(source: Source, kinds: Iterable[tuple[str, Kind]]) -> dict[str, Stored]:
+    """The arrays of these names and kinds in a file, not read yet; raises CheckpointDamagedError."""
+    places, body = _header(source)
+    found: dict[str, Stored] = {}
     for name, kind in kinds:
         first, stop = places.get(name, (0, -1))
         if stop - first != kind.nbytes:
             raise CheckpointDamagedError(f"the array {name!r:.80} has {stop - first} bytes, not {kind.nbytes}")
-        found[name] = make(kind, body[first:stop])
+        found[name] = Stored(name, kind, source, body + first)
     return found
 
 
-def _header(data: Bytes) -> tuple[dict[str, tuple[int, int]], Bytes]:
-    size = int.from_bytes(bytes(data[:8]), "little")
-    if len(data) < 8 or size > min(_LARGEST_HEADER, len(data) - 8):
+def _header(source: Source) -> tuple[dict[str, tuple[int, int]], int]:
+    """The places of the arrays by name, counted from the returned byte."""
+    size = int.from_bytes(_bytes(source, 0, min(8, source.size)), "little")
+    body = 8 + size
+    if source.size < 8 or size > min(_LARGEST_HEADER, source.size - 8):
         raise CheckpointDamagedError("this is not a safetensors file: its header is longer than the file")
-    body = data[8 + size :]
     try:
-        header = json.loads(bytes(data[8 : 8 + size]))
-        places = {name: _place(entry, len(body)) for name, entry in header.items() if name != "__metadata__"}
+        header = json.loads(_bytes(source, 8, size))
+        places = {name: _place(entry, source.size - body) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise CheckpointDamagedError(f"this is not a safetensors file: {problem!r:.200}") from None
     return places, body
+
+
+def _bytes(source: Source, first: int, size: int) -> bytes:
+    data = bytearray(size)
+    source.read_into(memoryview(data), first)
+    return bytes(data)
 
 
 def _place(entry: Any, most: int) -> tuple[int, int]:

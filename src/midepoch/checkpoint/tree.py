@@ -266,6 +266,28 @@ def array_kinds(json: Any) -> dict[str, Kind]:
     return found
 
 
+def array_paths(json: Any) -> dict[str, list[tuple[str, ...]]]:
+    """The places of the stored arrays in a tree, by name: tied weights have several. Keys, not their numbers, count."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, list):
+            for number, inner in enumerate(node):
+                visit(inner, (*path, str(number)))
+        elif isinstance(node, dict) and node.get("$") == "array":
+            if "name" in node:
+                found.setdefault(node["name"], []).append(path)
+        elif isinstance(node, dict) and node.get("$") == "dict":
+            for key, inner in node["items"]:
+                visit(inner, (*path, "$", repr(key)))
+        elif isinstance(node, dict):
+            for name, inner in node.items():
+                visit(inner, (*path, name))
+
+    visit(json, ())
+    return found
+
+
 def decode(json: Any, arrays: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
     """Put a tree together again; raises CheckpointDamagedError for anything that ``encode`` does not write."""
     try:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,9 +23,11 @@ from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from midepoch.checkpoint import parts
+from midepoch.checkpoint import inplace, parts
 from midepoch.checkpoint.arrays import Kind, bytes_of, is_sharded, make
 from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
+from midepoch.checkpoint.files import BytesSource
+from midepoch.checkpoint.stored import Stored
 from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, reason
 from midepoch.world import World
@@ -79,48 +82,50 @@ class DcpBackend:
         found = []
         for name, thing in things.items():
             json = read(name)
-            sharded = json["by"] == "names"
-            fresh = isinstance(thing, torch.optim.Optimizer) and not thing.state
-            try:
-                current = _encoded(things, name, allow_pickle, saving=False)[1].arrays if sharded else {}
-                tree = self._tree(folder, name, json["tree"], current, allow_pickle)
-                if not sharded:
-                    parts.check(thing, tree, name)
-                found.append(Restorable(name, partial(_give, things, name, tree, sharded)))
-            finally:
-                if fresh:  # asking for its sharded state has made one
-                    thing.state.clear()
+            kinds = array_kinds(json["tree"])
+            if json["by"] == "names":
+                with _current(things, name, allow_pickle) as current:
+                    _check_shapes(kinds, current, name)
+            else:
+                outline = {key: Stored(key, kind, BytesSource(np.empty(0, np.uint8)), 0) for key, kind in kinds.items()}
+                parts.check(thing, decode(json["tree"], outline, allow_pickle=allow_pickle), name)
+            _check_stored(folder, name, kinds)
+            found.append(Restorable(name, partial(self._give, folder, things, name, json, allow_pickle)))
         return found
 
-    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
-        return self._tree(folder, name, read(name)["tree"], {}, allow_pickle)
+    def _give(self, folder: Path, things: Mapping[str, Any], name: str, json: Any, allow_pickle: bool) -> None:
+        """Read into the tensors that there are, as far as they can take it, and new ones else."""
+        if json["by"] != "names":
+            into = inplace.targets(things[name], json["tree"])
+            parts.give(things[name], self._tree(folder, name, json["tree"], into, allow_pickle), name)
+            return
+        with _current(things, name, allow_pickle) as current:
+            into = {key: value.detach() for key, (_, value) in current.items()}
+            tree = self._tree(folder, name, json["tree"], into, allow_pickle)
+        if name == "model":
+            canonical.set_model_state_dict(things["model"], tree)
+        else:
+            canonical.set_optimizer_state_dict(things["model"], things[name], tree)
 
-    def _tree(
-        self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[Kind, Any]], allow_pickle: bool
-    ) -> Any:
-        """The saved values, in tensors of their own: shards like the current ones where those are shards."""
+    def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
+        json = read(name)["tree"]
+        _check_stored(folder, name, array_kinds(json))
+        return self._tree(folder, name, json, {}, allow_pickle)
+
+    def _tree(self, folder: Path, name: str, json: Any, into: Mapping[str, Any], allow_pickle: bool) -> Any:
+        """The saved values, read into the arrays of their names, or into new tensors."""
         kinds = array_kinds(json)
-        if current:
-            _check_shapes(kinds, current, name)
-        targets = {}
-        for key, kind in kinds.items():
-            like: Any = current[key][1] if key in current else None
-            if is_sharded(like):
-                targets[f"{name}.{plain_name(key)}"] = torch.empty_like(like.detach())
-            else:
-                targets[f"{name}.{plain_name(key)}"] = torch.empty(_stored_shape(kind), dtype=_stored_dtype(kind))
+        targets = {key: _target(kind, into.get(key)) for key, kind in kinds.items()}
         if targets:
-            reader = _Reader(str(folder))
-            _check_stored(reader.read_metadata(), targets)
             sharded = any(is_sharded(target) for target in targets.values())
             with _errors_of(self._rank):
                 dcp.load(
-                    targets,
-                    storage_reader=reader,
+                    {f"{name}.{plain_name(key)}": target for key, target in targets.items()},
+                    storage_reader=_Reader(str(folder)),
                     process_group=self._group if sharded else None,
                     no_dist=self._alone or not sharded,
                 )
-        arrays = {key: _as(kind, targets[f"{name}.{plain_name(key)}"]) for key, kind in kinds.items()}
+        arrays = {key: into[key] if key in into else _as(kind, targets[key]) for key, kind in kinds.items()}
         return decode(json, arrays, allow_pickle=allow_pickle)
 
 
@@ -147,13 +152,22 @@ def _encoded(things: Mapping[str, Any], name: str, allow_pickle: bool, *, saving
     return by, encode(state, name, inline=0, distributed=("torch",), allow_pickle=allow_pickle)
 
 
-def _give(things: Mapping[str, Any], name: str, tree: Any, sharded: bool) -> None:
-    if not sharded:
-        parts.give(things[name], tree, name)
-    elif name == "model":
-        canonical.set_model_state_dict(things["model"], tree)
-    else:
-        canonical.set_optimizer_state_dict(things["model"], things[name], tree)
+@contextmanager
+def _current(things: Mapping[str, Any], name: str, allow_pickle: bool) -> Iterator[Mapping[str, tuple[Kind, Any]]]:
+    """The sharded arrays of a thing by name. A fresh optimizer is one again after it."""
+    fresh = isinstance(things[name], torch.optim.Optimizer) and not things[name].state
+    try:
+        yield _encoded(things, name, allow_pickle, saving=False)[1].arrays
+    finally:
+        if fresh:  # asking for its sharded state has made one
+            things[name].state.clear()
+
+
+def _target(kind: Kind, array: Any) -> torch.Tensor:
+    """The tensor to read into: an array's own memory, or new memory."""
+    if array is None:
+        return torch.empty(_stored_shape(kind), dtype=_stored_dtype(kind))
+    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
 def _tensor(kind: Kind, value: Any, copy: bool) -> torch.Tensor:
@@ -194,13 +208,17 @@ def _check_shapes(saved: Mapping[str, Kind], current: Mapping[str, tuple[Kind, A
         )
 
 
-def _check_stored(metadata: Metadata, targets: Mapping[str, torch.Tensor]) -> None:
-    stored = metadata.state_dict_metadata
-    for name, target in targets.items():
-        entry = stored.get(name)
-        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != tuple(target.shape):
+def _check_stored(folder: Path, name: str, kinds: Mapping[str, Kind]) -> None:
+    """Raise CheckpointDamagedError unless torch has these tensors, of these shapes and dtypes."""
+    if not kinds:
+        return
+    stored = _Reader(str(folder)).read_metadata().state_dict_metadata
+    for key, kind in kinds.items():
+        entry = stored.get(f"{name}.{plain_name(key)}")
+        dtype = _stored_dtype(kind)
+        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != _stored_shape(kind):
             raise CheckpointDamagedError(
-                f"the folder of torch has no tensor {name!r:.80} of shape {tuple(target.shape)}"
+                f"the folder of torch has no tensor {name}.{key!r:.80} of {dtype} {_stored_shape(kind)}"
             )
 
 

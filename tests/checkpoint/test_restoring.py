@@ -1,0 +1,206 @@
+"""Restoring in place: no second copy in memory, and nothing is changed before all of a step has been checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from midepoch.checkpoint import CheckpointDamagedError, PipelineCheckpoint
+from s3 import Server
+
+SIZE = 100 << 20
+
+
+def test_neither_saving_nor_restoring_holds_a_copy_of_the_model(tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of a process is read from /proc")
+    (tmp_path / "s3" / "bucket").mkdir(parents=True)
+    with Server(tmp_path / "s3", "--dir-cache-time=1s") as server:
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("memory_job.py"), tmp_path, str(SIZE), server.endpoint],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, (saving, restoring) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert restoring < SIZE / 4, f"{name}: {restoring} bytes"
+        assert saving < SIZE / 2, f"{name}: {saving} bytes"
+
+
+def trained(value: float) -> tuple[Any, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    return model, optimizer
+
+
+def values(*things: Any) -> list[torch.Tensor]:
+    found = []
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            found.append(thing.clone())
+        elif isinstance(thing, dict):
+            found += values(*thing.values())
+        elif isinstance(thing, list):
+            found += values(*thing)
+        elif hasattr(thing, "state_dict"):
+            found += values(thing.state_dict())
+    return found
+
+
+def equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(map(torch.equal, one, two))
+
+
+@pytest.mark.parametrize("backend", ["files", "dcp"])
+def test_the_arrays_of_a_model_and_its_optimizer_are_filled_in_place(backend: str, tmp_path: Path) -> None:
+    model, optimizer = trained(2)
+    checkpoint = PipelineCheckpoint(tmp_path, backend=backend)
+    checkpoint.save(None, model, optimizer, step=1)
+    other, its_optimizer = trained(5)
+    memory = [parameter.data_ptr() for parameter in other.parameters()]
+    moments = {id(state["exp_avg"]) for state in its_optimizer.state.values()}
+    assert checkpoint.restore_latest(None, other, its_optimizer) == 1
+    assert equal(values(model, optimizer), values(other, its_optimizer))
+    assert memory == [parameter.data_ptr() for parameter in other.parameters()]
+    assert moments == {id(state["exp_avg"]) for state in its_optimizer.state.values()}
+    fresh = torch.optim.AdamW(other.parameters())
+    assert checkpoint.restore_latest(None, other, fresh) == 1
+    assert equal(values(optimizer), values(fresh))
+
+
+def test_damage_in_the_last_byte_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    model, optimizer = trained(2)
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(None, model, optimizer, step=1)
+    path = tmp_path / "step_1" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    other, its_optimizer = trained(5)
+    before = values(other, its_optimizer)
+    with pytest.raises(CheckpointDamagedError):
+        checkpoint.restore_latest(None, other, its_optimizer)
+    assert equal(before, values(other, its_optimizer))
+
+
+def test_states_of_other_parameters_are_not_mixed_up(tmp_path: Path) -> None:
+    """The saved optimizer has a state for two parameters, the current one for the second alone."""
+    weights = [torch.nn.Parameter(torch.zeros(4000)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, momentum=0.9)
+    for number, weight in enumerate(weights):
+        weight.grad = torch.full_like(weight, number + 1.0)
+    optimizer.step()
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(None, None, optimizer, step=1)
+    other = torch.optim.SGD(weights, momentum=0.9)
+    weights[0].grad = None
+    other.step()
+    assert len(other.state_dict()["state"]) == 1
+    checkpoint.restore_latest(None, None, other)
+    assert [float(other.state[weight]["momentum_buffer"][7]) for weight in weights] == [1, 2]
+
+
+@pytest.mark.parametrize("tied_before", [False, True])
+@pytest.mark.parametrize("tied_after", [False, True])
+def test_tied_weights(tied_before: bool, tied_after: bool, tmp_path: Path) -> None:
+    def model(value: float, tied: bool) -> Any:
+        layers = torch.nn.ModuleList([torch.nn.Linear(60, 60, bias=False) for _ in range(2)])
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.fill_(value)
+        if tied:
+            layers[1].weight = layers[0].weight
+        return layers
+
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(None, model(3, tied_before), step=1)
+    other = model(0, tied_after)
+    checkpoint.restore_latest(None, other)
+    assert all(bool((layer.weight == 3).all()) for layer in other)
+    assert (other[0].weight is other[1].weight) == tied_after
+
+
+def test_layouts_and_scalars_come_back(tmp_path: Path) -> None:
+    def tree(value: float) -> dict[str, Any]:
+        images = torch.full((3, 20, 30, 40), value)
+        return {
+            "channels_last": images.to(memory_format=torch.channels_last),
+            "slice": torch.full((100, 100), value)[:, ::2],
+            "columns": np.asfortranarray(np.full((70, 80), value)),
+            "scalar": np.float32(value),
+            "bfloat16": torch.full((5000,), value, dtype=torch.bfloat16),
+            "empty": torch.empty(0, 3),
+        }
+
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(None, tree(2), step=1)
+    found = tree(0)
+    layouts = [found["channels_last"].stride(), found["slice"].stride(), found["columns"].strides]
+    checkpoint.restore_latest(None, found)
+    for name, expected in tree(2).items():
+        assert np.array_equal(
+            np.asarray(found[name].float() if name == "bfloat16" else found[name]),
+            np.asarray(expected.float() if name == "bfloat16" else expected),
+        ), name
+    assert layouts == [found["channels_last"].stride(), found["slice"].stride(), found["columns"].strides]
+    read = checkpoint.read(1, "model")
+    assert type(read["scalar"]) is np.float32 and read["scalar"] == 2
+
+
+def test_a_module_that_leaves_a_buffer_out_keeps_it(tmp_path: Path) -> None:
+    class Own(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((3000,), value))
+            self.register_buffer("own", torch.full((3000,), value))
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            super()._load_from_state_dict({**state_dict, f"{prefix}own": self.own}, prefix, *rest)
+
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(None, Own(1.0), step=1)
+    other = Own(7.0)
+    checkpoint.restore_latest(None, other)
+    assert float(other.weight[5].detach()) == 1 and float(other.own[5]) == 7
+
+
+def test_a_file_that_is_written_to_while_it_is_restored_is_reported(tmp_path: Path) -> None:
+    from midepoch.checkpoint.disk import opened
+    from midepoch.checkpoint.files import held, sums_of
+
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    with opened(tmp_path, "file") as source:
+        kept = held(source, sums_of(path), "file")
+    data = bytearray(100)
+    assert kept.read_into(memoryview(data), 0) == 100
+    path.write_bytes(b"y" * 100)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(CheckpointDamagedError, match="written to"):
+        kept.read_into(memoryview(data), 0)
+
+
+def test_a_step_that_is_removed_while_it_is_restored_is_restored(tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(None, {"w": np.arange(9000)}, step=1)
+    manifest = checkpoint.manifest(1)
+    from midepoch.checkpoint import loading
+
+    stored = loading.open_part(checkpoint._directory, manifest, "model", allow_pickle=False)
+    checkpoint.delete(1)
+    assert np.array_equal(stored.read()["w"], np.arange(9000))
