@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from midepoch.checkpoint.arrays import Kind, UnsupportedError, bytes_of, is_array, kind_of, make
 from midepoch.checkpoint.stored import Stored, is_array_or_stored
-from midepoch.checkpoint.tree import node_children
+from midepoch.checkpoint.tree import is_mapping, node_children
 from midepoch.errors import CheckpointMismatchError
 
 
@@ -26,7 +28,7 @@ def imposed(like: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         values = _children(like, dict(zip(like._fields, like, strict=True)), tree, name, in_place)
         return type(like)(**values)
-    if isinstance(like, Mapping) and (isinstance(like, dict) or node_children(like) is None):
+    if is_mapping(like):
         return _mapping(like, tree, name, in_place)
     if isinstance(like, (list, tuple)):
         return _sequence(like, tree, name, in_place)
@@ -39,10 +41,10 @@ def imposed(like: Any, tree: Any, name: str, *, in_place: bool = False) -> Any:
 
 
 def _is_plain(like: Any) -> bool:
-    """Whether there is neither an array nor a class in it: what is saved may then be longer, or more."""
-    if type(like) is dict:
+    """Check that there is neither an array nor a class with fields in it: what is saved may then be longer, or more."""
+    if is_mapping(like):
         return all(map(_is_plain, like.values()))
-    if type(like) in (list, tuple):
+    if isinstance(like, (list, tuple)) and not hasattr(like, "_fields"):
         return all(map(_is_plain, like))
     return not is_array(like) and not hasattr(like, "_fields") and node_children(like) is None
 
@@ -50,20 +52,54 @@ def _is_plain(like: Any) -> bool:
 def _plain(like: Any, tree: Any, name: str, in_place: bool) -> Any:
     if like is None:
         return tree
-    if isinstance(like, dict) and isinstance(tree, Mapping):
-        if not in_place:
-            return dict(tree)
+    if is_mapping(like) and isinstance(tree, Mapping):
+        values = _retyped(like, tree)
+        if not in_place or not isinstance(like, MutableMapping):
+            return values
         like.clear()
-        like.update(tree)
+        for key, value in values.items():
+            like[key] = value
         return like
     if isinstance(like, list) and isinstance(tree, list):
         if not in_place:
-            return list(tree)
-        like[:] = tree
+            return _retyped(like, tree)
+        like[:] = _retyped(like, tree)
         return like
-    if isinstance(like, (dict, list)) or isinstance(tree, (Mapping, list)) or (is_array_or_stored(tree) and tree.ndim):
-        raise _mismatch(name, type(tree).__name__, type(like).__name__)
+    if is_mapping(like) or isinstance(like, list) or isinstance(tree, (Mapping, list)):
+        raise _mismatch(name, _words(tree), _words(like))
+    if is_array_or_stored(tree) and tree.ndim:
+        raise _mismatch(name, _words(tree), _words(like))
+    return _retyped(like, tree)
+
+
+def _retyped(like: Any, tree: Any) -> Any:
+    """Plain values with containers of the template's types, as far as the template has any at their place."""
+    if is_mapping(like) and isinstance(tree, Mapping):
+        return _mapping_like(like, {key: _retyped(like.get(key), value) for key, value in tree.items()})
+    if isinstance(like, (list, tuple)) and isinstance(tree, (list, tuple)) and not hasattr(like, "_fields"):
+        values = [_retyped(one, two) for one, two in zip_longest(like[: len(tree)], tree)]
+        return _sequence_like(like if isinstance(tree, tuple) == isinstance(like, tuple) else tree, values)
     return tree
+
+
+def _mapping_like(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same class, with the other values: what else it holds (a default factory) stays."""
+    if type(like) is dict:
+        return values
+    if not isinstance(like, MutableMapping):
+        try:
+            return type(like)(values)  # type: ignore[call-arg]
+        except TypeError:
+            return values
+    made = copy.copy(like)
+    made.clear()
+    for key, value in values.items():
+        made[key] = value
+    return made
+
+
+def _sequence_like(like: Any, values: list[Any]) -> Any:
+    return values if type(like) is list else type(like)(values)
 
 
 def _mapping(like: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> Any:
@@ -72,26 +108,26 @@ def _mapping(like: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> A
         for key, value in values.items():
             like[key] = value
         return like
-    return values
+    return _mapping_like(like, values)
 
 
 def _sequence(like: Any, tree: Any, name: str, in_place: bool) -> Any:
     if not isinstance(tree, (list, tuple)) or len(tree) != len(like):
-        found = f"{len(tree)} values" if isinstance(tree, (list, tuple)) else type(tree).__name__
+        found = f"{len(tree)} values" if isinstance(tree, (list, tuple)) else _words(tree)
         raise _mismatch(name, found, f"{len(like)} values")
     pairs = enumerate(zip(like, tree, strict=True))
     values = [imposed(one, two, f"{name}.{number}", in_place=in_place) for number, (one, two) in pairs]
     if in_place and isinstance(like, list):
         like[:] = values
         return like
-    return values if isinstance(like, list) else tuple(values)
+    return _sequence_like(like, values)
 
 
 def _children(like: Any, children: Mapping[Any, Any], tree: Any, name: str, in_place: bool) -> dict[Any, Any]:
     if isinstance(tree, (list, tuple)):
         tree = dict(zip(children, tree, strict=False)) if len(tree) == len(children) else {}
     if not isinstance(tree, Mapping):
-        raise _mismatch(name, type(tree).__name__, type(like).__name__)
+        raise _mismatch(name, _words(tree), type(like).__name__)
     if set(tree) != set(children):  # numbers are texts in the names of JAX's nodes
         tree = {str(key): value for key, value in tree.items()}
         if set(tree) != {str(key) for key in children}:
@@ -146,6 +182,10 @@ def _torch(like: Any, value: Any, in_place: bool) -> Any:
     with torch.no_grad():
         like.copy_(value)
     return like
+
+
+def _words(value: Any) -> str:
+    return f"an array of shape {tuple(value.shape)}" if is_array_or_stored(value) else type(value).__name__
 
 
 def _mismatch(name: str, saved: Any, current: Any) -> CheckpointMismatchError:

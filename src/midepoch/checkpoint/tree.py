@@ -88,7 +88,7 @@ class _Encoder:
             raise ValueError(f"{self._where(path)}: more than {_DEEPEST} levels deep")
         if is_array(value):
             return self._array(value, path)
-        if type(value) is not Counter and isinstance(value, Mapping) and _is_plain_mapping(value):
+        if type(value) is not Counter and is_mapping(value):
             return self._mapping(value, path)
         if type(value) is list:
             return self._items(value, path)
@@ -206,9 +206,12 @@ def _memory_of(tensor: Any, kind: Kind) -> tuple[Any, ...] | None:
     return *place, tensor.is_conj(), tensor.is_neg(), kind
 
 
-def _is_plain_mapping(value: Any) -> bool:
-    """Dicts and what behaves like one; not a mapping that JAX knows as a node of its own (a flax State)."""
-    return isinstance(value, dict) or node_children(value) is None
+def is_mapping(value: Any) -> bool:
+    """Check for a dict of any class, or what behaves like one; not for a node of JAX's own (a flax State).
+
+    JAX also takes an OrderedDict and a defaultdict for nodes: here they are dicts, whether JAX is imported or not.
+    """
+    return isinstance(value, dict) or (isinstance(value, Mapping) and node_children(value) is None)
 
 
 def node_children(value: Any) -> list[tuple[str, Any]] | None:

@@ -83,13 +83,13 @@ class DcpBackend:
         for name, thing in things.items():
             json = read(name)
             kinds = array_kinds(json["tree"])
+            _check_stored(folder, name, kinds)
             if json["by"] == "names":
                 with _current(things, name, allow_pickle) as current:
                     _check_shapes(kinds, current, name)
             else:
                 outline = {key: Stored(key, kind, BytesSource(np.empty(0, np.uint8)), 0) for key, kind in kinds.items()}
                 parts.check(thing, decode(json["tree"], outline, allow_pickle=allow_pickle), name)
-            _check_stored(folder, name, kinds)
             found.append(Restorable(name, partial(self._give, folder, things, name, json, allow_pickle)))
         return found
 
