@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.measure import measure_renderables
+from rich.table import Table
 from rich.text import Text
 
 from midepoch.errors import MidepochError
@@ -19,8 +21,35 @@ from midepoch.plain import plain
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_LEAST = 12
+"""Characters of a text column, at least, before a table gets wider than the terminal."""
+
+
 class _Console(Console):  # type: ignore[misc]
-    """Shows names and values as they are: what looks like markup is none, what a terminal would obey is spelt out."""
+    """Shows names and values as they are: what looks like markup is none, what a terminal would obey is spelt out.
+
+    Nothing in a table is cut. Numbers stay on one line, texts are folded, and into a pipe or file tables are written as
+    wide as they are.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        for each in objects:
+            if isinstance(each, Table):
+                self._fit(each)
+        super().print(*objects, **options)
+
+    def _fit(self, table: Table) -> None:
+        natural = least = 1
+        unlimited = self.options.update(max_width=1_000_000)
+        for column in table.columns:
+            column.overflow = "fold"
+            column.no_wrap = column.no_wrap or column.justify == "right"
+            cells = [text for text in (column.header, *column.cells) if text]
+            width = measure_renderables(self, unlimited, cells).maximum if cells else 0
+            natural += width + 3
+            least += (width if column.no_wrap else min(width, _LEAST)) + 3
+        if natural > self.width:
+            table.width = max(self.width, least) if self.is_terminal else natural
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)

@@ -90,7 +90,9 @@ def _show(about: dict[str, Any]) -> None:
     for column in about["columns"]:
         columns.add_row(column["name"], column["type"], "yes" if column["nulls"] else "")
     say(columns)
-    balance = Table("", "least", "median", "most", title="balance", title_justify="left")
+    balance = Table("", title="balance", title_justify="left")
+    for name in ("least", "median", "most"):
+        balance.add_column(name, justify="right")
     for name in ("rows_per_file", "rows_per_block"):
         spread = about["balance"][name]
         balance.add_row(name.replace("_", " "), *(f"{spread[key]:,.0f}" for key in ("least", "median", "most")))

@@ -18,6 +18,8 @@ from midepoch.describe import Difference, describe, differences
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.progress import Bar
 
+_TEXT = 1000
+
 State = Annotated[
     str, typer.Argument(help="A state as a JSON file, or a folder or address of checkpoints.", show_default=False)
 ]
@@ -117,7 +119,7 @@ def _show(found: list[Difference], problem: str | None, against_data: bool) -> N
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 48 else f"{text[:47]}…"
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}… ({len(text):,} characters)"
 
 
 def verify(
