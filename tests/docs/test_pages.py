@@ -180,3 +180,15 @@ def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
     for message in messages:
         parts = [part.strip() for part in message.split("…") if len(part.strip()) > 3]
         assert any(all(part in one for part in parts) for one in said), message
+
+
+def test_restarts_of_torchrun_are_shown_with_the_variable_they_need() -> None:
+    """Without it, torch shares one TCP store over all restarts, and the restarted ranks can hang."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert variable in Path(dynamic_rendezvous.__file__).read_text(), "torch does not know it any more"
+    texts = [ROOT / page for page in PAGES] + sorted(ROOT.glob("examples/*.py"))
+    shown = [path for path in texts if re.search(r"--max[-_]restarts", path.read_text())]
+    assert ROOT / "docs/ranks.md" in shown
+    assert [path.name for path in shown if variable not in path.read_text()] == []
