@@ -17,6 +17,8 @@ from pathlib import Path
 from midepoch.errors import WorldError
 from midepoch.loader.remedy import cores
 from midepoch.sources.index import default_index_dir
+from midepoch.sources.mounts import file_system, is_network
+from midepoch.sources.storage import make_private
 from midepoch.world import find_world
 
 _NEEDED = ("numpy", "pyarrow")
@@ -24,7 +26,6 @@ _SHOWN = (*_NEEDED, "torch", "datasets", "jax", "ray")
 _OTHERS = ("torchdata", "transformers", "accelerate", "lightning", "orbax-checkpoint", "fsspec", "cloudpickle", "typer")
 _OPEN_FILES = 4096
 _ROOM = 5 << 30
-_NETWORK = ("nfs", "cifs", "smb", "lustre", "fuse", "gpfs", "beegfs", "9p", "ceph")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _memory_limit() -> int | None:
 def _folders() -> Iterator[Finding]:
     folder = default_index_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as problem:
@@ -140,29 +141,21 @@ def _folders() -> Iterator[Finding]:
         yield Finding("mind", "index folder", text, "set MIDEPOCH_CACHE: without it every start indexes again")
         return
     free = shutil.disk_usage(folder).free
-    kind = _file_system(folder)
+    kind = file_system(folder)
     text = f"{folder} ({kind or 'disk'}, {free / 1e9:.0f} GB free)"
     if free < _ROOM:
         yield Finding(
             "mind", "index folder", text, "decoded blocks are kept there too: set MIDEPOCH_CACHE to a larger disk"
         )
-    elif kind is not None and kind.startswith(_NETWORK):
+    elif is_network(folder):
         yield Finding(
-            "mind", "index folder", text, "set MIDEPOCH_CACHE to a local disk: decoded blocks are mapped there"
+            "mind",
+            "index folder",
+            text,
+            "set MIDEPOCH_CACHE to a local disk: processes share decoded blocks there",
         )
     else:
         yield Finding("good", "index folder", text)
-
-
-def _file_system(folder: Path) -> str | None:
-    """What kind a folder lies on, by the longest mount point above it."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return None
-    path = str(folder.resolve())
-    above = [(point, kind) for point, kind in mounts if path == point or path.startswith(point.rstrip("/") + "/")]
-    return max(above, key=lambda one: len(one[0]))[1] if above else None
 
 
 def _settings() -> Iterator[Finding]:

@@ -5,6 +5,8 @@ only wait to be buried.
 from __future__ import annotations
 
 import os
+import socket
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -26,6 +28,23 @@ def started(pid: int) -> str:
     if fields is None:
         return "" if os.path.isdir("/proc/self") or not alive(pid) else "running"
     return "" if _ended(fields) else fields[19]
+
+
+@lru_cache(1)
+def machine() -> str:
+    """The machine on which numbers of processes mean something, since it was last started."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot} {_namespace()}"
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")  # containers of one machine have numbers of their own
+    except OSError:
+        return ""
 
 
 def _fields(pid: int) -> list[str] | None:

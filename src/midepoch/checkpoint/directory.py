@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from midepoch.checkpoint.files import Sink, Source
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointNotFoundError
-from midepoch.processes import started
+from midepoch.processes import machine, started
 
 
 class VanishedError(CheckpointNotFoundError):
@@ -105,7 +103,7 @@ class Process:
 
     @staticmethod
     def here() -> Process:
-        return Process(_machine(), os.getpid(), started(os.getpid()))
+        return Process(machine(), os.getpid(), started(os.getpid()))
 
     @staticmethod
     def of(note: Any) -> Process | None:
@@ -119,20 +117,4 @@ class Process:
 
     def is_dead(self) -> bool:
         """Whether it is known not to live any more: of another machine's processes nothing is known."""
-        return self.machine == _machine() and started(self.pid) != self.started
-
-
-@lru_cache(1)
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot} {_namespace()}"
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")  # containers of one machine have numbers of their own
-    except OSError:
-        return ""
+        return self.machine == machine() and started(self.pid) != self.started

@@ -150,7 +150,7 @@ def signature(path: str) -> tuple[int, ...]:
     return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def lock_folder(folder: Path, *, wait: bool) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """Lock a folder: a number to unlock it by, NO_LOCKS where there are none, or None if it is locked already.
 
     The kernel unlocks it when the process ends, however it ends.
@@ -159,7 +159,7 @@ def lock_folder(folder: Path, *, wait: bool) -> int | None:
         return NO_LOCKS
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
@@ -180,7 +180,7 @@ def unlock(fd: int | None) -> None:
 def turn(folder: Path) -> Iterator[bool]:
     """The right to rename what is in a folder, one process at a time; False after waiting for it in vain."""
     limit = time.monotonic() + _PATIENCE
-    while (lock := lock_folder(folder, wait=False)) is None and time.monotonic() < limit:
+    while (lock := lock_folder(folder)) is None and time.monotonic() < limit:
         time.sleep(0.005)
     if lock is None:
         _log.warning(

@@ -2,6 +2,7 @@
 
 step_100/                     a step: manifest.json and the files it names
 .step_200.TOKEN.saving/       an attempt, locked by the process that makes it; files/ becomes the step
+.step_200.TOKEN.new/          an attempt that is not locked yet, and empty
 .step_100.TOKEN.old/          a step that is being replaced: counts as the step as long as there is no other
 .step_100.TOKEN.gone/         being removed
 .ranks/                       notes between ranks
@@ -38,7 +39,7 @@ from midepoch.checkpoint.disk import (
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 
-_HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|old|gone)\Z")
+_HIDDEN = re.compile(r"\.step_(0|[1-9][0-9]{0,18})\.[0-9a-f]+\.(saving|new|old|gone)\Z")
 
 
 class LocalDirectory:
@@ -148,17 +149,12 @@ class LocalDirectory:
     def begin(self, step: int, token: str) -> None:
         self._sweep()
         make_durably(self.path)
-        attempt = self._attempt(step, token)
-        while True:
-            os.mkdir(attempt)
-            lock = None
-            with suppress(FileNotFoundError):
-                lock = lock_folder(attempt, wait=True)
-            if attempt.exists():  # else another process has taken it for a dead one's before it was locked
-                break
-            unlock(lock)
+        attempt, unlocked = self._attempt(step, token), self._hidden(step, "new")
+        os.mkdir(unlocked)
+        lock = lock_folder(unlocked)
         self._locks[token] = NO_LOCKS if lock is None else lock
         try:
+            os.rename(unlocked, attempt)  # nobody takes it for a dead one's: it is locked when it gets this name
             os.mkdir(attempt / "files")
         except BaseException:
             self.abandon(step, token)
@@ -255,6 +251,9 @@ class LocalDirectory:
                     remove(path)
                 elif match[2] == "old":
                     self._sweep_old(int(match[1]), path)
+                elif match[2] == "new":
+                    if time.time() - os.stat(path).st_mtime > STALE:
+                        os.rmdir(path)
                 else:
                     self._sweep_attempt(int(match[1]), path)
 
@@ -271,7 +270,7 @@ class LocalDirectory:
         remove(gone)
 
     def _sweep_attempt(self, step: int, attempt: Path) -> None:
-        lock = lock_folder(attempt, wait=False)
+        lock = lock_folder(attempt)
         if lock is None or (lock == NO_LOCKS and time.time() - os.stat(attempt).st_mtime < STALE):
             return
         gone = self._hidden(step, "gone")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from midepoch.read.cache import NextUse, one_batch
+from midepoch.read.cache import one_batch
+from midepoch.read.room import NextUse
 from midepoch.read.sizes import bytes_of
 from midepoch.read.turns import Turns
 

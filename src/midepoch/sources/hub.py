@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
 VERSION = 1
-_log = logging.getLogger("midepoch")
 
 # Arguments that say how to fetch the data, not which data: not part of the key, and never written down.
 _NOT_DATA = {
@@ -82,22 +80,18 @@ def arrow_files(
     path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
     if not force and (known := _recall(path, request)) is not None:
         return known
-    with locked(path) as writable:
+    with locked(path, f"the list of files of {request.path!r}") as place:
         if not force and (known := _recall(path, request)) is not None:  # another process did it meanwhile
             return known
         inputs = request.inputs(path.parent)
         splits = _ask_datasets(request, num_proc)
-        if writable:
-            entry = {
-                "version": VERSION,
-                "dataset": {"path": request.path, "name": request.name, "revision": request.revision},
-                "inputs": inputs,
-                "splits": {name: [str(file) for file in files] for name, files in splits.items()},
-            }
-            try:
-                atomic_write(path, json.dumps(entry, indent=1).encode())
-            except OSError as problem:
-                _log.warning("what was found cannot be kept in %s (%s): datasets will be asked again", path, problem)
+        entry = {
+            "version": VERSION,
+            "dataset": {"path": request.path, "name": request.name, "revision": request.revision},
+            "inputs": inputs,
+            "splits": {name: [str(file) for file in files] for name, files in splits.items()},
+        }
+        place.keep(lambda: atomic_write(path, json.dumps(entry, indent=1).encode()))
     return splits
 
 

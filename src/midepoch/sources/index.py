@@ -140,18 +140,13 @@ def open_index(
     path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
     if not force and (index := _fresh(path, absolute)) is not None:
         return index
-    with locked(path) as writable:
+    with locked(path, "the index") as place:
         if not force and (index := _fresh(path, absolute)) is not None:  # another process made it meanwhile
             return index
         index = _build(absolute, skip_damage, as_mapped, progress)
-        if not writable:
+        if not place.keep(lambda: atomic_write(path, serialise(index))):
             return index
-        try:
-            atomic_write(path, serialise(index))
-        except OSError as problem:
-            _log.warning("the index cannot be kept in %s (%s): it will be made again next time", path.parent, problem)
-            return index
-    return read_index(path) or index
+    return _fresh(path, absolute) or index
 
 
 def _fresh(path: Path, files: Sequence[Path]) -> Index | None:

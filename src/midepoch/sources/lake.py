@@ -93,20 +93,15 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
     found = request.find()
     if index is not None and _fresh(index, found):
         return index
-    with locked(path) as writable:
+    with locked(path, "the index") as place:
         index = None if force else read_index(path)
         if index is not None and _fresh(index, found):  # another process made it meanwhile
             return index
-        index = _build(request, found, progress)
-        if not writable:
-            return index
-        try:
-            footers = index.footers.save(path)
-            atomic_write(path, serialise(_with(index, footers)))
-        except OSError as problem:
-            _log.warning("the index cannot be kept in %s (%s): it will be made again next time", path.parent, problem)
-            return index
-    return read_index(path) or index
+        built = _build(request, found, progress)
+        if not place.keep(lambda: atomic_write(path, serialise(_with(built, built.footers.save(path))))):
+            return built
+    index = read_index(path)
+    return index if index is not None and _fresh(index, found) else built
 
 
 def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:

@@ -22,6 +22,7 @@ import pyarrow as pa
 from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, Scratch
 from midepoch.sources.index import default_index_dir
+from midepoch.sources.storage import make_private
 from midepoch.sources.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
@@ -144,7 +145,7 @@ class _Decompressed:
 def _unnamed_file(folder: str) -> IO[bytes] | None:
     for place in (Path(folder) if folder else default_index_dir() / "blocks", Path(tempfile.gettempdir())):
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            make_private(place)
             return tempfile.TemporaryFile(dir=place, buffering=0)
         except OSError:
             continue

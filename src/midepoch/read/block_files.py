@@ -1,0 +1,72 @@
+"""The file of a decoded block: a header of 64 bytes, then an Arrow stream of one record batch.
+
+The header says which block of which data it is, how many rows it has, and the checksum of the rest. All of it is
+checked when a block is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from midepoch.read.resources import retried
+
+_MAGIC = b"MEBLOCK2"
+_HEADER = struct.Struct("<8s16sqqI")  # magic, identity, rows, bytes of the rest, their CRC-32
+_HEADER_BYTES = 64  # so that the rest is aligned as Arrow wants it
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """The file of one block. ``identity`` (16 bytes) is that of the block and the data; ``mapped``: see ``read``."""
+
+    path: Path
+    identity: bytes
+    mapped: bool
+
+    def read(self, *, trusted: bool = False) -> pa.RecordBatch:
+        """The rows. Raises OSError, or ValueError if the file is not what it should be.
+
+        Mapped files share their memory. Those of a file system that other machines reach are read instead: a mapped
+        page of a file that another machine has removed would end the process. ``trusted``: just written here.
+        """
+        content = retried(self._content, str(self.path))
+        if content.size < _HEADER_BYTES:
+            raise ValueError(f"it has {content.size} bytes")
+        magic, identity, rows, size, checksum = _HEADER.unpack_from(content)
+        body = content.slice(_HEADER_BYTES)
+        if magic != _MAGIC or identity != self.identity:
+            raise ValueError("it is not this block")
+        if size != body.size or (not trusted and zlib.crc32(body) != checksum):
+            raise ValueError("its checksum differs")
+        try:
+            batch = pa.ipc.open_stream(body).read_next_batch()
+        except (pa.ArrowException, OSError, StopIteration) as problem:
+            raise ValueError(str(problem)) from None
+        if batch.num_rows != rows:
+            raise ValueError(f"it has {batch.num_rows} rows instead of {rows}")
+        return batch
+
+    def _content(self) -> pa.Buffer:
+        if self.mapped:
+            return pa.memory_map(str(self.path)).read_buffer()
+        with pa.OSFile(str(self.path)) as file:
+            return file.read_buffer()
+
+    def write(self, batch: pa.RecordBatch) -> int:
+        """Write the rows to this path, where nobody looks for a block yet; return how many bytes that took."""
+        os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with pa.OSFile(str(self.path), "wb") as sink:
+            sink.write(bytes(_HEADER_BYTES))
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+        body = self._content().slice(_HEADER_BYTES)
+        header = _HEADER.pack(_MAGIC, self.identity, batch.num_rows, body.size, zlib.crc32(body))
+        with self.path.open("r+b") as file:
+            file.write(header)
+        return int(body.size) + _HEADER_BYTES

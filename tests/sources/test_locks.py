@@ -1,0 +1,189 @@
+"""Locks are waited for with a word and a limit: a process that is stopped holds up nobody indefinitely."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import midepoch
+from midepoch.read import cache
+from midepoch.read.cache import BlockCache
+from midepoch.sources import locks
+from midepoch.sources.locks import LockFile
+from midepoch.sources.source import CacheSpec
+
+ROWS = 500
+HOLDERS = {
+    "parquet": """
+from midepoch.sources.lake import open_lake
+import midepoch.load
+midepoch.load.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress": pause})
+midepoch.from_files(path, index_dir=folder)
+""",
+    "arrow": """
+from midepoch.sources.index import open_index
+import midepoch.load
+midepoch.load.open_index = lambda *a, **k: open_index(*a, **{**k, "progress": pause})
+midepoch.from_files(path, index_dir=folder)
+""",
+    "block": """
+from midepoch.read.cache import BlockCache
+from midepoch.sources.source import CacheSpec
+import pyarrow as pa
+made = BlockCache(CacheSpec(folder, 1 << 30), "k", lambda _: 0.0)
+with made._held(1, wait=True):
+    made.get(0, lambda: (pause(), pa.table({"x": [7]}))[1])
+""",
+    "lock": """
+from pathlib import Path
+from midepoch.sources.locks import LockFile
+lock = LockFile(Path(folder) / "lock")
+lock.acquire(5, "it", wait=True)
+pause()
+""",
+}
+START = """
+import sys
+import midepoch
+from midepoch.sources import locks
+locks._BEAT_SECONDS = 0.02
+_, path, folder = sys.argv
+paused = []
+def pause(*_):
+    if not paused:
+        paused.append(1)
+        print("holds", flush=True)
+        sys.stdin.readline()
+"""
+
+Held = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(cache, "_PATIENCE", 0.4)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    table = pa.table({"id": np.arange(ROWS)})
+    paths = {"parquet": tmp_path / "a.parquet", "arrow": tmp_path / "a.arrow"}
+    pq.write_table(table, paths["parquet"], row_group_size=100)
+    with pa.OSFile(str(paths["arrow"]), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    return paths
+
+
+@pytest.fixture
+def held(data: dict[str, Path], tmp_path: Path) -> Iterator[Held]:
+    """Starts a process that holds a lock until it reads a line."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "cache").mkdir()
+
+    def start(what: str) -> subprocess.Popen[str]:
+        arguments = [str(data.get(what, "")), str(tmp_path / "cache")]
+        process = subprocess.Popen(
+            [sys.executable, "-c", START + HOLDERS[what], *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "holds\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGCONT)
+    process.communicate("go on\n", timeout=60)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_stopped_index_builder_is_named_and_then_not_waited_for(
+    kind: str, short: None, held: Held, data: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = held(kind)
+    holder.send_signal(signal.SIGSTOP)
+    ds = midepoch.from_files(data[kind], index_dir=tmp_path / "cache")
+    assert [row["id"] for row in ds] == list(range(ROWS))
+    lines = [record.getMessage() for record in caplog.records]
+    name = f"process {holder.pid} on host {socket.gethostname()} (since 2"
+    assert len(lines) == 2 and all(name in line and str(tmp_path / "cache") in line for line in lines)
+    assert lines[0].startswith("waiting for") and "does the work itself" in lines[1]
+    (index,) = ds.pipeline.source.indexes
+    assert index.path is not None
+    written = os.stat(index.path)
+    finish(holder)
+    after = os.stat(index.path)
+    assert (after.st_ino, after.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    caplog.clear()
+    assert [row["id"] for row in midepoch.from_files(data[kind], index_dir=tmp_path / "cache")] == list(range(ROWS))
+    assert not caplog.records and not list((tmp_path / "cache").glob(".*.tmp"))
+
+
+def test_a_builder_that_lives_is_waited_for_however_long_it_takes(
+    short: None, held: Held, data: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = held("parquet")
+    opened: list[midepoch.Dataset] = []
+    waiting = threading.Thread(
+        target=lambda: opened.append(midepoch.from_files(data["parquet"], index_dir=tmp_path / "cache"))
+    )
+    waiting.start()
+    waiting.join(1.2)
+    assert waiting.is_alive()
+    finish(holder)
+    waiting.join(60)
+    assert len(opened[0]) == ROWS
+    assert ["waiting for" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_blocks_of_a_stopped_process_are_made_again_after_one_wait(
+    short: None, held: Held, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = held("block")
+    holder.send_signal(signal.SIGSTOP)
+    blocks = BlockCache(CacheSpec(str(tmp_path / "cache"), 1 << 30), "k", lambda _: 0.0)
+    assert blocks.get(0, lambda: pa.table({"x": [7]})).to_pydict() == {"x": [7]}
+    assert blocks.get(1, lambda: pa.table({"x": [8]})).to_pydict() == {"x": [8]}
+    assert len(caplog.records) == 2 and all(f"process {holder.pid} " in each.getMessage() for each in caplog.records)
+    finish(holder)
+    assert [blocks.open(block).to_pydict() for block in (0, 1)] == [{"x": [7]}, {"x": [8]}]  # type: ignore[union-attr]
+
+
+def test_a_lock_that_is_not_waited_for_is_taken_from_a_stopped_process_too(
+    short: None, held: Held, tmp_path: Path
+) -> None:
+    held("lock").send_signal(signal.SIGSTOP)
+    lock = LockFile(tmp_path / "cache" / "lock")
+    assert not lock.acquire(5, "it", wait=False)
+    assert lock.acquire(6, "another", wait=False)
+    time.sleep(0.5)
+    assert lock.acquire(5, "it", wait=False)
+
+
+def test_a_process_that_ends_leaves_no_lock(short: None, held: Held, tmp_path: Path) -> None:
+    holder = held("lock")
+    lock = LockFile(tmp_path / "cache" / "lock")
+    assert not lock.acquire(5, "it", wait=False)
+    holder.kill()
+    holder.wait()
+    assert lock.acquire(5, "it", wait=False)
