@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import os
 import resource
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import orc
 
 import midepoch
 from conftest import write_arrow
 from forks import forked
-from midepoch.errors import CorruptBlockError, DataChangedError, MapError, MidepochError
+from midepoch.errors import CorruptBlockError, DataChangedError, FetchError, MapError, MidepochError
 from midepoch.sources.damage import is_damage
+from midepoch.sources.stores import Store
 
 
 def caused(problem: Exception, cause: Exception) -> Exception:
@@ -44,6 +50,10 @@ def caused(problem: Exception, cause: Exception) -> Exception:
         (OSError(errno.ENOMEM, "x"), False),
         (OSError(errno.EMFILE, "x"), False),
         (OSError(f"Failed to open file: {os.strerror(errno.ENFILE)}"), False),
+        (OSError(f"Memory mapping file failed: {os.strerror(errno.EIO)}"), False),
+        (OSError("Arrow error: IOError: Error reading bytes from file. Detail: [errno 116] Stale file handle"), False),
+        *((OSError(number, "x"), False) for number in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EINTR)),
+        (OSError(errno.EINVAL, "an offset that cannot be"), True),
         (DataChangedError("x"), False),
         (MidepochError("x"), False),
         (caused(MapError("x"), ImportError("y")), False),
@@ -52,6 +62,13 @@ def caused(problem: Exception, cause: Exception) -> Exception:
 )
 def test_what_is_damage(problem: Exception, expected: bool) -> None:
     assert is_damage(problem) is expected
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ECONNREFUSED])
+def test_a_function_may_fail_for_what_its_row_names(number: int) -> None:
+    assert is_damage(OSError(number, "x"), of_row=True)
+    assert is_damage(caused(MapError("x"), OSError(number, "x")), of_row=True)
+    assert not is_damage(OSError(errno.EIO, "x"), of_row=True)
 
 
 def no_files_left(action: Callable[[], Any]) -> str:
@@ -77,8 +94,90 @@ def test_rows_are_not_skipped_for_want_of_open_files(kind: str, tmp_path: Path) 
     ds = midepoch.from_files(path, on_error="skip")
     assert forked(lambda: "FetchError" in no_files_left(lambda: list(ds))) == 0
     assert ds.pipeline.source.fetch(0, ["x"]).num_rows  # from here on what a block takes besides the file is known
-    raised = f"FetchError: {path} could not be read: "
+    raised = f"FetchError: {path} could not be read (4 attempts in "
     assert forked(lambda: no_files_left(lambda: list(ds)).startswith(raised)) == 0
+
+
+KINDS = ["arrow", "zstd.arrow", "parquet", "csv", "jsonl", "jsonl.gz", "orc"]
+
+
+def written(folder: Path, kind: str, rows: int = 60) -> Path:
+    """A file of this kind with the column x, in several blocks where the kind has blocks."""
+    path, table = folder / f"a.{kind}", pa.table({"x": range(rows)})
+    if kind.endswith("arrow"):
+        options = pa.ipc.IpcWriteOptions(compression="zstd" if "zstd" in kind else None)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=10)
+    elif kind == "parquet":
+        pq.write_table(table, path, row_group_size=10)
+    elif kind == "orc":
+        orc.write_table(table, path)
+    else:
+        lines = [f"{i}\n" if kind == "csv" else f'{{"x": {i}}}\n' for i in range(rows)]
+        text = "".join(["x\n" * (kind == "csv"), *lines]).encode()
+        path.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
+    return path
+
+
+@contextmanager
+def no_files_for(seconds: float) -> Iterator[None]:
+    """No file can be opened for so long."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    timer = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_NOFILE, limits))
+    timer.start()
+    yield
+    timer.join()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_passing_shortage_of_open_files_costs_no_row(kind: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(written(tmp_path, kind), on_error="skip")
+    assert ds.pipeline.source.access is None or ds.pipeline.source.fetch(0, ["x"])  # imports what it needs
+
+    def read() -> bool:
+        with no_files_for(0.15):
+            return [row["x"] for row in ds] == list(range(60))
+
+    assert forked(read) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_must_not_be_read_is_not_skipped(kind: str, tmp_path: Path) -> None:
+    path = written(tmp_path, kind)
+    ds = midepoch.from_files(path, on_error="skip")
+    assert ds.pipeline.source.access is None or ds.pipeline.source.fetch(0, ["x"])  # imports what it needs
+    path.chmod(0)
+
+    def read() -> bool:
+        if not os.geteuid():
+            os.seteuid(65534)  # nothing is refused to root
+        try:
+            list(ds)
+        except (FetchError, PermissionError) as problem:
+            return str(path) in str(problem)
+        return False
+
+    assert forked(read) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EINTR])
+def test_a_local_file_is_tried_again_and_then_the_error_is_what_it_is(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midepoch.sources.stores.PAUSES", (0.0, 0.0))
+    store, failures = Store(pa.fs.LocalFileSystem()), [2]
+
+    def action() -> str:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return "read"
+
+    assert store.persist("a", "read", action) == "read"
+    failures[0] = 3
+    with pytest.raises(FetchError, match=rf"a could not be read \(3 attempts .*{os.strerror(number)}"):
+        store.persist("a", "read", action)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

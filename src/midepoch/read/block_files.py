@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from midepoch.read.resources import retried
+from midepoch.sources.resources import retried
 
 _MAGIC = b"MEBLOCK2"
 _HEADER = struct.Struct("<8s16sqqI")  # magic, identity, rows, bytes of the rest, their CRC-32

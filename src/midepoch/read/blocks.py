@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
 from midepoch.read.memory import HeldBuffers, Memory
-from midepoch.read.resources import retried
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_batches import BatchReader
@@ -25,6 +24,7 @@ from midepoch.sources.damage import is_damage
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
+from midepoch.sources.resources import retried
 
 HEAP_BYTES = 256 << 20
 """How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from midepoch.errors import FormatError
+from midepoch.errors import CorruptBlockError, FormatError
 from midepoch.sources.damage import is_damage, refusal
+from midepoch.sources.resources import retried
 from midepoch.sources.storage import atomic_write
 
 _SUFFIX = ".midepoch-footers"
@@ -47,10 +48,10 @@ class Footers:
 
     @cached_property
     def _column(self) -> pa.ChunkedArray:
+        assert self.path is not None
         try:
-            with pa.memory_map(self.path) as mapped:
-                table = pa.ipc.open_file(mapped).read_all()
-        except (OSError, pa.ArrowException) as problem:
+            table = retried(self._table, self.path)
+        except (OSError, CorruptBlockError, pa.ArrowException) as problem:
             if not is_damage(problem):
                 raise refusal(problem, f"{self.path} could not be read: {problem}") from None
             raise FormatError(
@@ -59,6 +60,10 @@ class Footers:
         if (table.schema.metadata or {}).get(b"midepoch") != self.name.encode():
             raise FormatError(f"{self.path} belongs to another index: make the dataset again.")
         return table.column(0)
+
+    def _table(self) -> pa.Table:
+        with pa.memory_map(self.path) as mapped:
+            return pa.ipc.open_file(mapped).read_all()
 
     def save(self, index: Path) -> Footers:
         """Written beside the index, under a name of its own: an index in use keeps the ones it was made with."""

@@ -24,6 +24,7 @@ from midepoch.sources.arrow_ipc import Chains, FileScan, scan
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.footers import Footers
 from midepoch.sources.partitions import Values
+from midepoch.sources.resources import retried
 from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
 
@@ -192,7 +193,7 @@ def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
         stat = os.stat(path)  # before the scan: a file that changes under it will look stale
     except OSError as problem:
         raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
-    return scan(path, skip_damage=skip_damage), stat
+    return retried(lambda: scan(path, skip_damage=skip_damage), str(path)), stat
 
 
 def usable(path: object, schema: pa.Schema) -> None:

@@ -20,6 +20,7 @@ import pyarrow.fs as fs
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.fsspec_files import Handler
+from midepoch.sources.resources import PAUSES
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
@@ -180,42 +181,56 @@ class Store:
 
     def persist(self, path: str, what: str, action: Callable[[], T]) -> T:
         """Do something, again after a pause where it may help. Raises FetchError, which says what was tried."""
-        started = time.monotonic()
-        for attempt in range(self.retry.attempts):
+        started, attempt = time.monotonic(), 0
+        while True:
             try:
                 return action()
             except MidepochError:
                 raise
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise DataNotFoundError(f"{self.name(path)} does not exist.") from None
             except (OSError, pa.ArrowException) as problem:
-                text = self.clean(str(problem))
-                if _GONE.search(text):
-                    raise DataNotFoundError(f"{self.name(path)} does not exist: {text}") from None
-                if isinstance(problem, PermissionError) or _DENIED.search(text.replace(path, "")):
-                    raise FetchError(
-                        f"{self.name(path)} cannot be {what}: access is denied ({text}). "
-                        "Check the credentials in the environment or in storage_options."
-                    ) from None
-                if not is_damage(problem):
-                    raise refusal(problem, f"{self.name(path)} could not be {what}: {text}") from None
-                pause = self.retry.pause(attempt)
-                spent = time.monotonic() - started
-                if self.local or attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget:
-                    tried = f"{attempt + 1} attempt{'s' if attempt else ''} in {spent:.1f} s"
-                    if self._is_damage(problem):
-                        raise CorruptBlockError(f"{self.name(path)} cannot be read ({tried}): {text}") from None
-                    raise FetchError(f"{self.name(path)} could not be {what} ({tried}): {text}") from None
+                text, spent = self.clean(str(problem)), time.monotonic() - started
+                pause = self._pause(problem, text.replace(path, ""), attempt, spent)
+                attempt += 1
+                if pause is None:
+                    tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {spent:.1f} s"
+                    raise self._lasting(problem, path, what, tried) from None
                 _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
                 time.sleep(pause)
-        raise AssertionError("unreachable")
+
+    def _pause(self, problem: Exception, text: str, attempt: int, spent: float) -> float | None:
+        """Seconds to wait before trying again after so many attempts, or None where it would not help."""
+        of_system = isinstance(problem, OSError) and not isinstance(problem, PermissionError)
+        if _GONE.search(text) or _DENIED.search(text) or not (of_system or is_damage(problem)):
+            return None
+        if self.local:
+            return None if is_damage(problem) or attempt == len(PAUSES) else PAUSES[attempt]
+        pause = self.retry.pause(attempt)
+        return None if attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget else pause
+
+    def _lasting(self, problem: Exception, path: str, what: str, tried: str) -> Exception:
+        """The error for a problem that trying again did not or would not help against."""
+        text = self.clean(str(problem))
+        if _GONE.search(text):
+            return DataNotFoundError(f"{self.name(path)} does not exist: {text}")
+        if isinstance(problem, PermissionError) or _DENIED.search(text.replace(path, "")):
+            remedy = "its permissions" if self.local else "the credentials in the environment or in storage_options"
+            return FetchError(f"{self.name(path)} cannot be {what}: access is denied ({text}). Check {remedy}.")
+        if self._is_damage(problem):
+            return CorruptBlockError(f"{self.name(path)} cannot be read ({tried}): {text}")
+        text = f"{self.name(path)} could not be {what} ({tried}): {text}"
+        return FetchError(text) if is_damage(problem) or self._is_of_network(problem) else refusal(problem, text)
 
     def _is_damage(self, problem: Exception) -> bool:
-        """Whether the bytes are bad, and not the way to them."""
-        if self.local or isinstance(problem, pa.ArrowInvalid):
-            return True
+        """Return whether the bytes are bad, and not the way to them."""
+        if not is_damage(problem) or self.local or isinstance(problem, pa.ArrowInvalid):
+            return is_damage(problem)
+        return not self._is_of_network(problem) and not isinstance(problem, _ShortError)
+
+    def _is_of_network(self, problem: Exception) -> bool:
         network = isinstance(problem, (ConnectionError, TimeoutError)) or _NETWORK.search(str(problem)) is not None
-        return not network and not isinstance(problem, _ShortError)
+        return network and not self.local
 
     def clean(self, text: str) -> str:
         """A message without anything that was given as a secret."""

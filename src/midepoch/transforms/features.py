@@ -39,7 +39,7 @@ class Encoded:
         try:
             self[place : place + 1].decode("python")
         except Exception as problem:
-            if not is_damage(problem):
+            if not is_damage(problem, of_row=True):
                 raise
             return False
         return True

@@ -152,7 +152,7 @@ def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
     try:
         return column.decode(kind)
     except Exception as problem:
-        if isinstance(problem, MidepochError) or not is_damage(problem):
+        if isinstance(problem, MidepochError) or not is_damage(problem, of_row=True):
             raise
         bad = next((i for i in range(len(column)) if not column.decodes(i)), 0)
         raise _unreadable(name, int(batch.rows[bad]), problem) from problem

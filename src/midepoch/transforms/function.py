@@ -133,7 +133,7 @@ class Function:
         where = run.place(rows[0])
         which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
         text = f"{self.call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
-        if self.on_error == "skip" and is_damage(problem):
+        if self.on_error == "skip" and is_damage(problem, of_row=True):
             _log.warning("skipped: %s", text)
             run.skipped(len(rows))
             return

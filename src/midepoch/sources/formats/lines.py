@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -188,10 +187,14 @@ class _Text:
         """The contents from a position on. What was decompressed in a read that fails is lost: so reads get smaller."""
         found = bytearray()
         for size in (1 << 16, 1 << 8, 1):
-            with suppress(OSError, pa.ArrowException), contents(self._store, self._entry) as file:
-                skip(file, position + len(found))
-                while data := file.read(size):
-                    found += data
+            try:
+                with contents(self._store, self._entry) as file:
+                    skip(file, position + len(found))
+                    while data := file.read(size):
+                        found += data
+            except (OSError, pa.ArrowException) as problem:
+                if not is_damage(problem):
+                    raise
         return bytes(found)
 
 

@@ -1,0 +1,37 @@
+"""Errors of the machine, which say nothing about the data: too many open files, a disk that does not answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from midepoch.errors import CorruptBlockError, MidepochError
+from midepoch.sources.damage import error_number, is_damage
+
+T = TypeVar("T")
+
+PAUSES = (0.05, 0.2, 0.8)
+"""Seconds between attempts at a file of a local disk."""
+_LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def retried(action: Callable[[], T], path: str) -> T:
+    """Run an action on a local file, again after a pause where the operating system refused it.
+
+    A lasting refusal is raised as the OSError that it is, other failures as CorruptBlockError.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return action()
+        except (MidepochError, *_LASTING):
+            raise
+        except OSError as problem:
+            if is_damage(problem):
+                raise CorruptBlockError(f"{path} cannot be read: {problem}") from None
+            if pause is None:
+                number = error_number(problem) or 0
+                raise OSError(number, os.strerror(number), path) from None
+            time.sleep(pause)
+    raise AssertionError("unreachable")
