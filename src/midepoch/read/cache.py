@@ -13,12 +13,12 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, FormatError
+from midepoch.errors import CorruptBlockError, DataChangedError, FormatError
 from midepoch.read.block_files import BlockFile
 from midepoch.read.room import BLOCK, LOCK, NextUse, bytes_kept, make_room, mark_used, tidy
 from midepoch.read.turns import Turns
@@ -59,6 +59,7 @@ class BlockCache:
                 "decoded blocks cannot be kept in %s (%s): every process keeps its own", spec.folder, problem.strerror
             )
         self._mapped = self._locks is not None and not is_network(self._folder)
+        self._versions: dict[int, tuple[int, int, int]] = {}  # of mapped files, when they were opened
 
     def _file(self, block: int, path: Path | None = None) -> BlockFile:
         identity = hashlib.blake2b(f"{self._folder.name} {block}".encode(), digest_size=16).digest()
@@ -73,6 +74,7 @@ class BlockCache:
             return None
         file = self._file(block)
         try:
+            version = _version(file.path)
             batch = file.read(trusted=trusted)
         except OSError as problem:
             if not isinstance(problem, FileNotFoundError):
@@ -83,8 +85,30 @@ class BlockCache:
             with contextlib.suppress(OSError):
                 file.path.unlink(missing_ok=True)
             return None
+        if self._mapped:
+            self._versions[block] = version
         mark_used(file.path)
         return batch
+
+    def check(self, blocks: Iterable[int]) -> None:
+        """Raise DataChangedError if the file of one of these blocks, which are in use, was written to in place."""
+        for block in blocks:
+            opened, file = self._versions.get(block), self._file(block)
+            try:
+                version = _version(file.path)
+            except OSError:
+                continue  # a file that was removed stays mapped as it was
+            if opened is None or version == opened or version[0] != opened[0]:
+                continue  # and so does one that was replaced
+            try:
+                file.read()
+            except (CorruptBlockError, ValueError):
+                file.path.unlink(missing_ok=True)
+                raise DataChangedError(
+                    f"the cached block {file.path} was written to while it was in use: batches since the last check, a "
+                    "second ago, may hold wrong values. It was removed; load the last state to go on."
+                ) from None
+            self._versions[block] = version
 
     def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
         """The block: as it is if it is there, else made, by one process at a time."""
@@ -159,6 +183,11 @@ class BlockCache:
             finally:
                 if locked:
                     self._locks.release(block)
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _Unkept:

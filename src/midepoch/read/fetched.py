@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ _KEPT_SHARE = 0.75  # of the cache; the rest is for what is being decoded
 _DECODING_BYTES = 96 << 20
 """Of blocks that are decoded at once, when done: decoding takes several times as much."""
 _LARGE = 16 << 20
+CHECK_SECONDS = 1.0
 _AHEAD_BYTES = 256 << 20
 """Blocks to come, decoded: as many bytes as are in use (the next window), and at least this many."""
 
@@ -53,6 +55,7 @@ class FetchedBlocks:
         self._limit = int(spec.limit * _KEPT_SHARE)
         self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         self._open_bytes = 0
+        self._checked = time.monotonic()
         self._held = HeldBuffers()
         self._plan = _Plan(source, sharers)
         self._cache: BlockCache | KeptBlocks
@@ -115,7 +118,11 @@ class FetchedBlocks:
         return self._held.memory
 
     def check(self) -> None:
-        """Do nothing: blocks are held as they were decoded, whatever happens to their files."""
+        """Once a second, look whether files of mapped blocks were written to. Raises DataChangedError."""
+        now = time.monotonic()
+        if now >= self._checked + CHECK_SECONDS:
+            self._checked = now
+            self._cache.check(list(self._open))
 
     def trim(self) -> list[int]:
         """Let go of blocks that are not needed any more, or of those not used for longest if there are too many."""
