@@ -29,6 +29,7 @@ from midepoch.audit.records import LOST, SUFFIX, VERSION, numbered, read_passes,
 from midepoch.errors import StateError
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
+from midepoch.redaction import Address, refuse_lost_slash
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
@@ -51,8 +52,9 @@ class Ledger:
 
     def __init__(self, folder: str | os.PathLike[str], *, name: str = "", attempt: str | None = None) -> None:
         text = os.fspath(folder)
+        refuse_lost_slash(folder)
         if "://" in text:
-            raise ValueError(f"a ledger is appended to at every step, which {text} cannot be: give a folder.")
+            raise ValueError(f"a ledger is appended to at every step, which {Address(text)} cannot be: give a folder.")
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._mark = self._began = self._waited = 0.0

@@ -11,6 +11,7 @@ from midepoch.checkpoint.arrays import is_array
 from midepoch.checkpoint.directory import Directory
 from midepoch.checkpoint.local import LocalDirectory
 from midepoch.checkpoint.restoring import Wanted
+from midepoch.redaction import refuse_lost_slash
 
 
 def wanted_of(pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, with_rng: bool) -> Wanted:
@@ -25,6 +26,7 @@ def given_models(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def open_directory(directory: str | PathLike[str], storage_options: Mapping[str, Any] | None) -> Directory:
     """The folder or the object store that is meant."""
+    refuse_lost_slash(directory)
     address = str(directory)
     if "://" in address and not address.startswith("file://"):
         from midepoch.checkpoint.remote import RemoteDirectory

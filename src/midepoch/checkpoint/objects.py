@@ -3,18 +3,22 @@
 Objects appear whole or not at all, and a list shows what was written before it. Passing faults are tried again by
 obstore. (pyarrow, which reads the data, is no good here: it puts an empty object where the last one of a "folder" was
 removed, which some servers take for a file where a folder should be.)
+
+Errors of obstore end here: what is raised has their text without credentials, and is chained to none of them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from midepoch.errors import FetchError, reason
+from midepoch.redaction import Address, Secrets
+from midepoch.sources.addresses import native_options
 
+T = TypeVar("T")
 _PART_BYTES = 16 << 20
 # The names that from_files takes, which are pyarrow's; anything else is handed to obstore as it is.
 _NAMES = {
@@ -26,9 +30,6 @@ _NAMES = {
 }
 
 
-_SECRET = re.compile("secret|token|password|key|credential")
-
-
 class Object(NamedTuple):
     size: int
     changed: float
@@ -38,16 +39,24 @@ class Objects:
     """Objects below an address like ``s3://bucket/run``. Raises FetchError when all tries have failed."""
 
     def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        given, options = Address(address.rstrip("/")), dict(storage_options or {})
+        self._secrets = Secrets.of(given, options)
+        self.name, target = given.public, given.reveal()
         try:
             import obstore
             from obstore.store import from_url
         except ImportError as problem:
-            raise ImportError(f'checkpoints in {address} need obstore: pip install "midepoch[store]"') from problem
-        self.name = address.rstrip("/")
+            raise ImportError(f'checkpoints in {self.name} need obstore: pip install "midepoch[store]"') from problem
+        if given.links[0].scheme in ("s3", "s3a"):
+            path, own = native_options(given.links[0])
+            self.name = target = f"{given.links[0].scheme}://{path}".rstrip("/")
+            options = {**own, **options}
         self._obstore: Any = obstore
-        self._store: Any = from_url(self.name, **_options(self.name, storage_options or {}))
+        self._store: Any = self._clean(
+            lambda: from_url(target, **_options(target, options)),
+            lambda _, text: ValueError(f"checkpoints cannot be kept in {self.name}: {text}"),
+        )
         self._ranges: bool | None = None
-        self._secrets = [str(value) for name, value in (storage_options or {}).items() if _SECRET.search(name)]
 
     def list(self, below: str = "") -> dict[str, Object]:
         """All objects below a name, by their names."""
@@ -96,12 +105,15 @@ class Objects:
         self._call("put", name, data)
 
     @contextmanager
-    def writer(self, name: str) -> Iterator[Any]:
-        """A new object, in parts; there when the context is left without an error."""
+    def writer(self, name: str) -> Iterator[Callable[[memoryview], None]]:
+        """A function that adds to a new object, in parts; there when the context is left without an error."""
         writer = self._call("open_writer", name, buffer_size=_PART_BYTES)
-        yield writer
-        with self._told(name):
-            writer.close()
+
+        def write(data: memoryview) -> None:
+            self._do(name, lambda: writer.write(data))
+
+        yield write
+        self._do(name, writer.close)
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects, as far as they are there."""
@@ -110,22 +122,29 @@ class Objects:
                 self._call("delete", list(names))
 
     def _call(self, what: str, *arguments: Any, **options: Any) -> Any:
-        with self._told(arguments[0] if arguments and isinstance(arguments[0], str) else ""):
+        def call() -> Any:
             found = getattr(self._obstore, what)(self._store, *arguments, **options)
             # Lists and bodies come when they are asked for, and so do their errors.
             return found.collect() if what == "list" else found.bytes() if what == "get" else found
 
-    @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+        return self._do(arguments[0] if arguments and isinstance(arguments[0], str) else "", call)
+
+    def _do(self, name: str, action: Callable[[], T]) -> T:
+        """Do something with an object. Raises FileNotFoundError or FetchError."""
+
+        def failure(problem: Exception, text: str) -> Exception:
+            kind = FileNotFoundError if isinstance(problem, FileNotFoundError) else FetchError
+            return kind(f"{self.name}/{name}: {text}")
+
+        return self._clean(action, failure)
+
+    def _clean(self, action: Callable[[], T], failure: Callable[[Exception, str], Exception]) -> T:
         try:
-            yield
-        except FileNotFoundError:
-            raise
+            return action()
         except Exception as problem:
             text = reason(problem).split("\n\nDebug source", 1)[0]
-            for secret in self._secrets:
-                text = text.replace(secret, "***")
-            raise FetchError(f"{self.name}/{name}: {text}") from None
+            clean = failure(problem, self._secrets.clean(text))
+        raise clean  # not where it was caught: errors that are chained are shown as they are
 
 
 def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:

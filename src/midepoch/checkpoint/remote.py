@@ -16,7 +16,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,8 @@ class RemoteDirectory:
 
     @contextmanager
     def sink(self, step: int, token: str, name: str) -> Iterator[_RemoteSink]:
-        with self._objects.writer(f"step_{step}/{token}/{name}") as writer:
-            yield _RemoteSink(writer)
+        with self._objects.writer(f"step_{step}/{token}/{name}") as write:
+            yield _RemoteSink(write)
 
     @contextmanager
     def scratch(self, step: int, token: str, part: str) -> Iterator[Path]:
@@ -259,11 +259,11 @@ class RemoteBoard:
 
 
 class _RemoteSink:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, write: Callable[[memoryview], None]) -> None:
+        self._write = write
 
     def write(self, data: memoryview, /) -> None:
-        self._writer.write(data)
+        self._write(data)
 
 
 class _RemoteSource:

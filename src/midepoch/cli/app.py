@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from midepoch import __version__
 from midepoch.cli.audit import audit
@@ -18,8 +20,25 @@ from midepoch.cli.inspect import diff, inspect, verify
 from midepoch.cli.peek import peek
 from midepoch.cli.plan import plan
 from midepoch.cli.report import report, watch
+from midepoch.redaction import Secrets
+
+
+class _Commands(TyperGroup):  # type: ignore[misc]
+    """The commands. What is wrong with their arguments is said without the credentials in them."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except Exception as problem:
+            if isinstance(getattr(problem, "message", None), str):  # of typer's own, about the arguments
+                given = [argument.removeprefix("--storage=").partition("=") for argument in sys.argv[1:]]
+                secrets = Secrets.of({name: value for name, sign, value in given if sign})
+                problem.message = secrets.clean(problem.message)  # type: ignore[attr-defined]
+            raise
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from midepoch.errors import MidepochError
 from midepoch.plain import plain
+from midepoch.redaction import redacted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,7 +85,8 @@ def explained(command: F) -> F:
             if os.environ.get("MIDEPOCH_DEBUG"):
                 raise
             told = isinstance(problem, (MidepochError, ValueError, TypeError, OSError, ImportError)) and str(problem)
-            sys.stderr.write(f"midepoch: {printable(told or f'{type(problem).__name__}: {problem}')}\n")
+            text = redacted(told or f"{type(problem).__name__}: {problem}")
+            sys.stderr.write(f"midepoch: {printable(text)}\n")
             raise typer.Exit(2) from None
 
     return run  # type: ignore[return-value]

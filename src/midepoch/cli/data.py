@@ -84,7 +84,7 @@ def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
     for pair in given or ():
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise ValueError(f"--storage takes KEY=VALUE, got {pair!r}")
+            raise ValueError("--storage takes KEY=VALUE, got a text without a key or without '='")
         found[key] = {"true": True, "false": False}.get(value.lower(), value)
     return found
 

@@ -17,6 +17,7 @@ from midepoch.cli.states import open_state
 from midepoch.describe import Difference, describe, differences
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.progress import Bar
+from midepoch.redaction import redacted
 
 _TEXT = 1000
 
@@ -47,7 +48,8 @@ def inspect(
     if as_json:
         common.print_json({"step": number, **asdict(told), "share": told.share})
         return
-    table = Table(show_header=False, title=state if number is None else f"{state}, step {number}", title_justify="left")
+    shown = redacted(state) if number is None else f"{redacted(state)}, step {number}"
+    table = Table(show_header=False, title=shown, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in told.lines().items():
@@ -138,7 +140,7 @@ def verify(
     saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
     steps = saved.steps() if step is None else [step]
     if not steps:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {checkpoints}.")
+        raise CheckpointNotFoundError(f"there is no checkpoint in {redacted(checkpoints)}.")
     found = []
     with Bar("verifying", "steps") as bar:
         for number, one in enumerate(steps, 1):
@@ -147,7 +149,7 @@ def verify(
     if as_json:
         common.print_json([asdict(each) for each in found])
     else:
-        table = Table(title=checkpoints, title_justify="left")
+        table = Table(title=redacted(checkpoints), title_justify="left")
         for name in ("step", "saved", "ranks", "parts", "size", ""):
             table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
         for each in found:

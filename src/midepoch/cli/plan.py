@@ -13,6 +13,7 @@ from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
 from midepoch.loader.stream import StreamLoader
 from midepoch.plan import ResumePlan, plan_resume
+from midepoch.redaction import redacted
 from midepoch.stream import Stream
 
 _RANKS, _ROWS = 8, 12
@@ -62,7 +63,9 @@ def plan(
         machines=machines,
     )
     if as_json:
-        common.print_json({"checkpoint": checkpoint, "step": which, "num_workers": num_workers, **asdict(found)})
+        common.print_json(
+            {"checkpoint": redacted(checkpoint), "step": which, "num_workers": num_workers, **asdict(found)}
+        )
     else:
         _show(found, which, world_size)
     if not found.accepted:

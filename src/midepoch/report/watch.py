@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -142,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        _log.debug("watch: " + format, *args)
+        _log.debug("watch: %s", re.sub(r"\?\S*", "", format % args))  # without the token
 
 
 def is_own(host: str) -> bool:

@@ -1,20 +1,22 @@
 """Which store an address means, and the path in it.
 
-What is secret stays in memory: paths are kept without user names, passwords and queries.
+Credentials in an address become options of the store: paths, and with them indexes and names of caches, hold none.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 import pyarrow.fs as fs
 
-from midepoch.errors import DataNotFoundError, MidepochError
-from midepoch.sources.fsspec_files import Handler
+from midepoch.errors import DataNotFoundError, FetchError, MidepochError
+from midepoch.redaction import Address, Link, Secrets
+from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
 from midepoch.sources.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
@@ -24,87 +26,85 @@ def resolve(
     path: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any = None, retry: Retry | None = None
 ) -> tuple[Store, str]:
     """The store that a path or URL means, and the path in it, without credentials."""
-    retry = retry or Retry()
+    retry, address = retry or Retry(), Address(path)
     if filesystem is not None:
-        return _given(filesystem, path, retry)
+        return _given(filesystem, address, retry)
     if "://" not in path:
         if storage_options:
-            raise ValueError(f"storage_options were given, but {path!r} is a local path: it needs a scheme like s3://")
+            raise ValueError(f"storage_options were given, but {address} is a local path: it needs a scheme like s3://")
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(os.path.expanduser(path))
     scheme = path.split("://", 1)[0].lower()
     if scheme == "file":
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(unquote(path.split("://", 1)[1]))
     options = dict(storage_options or {})
-    if scheme in ("http", "https"):
-        _refuse_credentials(path)
-    if scheme not in _NATIVE:
-        return _fsspec(scheme, path, options, retry)
+    secrets = Secrets.of(address, options)
     try:
-        return _native(scheme, path, options, retry)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"storage_options for {scheme}:// cannot be used: {_without(problem, options)}") from None
+        if scheme in _NATIVE:
+            return _native(address, options, secrets, retry)
+        return _by_fsspec(scheme, address, options, secrets, retry)
+    except MidepochError:
+        raise
+    except Exception as problem:  # raised below, since what is chained is shown as it is
+        failure = _failure(problem, scheme, address, secrets)
+    raise failure
 
 
-def _refuse_credentials(path: str) -> None:
-    """A signed address is its own credential, and would land in the index."""
-    shown = path.split("?", 1)[0]
-    host = shown.split("://", 1)[1].split("/", 1)[0]
-    if "?" in path or "@" in host:
-        shown = shown.replace(host, host.rsplit("@", 1)[-1])
-        raise ValueError(
-            f"{shown} comes with a query or a user name, which may be a credential and is not written to an index: "
-            "give the plain address, and what it takes to be let in by storage_options (of fsspec's http file system)."
+def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets) -> Exception:
+    text = secrets.clean(str(problem))
+    if scheme in _NATIVE:
+        return ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
+    if isinstance(problem, FileNotFoundError):  # the archive that the files are in
+        return DataNotFoundError(f"{text}, in which {address} is to be found.")
+    if isinstance(problem, (ImportError, ValueError)):
+        return MidepochError(
+            f"{scheme}:// cannot be opened: {text}. s3://, gs:// and az:// are read natively, "
+            "others by fsspec, which needs the package for them."
         )
+    if isinstance(problem, OSError) or is_foreign(problem):
+        return FetchError(f"{address} could not be opened: {text}")
+    return MidepochError(f"{address} cannot be opened: {type(problem).__name__}: {text}")
 
 
-def _given(filesystem: Any, path: str, retry: Retry) -> tuple[Store, str]:
-    scheme = path.split("://", 1)[0] + "://" if "://" in path else ""
-    inner = path.split("://", 1)[-1]
+def _given(filesystem: Any, address: Address, retry: Retry) -> tuple[Store, str]:
+    scheme, mark, inner = address.public.rpartition("://")
     if isinstance(filesystem, fs.PyFileSystem) and type(filesystem.handler) is fs.FSSpecHandler:
         filesystem = filesystem.handler.fs
     if not isinstance(filesystem, fs.FileSystem):
         filesystem = fs.PyFileSystem(Handler(filesystem))
     if isinstance(filesystem, fs.LocalFileSystem):
         return Store(filesystem, retry=retry), os.path.abspath(os.path.expanduser(inner))
-    return Store(filesystem, scheme, _secrets_of(filesystem), retry), inner.rstrip("/")
+    secrets = Secrets.of(address, options_of(filesystem))
+    return Store(filesystem, scheme + mark, secrets, retry), inner.rstrip("/")
 
 
-def _secrets_of(filesystem: fs.FileSystem) -> tuple[str, ...]:
-    try:
-        options = filesystem.__reduce__()[1]
-    except Exception:
-        return ()
-    return _values([each for each in options if isinstance(each, dict)])
-
-
-def _native(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
-    # By hand, because a key may hold all that means something in other addresses: # ? @ %
-    host, slash, key = path.split("://", 1)[1].partition("/")
-    if "@" in host:
-        user, host = host.rsplit("@", 1)
-        name, _, password = user.partition(":")
-        options = {"access_key": unquote(name), "secret_key": unquote(password), **options}
-    elif ":" in host and "@" in key:
-        raise ValueError("the address holds a secret with a '/': write it as %2F, or use storage_options")
-    inner = host + slash + key
-    before, mark, query = inner.rpartition("?")
-    given = dict(parse_qsl(query)) if mark else {}
-    if given and all(name in _URL_OPTIONS for name in given):  # s3://bucket/folder?endpoint_override=…
-        inner, options = before, {**given, **options}
-    inner = inner.rstrip("/")
-    if scheme == "s3":
+def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: Retry) -> tuple[Store, str]:
+    (link,) = address.links
+    inner, given = native_options(link)
+    options = {**given, **options}
+    if link.scheme == "s3":
         made = _s3(tuple(sorted(_s3_options(options).items())))
-    elif scheme in ("gs", "gcs"):
+    elif link.scheme in ("gs", "gcs"):
         made = fs.GcsFileSystem(**options)
     else:
         account = options.pop("account_name", None) or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
         if not account:
             raise ValueError("account_name is missing: give it, or set AZURE_STORAGE_ACCOUNT_NAME")
         made = fs.AzureFileSystem(account, **options)
-    return Store(made, f"{scheme}://", _values([options]), retry), inner
+    return Store(made, f"{link.scheme}://", secrets, retry), inner.rstrip("/")
 
 
 _URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
+
+
+def native_options(link: Link) -> tuple[str, dict[str, str]]:
+    """The path that an address of an object store means, and the options in it: ``s3://KEY:SECRET@bucket?region=…``."""
+    name, password = link.user
+    if "/" in link.userinfo:
+        raise ValueError("the address holds a secret with a '/': write it as %2F, or use storage_options")
+    options = {"access_key": name, "secret_key": password} if link.userinfo else {}
+    if any(parameter not in _URL_OPTIONS for parameter, _ in link.parameters):  # a key may hold all signs
+        return link.place, options
+    return link.path, {**dict(link.parameters), **options}
 
 
 @lru_cache(maxsize=16)
@@ -149,50 +149,43 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _fsspec(scheme: str, path: str, options: dict[str, Any], retry: Retry) -> tuple[Store, str]:
+def _by_fsspec(
+    scheme: str, address: Address, options: dict[str, Any], secrets: Secrets, retry: Retry
+) -> tuple[Store, str]:
     try:
         import fsspec
     except ImportError:
         raise MidepochError(f"{scheme}:// needs fsspec: `pip install fsspec` and the package for {scheme}.") from None
-    try:
-        filesystem, inner = fsspec.core.url_to_fs(path, **options)
-    except FileNotFoundError as problem:  # the archive that the files are in
-        raise DataNotFoundError(f"{_without(problem, options)}, in which {path} is to be found.") from None
-    except (ImportError, ValueError) as problem:
-        raise MidepochError(
-            f"{scheme}:// cannot be opened: {_without(problem, options)}. s3://, gs:// and az:// are read natively, "
-            "others by fsspec, which needs the package for them."
-        ) from None
-    keep = scheme in ("http", "https")  # there the path is the whole address
-    return Store(fs.PyFileSystem(Handler(filesystem)), "" if keep else f"{scheme}://", _values([options]), retry), inner
+    parts = []
+    for part in address.parts:
+        own = _fsspec_options(part.links[0]) if part.links else None
+        parts.append(part.reveal() if own is None else part.public)
+        if own:
+            options[part.links[0].scheme] = {**own, **options.get(part.links[0].scheme, {})}
+    filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
+    if Address(inner).public != inner:
+        raise ValueError(
+            f"{address} comes with a credential that fsspec leaves in the path. Use storage_options for it"
+        )
+    whole = "://" in inner  # the path is the address itself, as of a web server
+    return Store(fs.PyFileSystem(Handler(filesystem)), "" if whole else f"{scheme}://", secrets, retry), inner
 
 
-def _without(problem: Exception, options: Mapping[str, Any]) -> str:
-    text = str(problem)
-    for secret in _values([dict(options)]):
-        text = text.replace(secret, "***")
-    return text
-
-
-_PUBLIC = {
-    "region",
-    "region_name",
-    "aws_region",
-    "scheme",
-    "endpoint_override",
-    "endpoint_url",
-    "endpoint",
-    "account_name",
-}
-
-
-def _values(options: list[dict[str, Any]]) -> tuple[str, ...]:
-    """All texts in the options that may be secret."""
-    found: list[str] = []
-    for each in options:
-        for name, value in each.items():
-            if isinstance(value, dict):
-                found += _values([value])
-            elif isinstance(value, str) and len(value) > 3 and name not in _PUBLIC:
-                found.append(value)
-    return tuple(found)
+def _fsspec_options(link: Link) -> dict[str, Any] | None:
+    """The credentials of an address, as fsspec wants them; None where it reads them from the address itself."""
+    if link.scheme in ("s3", "s3a"):
+        return dict(zip(("key", "secret"), link.user, strict=True)) if link.userinfo else {}
+    if link.scheme not in ("http", "https"):
+        return None
+    if link.place != link.path or "key" in link.signature:
+        raise ValueError(
+            f"{link.scheme}://{link.path} comes with a query that is no signature, and queries are not written to an "
+            "index. Use the plain address, and storage_options (of fsspec's http file system) for the query"
+        )
+    own: dict[str, Any] = {}
+    if link.userinfo:
+        user = base64.b64encode(":".join(link.user).encode()).decode()
+        own["client_kwargs"] = {"headers": {"Authorization": f"Basic {user}"}}
+    if link.signature:
+        own["params"] = link.signature
+    return own

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.redaction import refuse_lost_slash
 from midepoch.sources.addresses import resolve
 from midepoch.sources.stores import Entry, Retry, Store
 
@@ -80,6 +81,10 @@ def find_files(
         of, path = resolve(text, storage_options, filesystem, retry)
         if store is not None and of.identity != store.identity:
             raise ValueError(f"all files of a dataset must lie in one store, {of.name(path)} lies in another")
+        if store is not None and of.secrets != store.secrets:
+            raise ValueError(
+                f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
+            )
         store = store or of
         entries += _expand(store, path, text, wanted)
     assert store is not None
@@ -107,6 +112,7 @@ def check_path(given: Any) -> str:
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given))
+    refuse_lost_slash(given)
     return path
 
 

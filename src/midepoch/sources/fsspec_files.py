@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as fs
+
+from midepoch.redaction import redacted
+
+_PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
+"""Options that say where the files lie."""
 
 
 class Handler(fs.FSSpecHandler):  # type: ignore[misc]
@@ -37,6 +44,12 @@ class Handler(fs.FSSpecHandler):  # type: ignore[misc]
         """
         inner = _inner(self.fs)
         return _is_of_kind(inner, "file", "memory") or isinstance(getattr(inner, "fo", None), io.BytesIO)
+
+    @property
+    def place(self) -> str:
+        """The server, repository or archive that the files are in, without credentials."""
+        options = options_of(self)
+        return " ".join(redacted(str(options[name])) for name in _PLACES if isinstance(options.get(name), (str, int)))
 
     def version(self, path: str) -> str:
         """What changes with the contents of a file, as far as the file system tells; empty if it does not."""
@@ -66,6 +79,33 @@ class Handler(fs.FSSpecHandler):  # type: ignore[misc]
         if not self.fs.isfile(path):
             raise FileNotFoundError(path)
         return self.fs.open(path, mode="rb")
+
+
+def options_of(filesystem: Any) -> dict[str, Any]:
+    """The options that a file system of pyarrow or fsspec was made with, and those of the ones it is made of."""
+    if isinstance(filesystem, fs.PyFileSystem):
+        return options_of(filesystem.handler)
+    if isinstance(filesystem, fs.FSSpecHandler):
+        return options_of(filesystem.fs)
+    if isinstance(filesystem, fs.FileSystem):
+        try:
+            made_of = filesystem.__reduce__()[1]
+        except Exception:
+            return {}
+        return {name: value for each in made_of if isinstance(each, dict) for name, value in each.items()}
+    given = getattr(filesystem, "storage_options", None)
+    if not isinstance(given, Mapping):
+        return {}
+    arguments = getattr(filesystem, "storage_args", ())
+    nested = [options_of(value) for value in (*given.values(), *arguments, getattr(filesystem, "fs", None))]
+    texts = tuple(value for value in arguments if isinstance(value, (str, bytes)))
+    return {**dict(given), "arguments": texts, "nested": nested}
+
+
+def is_foreign(problem: BaseException) -> bool:
+    """Whether an error is of the package that fetches the bytes, and not of Python or pyarrow, which read them."""
+    package = type(problem).__module__.partition(".")[0]
+    return package not in sys.stdlib_module_names and package not in ("pyarrow", "midepoch")
 
 
 class _InTurn:

@@ -6,22 +6,23 @@ import glob
 import hashlib
 import json
 import os
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from midepoch.errors import DataError, DataNotFoundError
+from midepoch.redaction import Address, Secrets, is_secret
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
 VERSION = 1
 
+_CREDENTIALS = {"token", "storage_options", "download_config"}
 # Arguments that say how to fetch the data, not which data: not part of the key, and never written down.
 _NOT_DATA = {
-    "token",
-    "storage_options",
-    "download_config",
+    *_CREDENTIALS,
     "download_mode",
     "num_proc",
     "keep_in_memory",
@@ -29,7 +30,7 @@ _NOT_DATA = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HubRequest:
     """The arguments of ``load_dataset`` that decide which data is meant."""
 
@@ -42,7 +43,8 @@ class HubRequest:
 
     @property
     def key(self) -> str:
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_DATA and value is not None}
+        given = {name: value for name, value in self.kwargs.items() if value is not None}
+        kwargs = {name: value for name, value in given.items() if name not in _NOT_DATA and not is_secret(name)}
         fields = [_absolute(self.path), self.name, self.data_files, self.data_dir, self.revision, kwargs]
         local = [os.getcwd()] if self._relative() else []
         text = _canonical([VERSION, *fields, *local])
@@ -87,7 +89,7 @@ def arrow_files(
         splits = _ask_datasets(request, num_proc)
         entry = {
             "version": VERSION,
-            "dataset": {"path": request.path, "name": request.name, "revision": request.revision},
+            "dataset": {"path": Address(request.path).public, "name": request.name, "revision": request.revision},
             "inputs": inputs,
             "splits": {name: [str(file) for file in files] for name, files in splits.items()},
         }
@@ -130,23 +132,39 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
             keep_in_memory=False,
             **kwargs,
         )
-    except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as problem:
-        raise DataNotFoundError(f"datasets could not find {request.path!r}: {problem}") from problem
     except Exception as problem:
+        missing = isinstance(problem, (FileNotFoundError, datasets.exceptions.DatasetNotFoundError))
+        failure = _failure(request, problem, missing)
+    else:
+        if isinstance(found, datasets.Dataset):
+            found = {str(found.split or "train"): found}
+        return {str(name): _files_of(request, name, split) for name, split in found.items()}
+    raise failure  # not where it was caught: errors that are chained are shown as they are
+
+
+def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataError:
+    """The error to raise for one of ``datasets``, chained to it unless that shows credentials."""
+    given = {name: value for name, value in request.kwargs.items() if name in _CREDENTIALS or is_secret(name)}
+    secrets = Secrets.of(given, *map(Address, (request.path, request.data_dir or "", *_flat(request.data_files))))
+    name = repr(Address(request.path))
+    if missing:
+        failure: DataError = DataNotFoundError(secrets.clean(f"datasets could not find {name}: {problem}"))
+    else:
         cause = problem.__cause__ or problem.__context__
         detail = f" ({type(cause).__name__}: {cause})" if cause is not None else ""
-        raise DataError(
-            f"datasets could not load {request.path!r}: {type(problem).__name__}: {problem}{detail}"
-        ) from problem
-    if isinstance(found, datasets.Dataset):
-        found = {str(found.split or "train"): found}
-    splits = {}
-    for name, split in found.items():
-        files = [Path(entry["filename"]) for entry in split.cache_files]
-        if not files and len(split):
-            raise DataError(f"split {name!r} of {request.path!r} is in memory only; there are no Arrow files to read.")
-        splits[str(name)] = files
-    return splits
+        text = f"datasets could not load {name}: {type(problem).__name__}: {problem}{detail}"
+        failure = DataError(secrets.clean(text))
+    shown = "".join(traceback.format_exception(problem))
+    failure.__cause__ = problem if secrets.clean(shown) == shown else None
+    return failure
+
+
+def _files_of(request: HubRequest, name: Any, split: Any) -> list[Path]:
+    files = [Path(entry["filename"]) for entry in split.cache_files]
+    if not files and len(split):
+        shown = repr(Address(request.path))
+        raise DataError(f"split {name!r} of {shown} is in memory only; there are no Arrow files to read.")
+    return files
 
 
 def _flat(data_files: Any) -> Iterable[str]:
@@ -168,7 +186,9 @@ def _canonical(value: Any) -> str:
         return "{" + ",".join(sorted(f"{key!r}:{_canonical(inner)}" for key, inner in value.items())) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_canonical, value)) + "]"
-    return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if isinstance(value, (str, os.PathLike)):
+        return repr(Address(os.fspath(value)).public)  # the same data, whatever it takes to be let in
+    return repr(value)
 
 
 def _absolute(path: str) -> str:

@@ -1,6 +1,7 @@
 """Files of a local disk, an object store, or anything fsspec knows, behind one small interface with retries.
 
-Every message that leaves here has been searched for the values of the options that were given (``addresses.py``).
+This is where errors of the libraries that reach a store end: what is raised here has their text without credentials,
+and is chained to none of them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
+from midepoch.redaction import Secrets, redacted
 from midepoch.sources.damage import is_damage, refusal
-from midepoch.sources.fsspec_files import Handler
+from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
 from midepoch.sources.resources import PAUSES
 
 T = TypeVar("T")
@@ -68,7 +70,7 @@ class Store:
 
     given: fs.FileSystem
     scheme: str = ""
-    secrets: tuple[str, ...] = field(default=(), repr=False)
+    secrets: Secrets = field(default_factory=Secrets)
     retry: Retry = field(default_factory=Retry)
     owner: int = field(default_factory=os.getpid)
 
@@ -100,15 +102,17 @@ class Store:
 
     @property
     def identity(self) -> str:
-        """What tells this store from others, without anything secret: part of the key of an index."""
-        endpoint = ""
+        """The name that tells this store from others, without anything secret: part of the key of an index."""
+        place = ""
         if isinstance(self.filesystem, fs.S3FileSystem):
-            endpoint = str(self.filesystem.__reduce__()[1][0].get("endpoint_override", ""))
-        return f"{self.scheme}{self.filesystem.type_name} {endpoint}"
+            place = str(options_of(self.filesystem).get("endpoint_override", "")).rpartition("@")[2]
+        elif isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, Handler):
+            place = self.filesystem.handler.place
+        return f"{self.scheme}{self.filesystem.type_name} {place}"
 
     def name(self, path: str) -> str:
         """A path in words for people."""
-        return f"{self.scheme}{path}"
+        return redacted(f"{self.scheme}{path}")
 
     def list(self, folder: str) -> list[Entry]:
         """All files below a folder, at any depth, in one listing."""
@@ -185,24 +189,25 @@ class Store:
         while True:
             try:
                 return action()
-            except MidepochError:
-                raise
-            except (FileNotFoundError, NotADirectoryError):
-                raise DataNotFoundError(f"{self.name(path)} does not exist.") from None
-            except (OSError, pa.ArrowException) as problem:
-                text, spent = self.clean(str(problem)), time.monotonic() - started
+            except Exception as problem:
+                if not isinstance(problem, (MidepochError, OSError, pa.ArrowException)) and not is_foreign(problem):
+                    raise
+                text, spent = self.secrets.clean(str(problem)), time.monotonic() - started
                 pause = self._pause(problem, text.replace(path, ""), attempt, spent)
                 attempt += 1
                 if pause is None:
                     tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {spent:.1f} s"
-                    raise self._lasting(problem, path, what, tried) from None
-                _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
-                time.sleep(pause)
+                    failure = self._lasting(problem, path, what, tried)
+            if pause is None:
+                raise failure  # not where it was caught: errors that are chained are shown as they are
+            _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
+            time.sleep(pause)
 
     def _pause(self, problem: Exception, text: str, attempt: int, spent: float) -> float | None:
         """Seconds to wait before trying again after so many attempts, or None where it would not help."""
-        of_system = isinstance(problem, OSError) and not isinstance(problem, PermissionError)
-        if _GONE.search(text) or _DENIED.search(text) or not (of_system or is_damage(problem)):
+        if isinstance(problem, (MidepochError, FileNotFoundError, NotADirectoryError, PermissionError)):
+            return None
+        if _GONE.search(text) or _DENIED.search(text) or not (isinstance(problem, OSError) or is_damage(problem)):
             return None
         if self.local:
             return None if is_damage(problem) or attempt == len(PAUSES) else PAUSES[attempt]
@@ -211,32 +216,40 @@ class Store:
 
     def _lasting(self, problem: Exception, path: str, what: str, tried: str) -> Exception:
         """The error for a problem that trying again did not or would not help against."""
-        text = self.clean(str(problem))
+        if isinstance(problem, MidepochError):
+            return self._cleaned(problem)
+        name, text = self.name(path), self.secrets.clean(str(problem))
+        if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
+            return DataNotFoundError(f"{name} does not exist.")
         if _GONE.search(text):
-            return DataNotFoundError(f"{self.name(path)} does not exist: {text}")
+            return DataNotFoundError(f"{name} does not exist: {text}")
         if isinstance(problem, PermissionError) or _DENIED.search(text.replace(path, "")):
             remedy = "its permissions" if self.local else "the credentials in the environment or in storage_options"
-            return FetchError(f"{self.name(path)} cannot be {what}: access is denied ({text}). Check {remedy}.")
+            return FetchError(f"{name} cannot be {what}: access is denied ({text}). Check {remedy}.")
         if self._is_damage(problem):
-            return CorruptBlockError(f"{self.name(path)} cannot be read ({tried}): {text}")
-        text = f"{self.name(path)} could not be {what} ({tried}): {text}"
-        return FetchError(text) if is_damage(problem) or self._is_of_network(problem) else refusal(problem, text)
+            return CorruptBlockError(f"{name} cannot be read ({tried}): {text}")
+        text = f"{name} could not be {what} ({tried}): {text}"
+        of_the_way = is_damage(problem) or is_foreign(problem) or self._is_of_network(problem)
+        return FetchError(text) if of_the_way else refusal(problem, text)
+
+    def _cleaned(self, problem: MidepochError) -> MidepochError:
+        """An error that may quote, or be chained to, one of another library."""
+        text = self.secrets.clean(str(problem))
+        if text != str(problem):
+            return type(problem)(text)
+        if problem.__suppress_context__:
+            problem.__context__ = None
+        return problem
 
     def _is_damage(self, problem: Exception) -> bool:
         """Return whether the bytes are bad, and not the way to them."""
         if not is_damage(problem) or self.local or isinstance(problem, pa.ArrowInvalid):
             return is_damage(problem)
-        return not self._is_of_network(problem) and not isinstance(problem, _ShortError)
+        return not (self._is_of_network(problem) or is_foreign(problem) or isinstance(problem, _ShortError))
 
     def _is_of_network(self, problem: Exception) -> bool:
         network = isinstance(problem, (ConnectionError, TimeoutError)) or _NETWORK.search(str(problem)) is not None
         return network and not self.local
-
-    def clean(self, text: str) -> str:
-        """A message without anything that was given as a secret."""
-        for secret in self.secrets:
-            text = text.replace(secret, "***")
-        return text
 
 
 class OpenFile:

@@ -1,7 +1,8 @@
 """The arguments of a step as a short text for the state: the same in every process, and another for other values.
 
 Only values that have a meaning outside of this process are in it: numbers, texts, bytes, containers of them, arrays and
-tensors. Of anything else (a model, a tokenizer, an open file, a path) only the name of the argument is.
+tensors. Of anything else (a model, a tokenizer, an open file, a path) only the name of the argument is, and of
+credentials, so that they can be rotated: of arguments with such a name, and of those in an address.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from midepoch.redaction import Address, is_secret
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
 from midepoch.transforms.tokenize import Tokenize
@@ -52,8 +54,14 @@ def _packed(value: Any) -> bytes:
     return f"{kind} {len(data)} ".encode() + data
 
 
+def _value(name: Any, value: Any) -> bytes:
+    return _UNKNOWN if isinstance(name, str) and isinstance(value, str) and is_secret(name) else _packed(value)
+
+
 def _told(value: Any) -> tuple[str, bytes]:
-    if value is None or (isinstance(value, (bool, int, float, complex, str)) and not isinstance(value, enum.Enum)):
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        return type(value).__name__, repr(Address(value).public).encode()
+    if value is None or (isinstance(value, (bool, int, float, complex)) and not isinstance(value, enum.Enum)):
         return type(value).__name__, repr(value).encode()
     if isinstance(value, (bytes, bytearray)):
         return "bytes", bytes(value)
@@ -64,7 +72,7 @@ def _told(value: Any) -> tuple[str, bytes]:
     if isinstance(value, (set, frozenset)):
         return "set", b"".join(sorted(map(_packed, value)))
     if isinstance(value, Mapping):
-        return "dict", b"".join(sorted(_packed(key) + _packed(inner) for key, inner in value.items()))
+        return "dict", b"".join(sorted(_packed(key) + _value(key, inner) for key, inner in value.items()))
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
         array = np.ascontiguousarray(value)
         return f"array {array.dtype.str} {array.shape}", array.tobytes()

@@ -55,7 +55,7 @@ class Function:
     with_indices: bool = False
     with_generator: bool = False
     input_columns: tuple[str, ...] | None = None
-    fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fn_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     input_format: str = "python"
     on_error: str = "raise"
 
