@@ -14,6 +14,7 @@ from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Order, Selection
 from midepoch.pipeline import Pipeline
 from midepoch.progress import shown
+from midepoch.redaction import is_address, redacted
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
@@ -77,7 +78,7 @@ def from_files(
             found.append(find_files(texts, format=format, **where))
         return found[0]
 
-    folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
+    folder = None if index_dir is None else _local(index_dir, "index_dir")
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
@@ -99,7 +100,13 @@ def from_files(
 
 
 def _cache_dir(given: PathLike | None) -> Path:
-    return default_index_dir() / "blocks" if given is None else Path(os.path.abspath(os.path.expanduser(given)))
+    return default_index_dir() / "blocks" if given is None else Path(os.path.abspath(_local(given, "cache_dir")))
+
+
+def _local(given: PathLike, what: str) -> Path:
+    if is_address(given):
+        raise ValueError(f"{what} must be a local folder, got the address {redacted(os.fspath(given))}")
+    return Path(os.path.expanduser(given))
 
 
 def load_from_disk(
@@ -114,7 +121,7 @@ def load_from_disk(
 
     A dataset dict needs a split; a single dataset needs none (to slice it, any name will do).
     """
-    folder = Path(os.path.expanduser(check_path(path)))
+    folder = _local(check_path(path), "path")
     splits = saved_splits(folder)
     if splits is None:
         files = saved_files(folder)
@@ -152,10 +159,10 @@ def load_dataset(
     parts = parse_split(split)
     request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
-    folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
+    folder = None if index_dir is None else _local(index_dir, "index_dir")
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
     parts = expand_all(parts, list(splits))
-    check_splits(parts, splits, repr(path))
+    check_splits(parts, splits, repr(redacted(path)))
     return _of_splits(parts, splits, index_dir, force_reindex, on_error)
 
 
@@ -187,7 +194,7 @@ def _index(
     files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str, *, as_mapped: bool = False
 ) -> Index:
     _check_on_error(on_error)
-    folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
+    folder = None if index_dir is None else _local(index_dir, "index_dir")
     skip = on_error == "skip"
     with shown("indexing", "files") as report:
         return open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)

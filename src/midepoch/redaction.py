@@ -23,8 +23,9 @@ _LEAST = 4
 _LINKS = re.compile(r"::(?=[A-Za-z][\w+.-]*(?::/|::))")
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]+):(/{1,3})(.*)", re.DOTALL)
 _IN_TEXT = re.compile(r"[A-Za-z][\w+.-]+:/{1,3}[^\s'\"<>`]+")
-_LOST_SLASH = re.compile(r"(?:s3a?|gc?s|az|abfss?|https?|hf|s?ftp|smb|memory):/(?!/)", re.IGNORECASE)
+_ADDRESS = re.compile(r"(?:s3a?|gc?s|az|abfss?|https?|hf|s?ftp|smb|memory):/", re.IGNORECASE)
 _PIECES = re.compile(r"(?=[?&#;])")
+_NAME = re.compile(r"[\w.-]*")
 _PORT = re.compile(r"[^:]*:\d*|\[[^\]]*\](?::\d*)?")
 _NAMES_BEFORE_AT = {"github", "git"}  # org:repo@revision
 _CONTAINERS_BEFORE_AT = {"az", "abfs", "abfss", "wasb", "wasbs"}  # container@account, no password
@@ -132,6 +133,11 @@ class Address:
         return repr(self.public)
 
 
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an address, also one that pathlib took a slash from."""
+    return _ADDRESS.match(os.fsdecode(path)) is not None
+
+
 def refuse_lost_slash(path: object) -> None:
     """Raise ValueError for an address that pathlib has made a local path of, which would show its credentials.
 
@@ -140,8 +146,9 @@ def refuse_lost_slash(path: object) -> None:
     Traceback (most recent call last):
     ValueError: s3:/bucket/run is an address that pathlib took a slash from. Pass it as a text.
     """
-    if isinstance(path, os.PathLike) and _LOST_SLASH.match(text := str(os.fspath(path))):
-        raise ValueError(f"{Address(text)} is an address that pathlib took a slash from. Pass it as a text.")
+    if isinstance(path, os.PathLike) and is_address(path):
+        address = Address(os.fsdecode(path))
+        raise ValueError(f"{address} is an address that pathlib took a slash from. Pass it as a text.")
 
 
 def is_secret(name: str) -> bool:
@@ -254,6 +261,8 @@ def _values_in(given: Any, name: str) -> Iterator[str]:
     elif isinstance(given, Mapping):
         for key, value in given.items():
             yield from _values_in(value, str(key).lower())
+            if _NAME.fullmatch(str(key)) is None:  # a value without its name
+                yield str(key)
     elif isinstance(given, (list, tuple, set, frozenset)):
         texts = [each for each in given if isinstance(each, str)]
         if isinstance(given, tuple) and len(texts) > 1:
@@ -273,7 +282,7 @@ def _of_link(link: Link) -> Iterator[str]:
     name, password = link.user
     if link.userinfo:
         yield from (password, link.userinfo, _basic(name, password))
-    if link.userinfo and (not password or link.scheme in _WITHOUT_PORTS):  # a token, or the name of a key
+    if not password or len(name) >= 2 * _LEAST or link.scheme in _WITHOUT_PORTS:  # a token, or the name of a key
         yield name
     for parameter, value in link.parameters:
         yield from _values_in(_as_address(parameter, value), parameter)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from midepoch.audit.records import SUFFIX, Passed, Place, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError
+from midepoch.redaction import redacted
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""
@@ -98,7 +99,8 @@ def ledger_folder(run: str | Path) -> Path:
     for folder in (given, given / "ledger"):
         if any(folder.glob(f"*{SUFFIX}")):
             return folder
-    raise DataNotFoundError(f"there is no ledger in {given}: make loaders with audit={str(given)!r} to keep one.")
+    name = redacted(str(given))
+    raise DataNotFoundError(f"there is no ledger in {name}: make loaders with audit={name!r} to keep one.")
 
 
 def read_generations(folder: Path) -> list[Generation]:

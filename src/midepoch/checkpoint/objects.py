@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from midepoch.errors import FetchError, reason
 from midepoch.redaction import Address, Secrets
-from midepoch.sources.addresses import native_options
+from midepoch.sources.addresses import check_endpoint, native_options
 
 T = TypeVar("T")
 _PART_BYTES = 16 << 20
@@ -151,6 +151,7 @@ def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
     options = {_NAMES.get(name, name): value for name, value in given.items()}
     scheme = options.pop("scheme", None)
     endpoint = options.get("endpoint")
+    check_endpoint(str(endpoint or ""))
     if endpoint and "://" not in str(endpoint):
         endpoint = options["endpoint"] = f"{scheme or 'https'}://{endpoint}"
     if str(endpoint or "").startswith("http://"):

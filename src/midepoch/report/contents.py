@@ -17,6 +17,7 @@ from midepoch.checkpoint.health import health
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
+from midepoch.redaction import redacted
 from midepoch.report.consumption import of_run
 from midepoch.report.quality import quality
 
@@ -162,14 +163,15 @@ def _beside(run: str | Path | None) -> Path | None:
 
 
 def _health(where: str | Path, read: bool) -> dict[str, Any]:
+    folder = Path(redacted(str(where))).name
     try:
         saved = PipelineCheckpoint(where, rank=0, world_size=1)
         steps = saved.steps()
     except (MidepochError, OSError) as problem:
-        return {"folder": Path(str(where)).name, "steps": [], "more": 0, "read": read, "problem": str(problem)}
+        return {"folder": folder, "steps": [], "more": 0, "read": read, "problem": str(problem)}
     shown = [health(saved, step, read=read) for step in steps[-_MOST_CHECKPOINTS:]]
     return {
-        "folder": Path(str(where)).name,
+        "folder": folder,
         "steps": [vars(one) for one in shown],
         "more": len(steps) - len(shown),
         "read": read,

@@ -129,6 +129,12 @@ _S3_NAMES = {
 }
 
 
+def check_endpoint(endpoint: str) -> None:
+    """Raise ValueError for one with a user or a password, which stores sign no requests with, and look up as a host."""
+    if "@" in endpoint:
+        raise ValueError("the endpoint holds a user or a password. Use access_key and secret_key instead")
+
+
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options under pyarrow's names; fsspec's and boto's are understood as well."""
     given = {**options, **options.get("client_kwargs", {})}
@@ -138,6 +144,7 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
         found.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     )
     if endpoint:
+        check_endpoint(endpoint)
         found["endpoint_override"] = endpoint.split("://", 1)[-1].rstrip("/")
         if "://" in endpoint:
             found.setdefault("scheme", endpoint.split("://", 1)[0])
