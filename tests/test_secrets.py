@@ -111,6 +111,17 @@ class Search:
         return self._leaks
 
 
+class Lines(logging.Handler):
+    """All that is logged, as it would be shown, and what it was made of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(f"{self.format(record)} {record.msg!r} {record.args!r}")
+
+
 @pytest.fixture
 def search(
     tmp_path: Path,
@@ -126,12 +137,15 @@ def search(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.DEBUG)
+    lines = Lines()
+    logging.getLogger().addHandler(lines)
     found = Search(tmp_path)
     yield found
     gc.collect()  # what is said by those that go
+    logging.getLogger().removeHandler(lines)
+    for line in lines.found:
+        found.text("log", line)
     printed = capfd.readouterr()
-    found.text("log", caplog.text)
-    found.text("arguments of log lines", repr([(record.msg, record.args) for record in caplog.records]))
     found.text("stdout", printed.out)
     found.text("stderr", printed.err)
     found.text("warnings", repr([str(one.message) for one in recwarn]))

@@ -16,7 +16,7 @@ import pyarrow.fs as fs
 
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
 from midepoch.redaction import Address, Link, Secrets
-from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
+from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
 from midepoch.sources.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
@@ -169,6 +169,7 @@ def _by_fsspec(
         parts.append(part.reveal() if own is None else part.public)
         if own:
             options[part.links[0].scheme] = {**own, **options.get(part.links[0].scheme, {})}
+    redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
     if Address(inner).public != inner:
         raise ValueError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -100,6 +102,20 @@ def options_of(filesystem: Any) -> dict[str, Any]:
     nested = [options_of(value) for value in (*given.values(), *arguments, getattr(filesystem, "fs", None))]
     texts = tuple(value for value in arguments if isinstance(value, (str, bytes)))
     return {**dict(given), "arguments": texts, "nested": nested}
+
+
+def redact_logs() -> None:
+    """Let fsspec log addresses, which it does at DEBUG, without their credentials."""
+    for name in ("fsspec", "fsspec.http", "fsspec.cached"):
+        logging.getLogger(name).addFilter(_without_credentials)  # once, however often it is called
+
+
+def _without_credentials(record: logging.LogRecord) -> bool:
+    record.msg, record.args = redacted(record.getMessage()), None
+    if record.exc_info:
+        record.exc_text = redacted("".join(traceback.format_exception(*record.exc_info)).rstrip())
+        record.exc_info = None
+    return True
 
 
 def is_foreign(problem: BaseException) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from midepoch.errors import DataError, DataNotFoundError
 from midepoch.redaction import Address, Secrets, is_secret
+from midepoch.sources.fsspec_files import redact_logs
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
@@ -121,6 +122,7 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
         raise ValueError(
             "streaming=True has no Arrow files to read; leave it out: midepoch never loads data into memory"
         )
+    redact_logs()
     try:
         found = datasets.load_dataset(
             request.path,
