@@ -24,6 +24,7 @@ _LINKS = re.compile(r"::(?=[A-Za-z][\w+.-]*(?::/|::))")
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]+):(/{1,3})(.*)", re.DOTALL)
 _IN_TEXT = re.compile(r"[A-Za-z][\w+.-]+:/{1,3}[^\s'\"<>`]+")
 _ADDRESS = re.compile(r"(?:s3a?|gc?s|az|abfss?|https?|hf|s?ftp|smb|memory):/", re.IGNORECASE)
+_AUTHORITY_ENDS = re.compile(r"/|\?[\w.-]+=")
 _PIECES = re.compile(r"(?=[?&#;])")
 _NAME = re.compile(r"[\w.-]*")
 _PORT = re.compile(r"[^:]*:\d*|\[[^\]]*\](?::\d*)?")
@@ -210,7 +211,7 @@ def _parsed(part: str) -> Link | None:
 
 def _split_user(scheme: str, rest: str) -> tuple[str, str]:
     """What stands before the ``@`` that ends the credentials, and what comes after it."""
-    authority = rest.partition("/")[0]
+    authority = _AUTHORITY_ENDS.split(rest, maxsplit=1)[0]
     if scheme in _NAMES_BEFORE_AT or (scheme in _CONTAINERS_BEFORE_AT and ":" not in authority):
         return "", rest
     if "@" in authority:
