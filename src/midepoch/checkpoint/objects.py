@@ -97,9 +97,9 @@ class Objects:
 
     def stream(self, name: str) -> Iterator[memoryview]:
         """All of an object, in parts."""
-        with self._told(name):
-            for part in self._obstore.get(self._store, name).stream(min_chunk_size=1 << 20):
-                yield memoryview(part)
+        parts = self._do(name, lambda: iter(self._obstore.get(self._store, name).stream(min_chunk_size=1 << 20)))
+        while (part := self._do(name, lambda: next(parts, None))) is not None:
+            yield memoryview(part)
 
     def put(self, name: str, data: bytes) -> None:
         self._call("put", name, data)
