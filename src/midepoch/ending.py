@@ -12,6 +12,7 @@ PREFIX = "midepoch-"
 """What the names of all threads of ours begin with."""
 
 _PATIENCE = 10.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 _left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _log = logging.getLogger("midepoch")
 
@@ -26,10 +27,17 @@ def join(threads: Iterable[threading.Thread]) -> bool:
         return False
     ended, end = True, time.monotonic() + _PATIENCE
     for thread in threads:
-        if thread not in _left_behind:
-            thread.join(max(0.0, end - time.monotonic()))
-        ended &= not thread.is_alive()
-        if thread.is_alive() and thread not in _left_behind:
+        pause = _FIRST_PAUSE
+        while _runs(thread) and thread not in _left_behind and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 1.5)
+        ended &= not _runs(thread)
+        if _runs(thread) and thread not in _left_behind:
             _left_behind.add(thread)
             _log.warning("%s still reads %g s after it was told to end: it is left behind", thread.name, _PATIENCE)
     return ended
+
+
+def _runs(thread: threading.Thread) -> bool:
+    """True until a thread has ended. After a Ctrl-C its ``join`` and ``is_alive`` take it for ended (before 3.13)."""
+    return thread in threading.enumerate()

@@ -117,8 +117,3 @@ class WorldError(MidepochError):
 
 class WorkerError(MidepochError):
     """A worker process died or failed."""
-
-
-def reason(problem: BaseException) -> str:
-    """Return the text of an error, or the name of its class if it has none."""
-    return str(problem).strip() or type(problem).__name__

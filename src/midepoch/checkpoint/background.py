@@ -16,8 +16,8 @@ import numpy as np
 from midepoch.checkpoint.arrays import Bytes, Kind, bytes_of
 from midepoch.checkpoint.helpers import in_threads
 from midepoch.checkpoint.tree import Encoded
-from midepoch.errors import reason
 from midepoch.imports import loaded
+from midepoch.reasons import reason
 
 _log = logging.getLogger("midepoch")
 _COPIERS = min(4, os.cpu_count() or 1)

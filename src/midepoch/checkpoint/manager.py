@@ -25,7 +25,8 @@ from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.restoring import Loaded, Wanted, latest, load
 from midepoch.checkpoint.tree import INLINE, Encoded, encode
 from midepoch.checks import whole
-from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, reason
+from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
+from midepoch.reasons import reason
 from midepoch.world import World, find_world
 
 _log = logging.getLogger("midepoch")

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from midepoch.errors import FetchError, reason
+from midepoch.errors import FetchError
+from midepoch.reasons import reason
 from midepoch.redaction import Address, Secrets
 from midepoch.sources.addresses import check_endpoint, native_options
 

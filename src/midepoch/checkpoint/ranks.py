@@ -42,7 +42,7 @@ from midepoch.checkpoint.notes import (
     tell_absence,
     why_of,
 )
-from midepoch.errors import reason
+from midepoch.reasons import reason
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")

@@ -22,8 +22,9 @@ from midepoch.checkpoint.helpers import Helper
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.ranks import Follower, Leader, lead
 from midepoch.checkpoint.tree import Encoded
-from midepoch.errors import CheckpointError, CheckpointSaveError, reason
+from midepoch.errors import CheckpointError, CheckpointSaveError
 from midepoch.imports import loaded
+from midepoch.reasons import reason
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")

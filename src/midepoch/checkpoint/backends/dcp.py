@@ -29,7 +29,8 @@ from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stored import Stored
 from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
-from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, reason
+from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from midepoch.reasons import reason
 from midepoch.world import World
 
 _HARMLESS = {
