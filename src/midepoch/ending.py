@@ -1,12 +1,15 @@
-"""Waiting for threads of ours to end: never for ever, and never in one of them."""
+"""The end of objects: waiting for their threads, never indefinitely, and closing them when nobody holds them."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 PREFIX = "midepoch-"
 """What the names of all threads of ours begin with."""
@@ -41,3 +44,20 @@ def join(threads: Iterable[threading.Thread]) -> bool:
 def _runs(thread: threading.Thread) -> bool:
     """True until a thread has ended. After a Ctrl-C its ``join`` and ``is_alive`` take it for ended (before 3.13)."""
     return thread in threading.enumerate()
+
+
+def silent_at_exit(delete: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorate a ``__del__``: what it raises while the interpreter ends is dropped.
+
+    Modules may be cleared by then, so that their functions fail; threads and workers were ended before, at exit.
+    """
+
+    @functools.wraps(delete)
+    def silent(self: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        try:
+            delete(self)
+        except Exception:
+            if not is_finalizing():
+                raise
+
+    return silent

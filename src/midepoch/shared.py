@@ -16,6 +16,7 @@ import tempfile
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
+from midepoch.ending import silent_at_exit
 from midepoch.order import Cut
 
 _SIZE = 16384
@@ -92,6 +93,7 @@ class SharedCell:
         self._memory, self._fd = mmap.mmap(fd, _SIZE), fd
         self._memory[:] = content
 
+    @silent_at_exit
     def __del__(self) -> None:
         fd = getattr(self, "_fd", None)
         if fd is not None:

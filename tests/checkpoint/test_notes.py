@@ -190,5 +190,9 @@ def test_ranks_that_write_together_do_not_wait_for_one_that_fails(torch_forks: F
     torch_forks.ranks(2, str(script), str(tmp_path / "run"), os.path.dirname(__file__))
     for rank in range(2):
         places, small, saved = json.loads((tmp_path / f"run.{rank}").read_text())
-        assert "at is 0 on rank 0 and 1 on rank 1" in places[0] and "No space left on device" in small[0] and saved[0] == "saved"
+        assert (
+            "at is 0 on rank 0 and 1 on rank 1" in places[0]
+            and "No space left on device" in small[0]
+            and saved[0] == "saved"
+        )
         assert max(seconds for _, seconds in (places, small, saved)) < LONG / 4

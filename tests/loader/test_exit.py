@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from forks import Forks
+
 # Registered before anything else, so called after everything else: what still runs then may be in C++ code when the
 # interpreter goes, and takes the process with it ("terminate called without an active exception", SIGABRT).
 SCRIPT = """
@@ -45,3 +47,46 @@ def test_nothing_reads_on_when_the_process_ends(kind: str, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ran: True\nleft: []\n"
+
+
+# The function keeps the names of the script until modules are cleared: what is deleted then finds nothing in them.
+HELD = """
+import sys
+import midepoch
+from midepoch.loader import direct
+faults = iter(range(10**9))
+direct._faults = lambda: next(faults)  # a file that is not in memory
+def keep(): ...
+path, folder, kind = sys.argv[1:]
+ds = midepoch.from_files(path, index_dir=folder, cache_dir=folder if kind == "cached" else None).shuffle(seed=1)
+loaders = {
+    "numbers": lambda: ds.with_format("numpy").loader(2),
+    "cached": lambda: ds.with_format("numpy").loader(2),
+    "threads": lambda: ds.map(dict).loader(2),
+    "workers": lambda: ds.map(dict).loader(2, num_workers=2),
+    "audited": lambda: ds.loader(2, audit=folder + "/ledger"),
+    "stream": lambda: ds.filter(bool).loader(2),
+    "stream of workers": lambda: ds.filter(bool).loader(2, num_workers=2),
+    "rows": lambda: ds,
+}
+batches = iter(loaders[kind]())
+for _ in range(4):
+    next(batches)
+sys.modules["held"] = batches
+"""
+KINDS = ["numbers", "cached", "threads", "workers", "audited", "stream", "stream of workers", "rows"]
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_an_iterator_that_a_script_leaves_behind_is_silent(suffix: str, tmp_path: Path) -> None:
+    table, path = pa.table({"id": np.arange(4000)}), tmp_path / f"a.{suffix}"
+    if suffix == "arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    else:
+        pq.write_table(table, path, row_group_size=10)
+    (tmp_path / "script.py").write_text(HELD)
+    with Forks("midepoch", "midepoch.loader.direct") as forks:
+        commands = [[str(tmp_path / "script.py"), str(path), str(tmp_path / f"{kind}"), kind] for kind in KINDS]
+        for kind, done in zip(KINDS, forks.run(*commands), strict=True):
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), kind

@@ -26,6 +26,7 @@ from typing import Any
 from midepoch.agreement import start_name
 from midepoch.audit.orders import order_name, save_order, stream_name
 from midepoch.audit.records import LOST, SUFFIX, VERSION, numbered, read_passes, steps_in
+from midepoch.ending import silent_at_exit
 from midepoch.errors import StateError
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
@@ -293,6 +294,7 @@ class Ledger:
                 os.ftruncate(file, self.end)
             os.close(file)
 
+    @silent_at_exit
     def __del__(self) -> None:
         if getattr(self, "_file", -1) >= 0:
             self._close()

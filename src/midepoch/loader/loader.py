@@ -11,6 +11,7 @@ from typing import Any
 from midepoch import state as states
 from midepoch.audit.ledger import Ledger
 from midepoch.checks import whole
+from midepoch.ending import silent_at_exit
 from midepoch.errors import MidepochError
 from midepoch.loader.batches import BatchMaker, Made, Plan
 from midepoch.loader.common import AnyLoader
@@ -238,6 +239,7 @@ class Loader(AnyLoader):
         rows, at = self._pipeline.rows, self.position
         return {"rows": f"{rows:,}", "at": f"epoch {self.epoch}, position {at:,} of {rows:,}"}, at / max(1, rows)
 
+    @silent_at_exit
     def __del__(self) -> None:
         if getattr(self, "_pool", None) is not None:
             self._close_pool()
@@ -385,5 +387,6 @@ class _Batches(HasState):
             self._loader._maker = None  # a thread may come back to it
         self._source = None
 
+    @silent_at_exit
     def __del__(self) -> None:
         self.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
+from midepoch.ending import silent_at_exit
 from midepoch.errors import MidepochError
 from midepoch.flow.chunk import Items
 from midepoch.flow.lanes import Deal, Lanes, Place
@@ -252,5 +253,6 @@ class StreamPass(HasState):
             self._loader.close_workers(anyway=anyway)
         self._lanes, self._steps = None, None
 
+    @silent_at_exit
     def __del__(self) -> None:
         self.close()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from midepoch.checks import whole
+from midepoch.ending import silent_at_exit
 from midepoch.flow import state as states
 from midepoch.flow.lanes import Deal, Lanes, Place, Share
 from midepoch.flow.length import estimated_length, known_length
@@ -304,6 +305,7 @@ class StreamLoader(AnyLoader):
         }
         return about, self.position / total if total else None
 
+    @silent_at_exit
     def __del__(self) -> None:
         if getattr(self, "_bundles", None) is not None:
             self._close_pool()
