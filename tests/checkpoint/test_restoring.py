@@ -145,6 +145,7 @@ def test_layouts_and_scalars_come_back(tmp_path: Path) -> None:
             "scalar": np.float32(value),
             "bfloat16": torch.full((5000,), value, dtype=torch.bfloat16),
             "empty": torch.empty(0, 3),
+            "one": torch.full((1, 2), value)[:, 0],
         }
 
     checkpoint = PipelineCheckpoint(tmp_path)

@@ -101,12 +101,11 @@ def check_complete(value: Any, *, distributed: Container[str] = ()) -> None:
 def bytes_of(value: Any) -> Bytes:
     """The bytes of an array in host memory: without a copy where they lie there in a row already."""
     if _is_torch(value):
-        torch = sys.modules["torch"]
         tensor = value.detach()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        tensor = tensor.cpu().contiguous().reshape(-1)
-        return np.asarray(tensor.view(torch.uint8).numpy()) if tensor.numel() else np.empty(0, np.uint8)
+        tensor = tensor.cpu().contiguous()
+        return np.asarray(flat_bytes(tensor).numpy()) if tensor.numel() else np.empty(0, np.uint8)
     if _is_jax(value):
         jax = sys.modules["jax"]
         value = np.asarray(jax.random.key_data(value) if _is_key(value) else value)
@@ -114,6 +113,12 @@ def bytes_of(value: Any) -> Bytes:
     if not flat.dtype.isnative:
         flat = flat.astype(flat.dtype.newbyteorder("="))
     return flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """The bytes of a contiguous tensor, as a tensor over the same memory."""
+    # Not reshape(-1): a tensor of one value counts as contiguous with any stride, which view() refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
 def make(kind: Kind, data: Bytes) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import Bytes, Kind, is_array, make
+from midepoch.checkpoint.arrays import Bytes, Kind, flat_bytes, is_array, make
 from midepoch.checkpoint.files import Source
 from midepoch.checkpoint.helpers import in_threads
 from midepoch.checkpoint.tree import decode
@@ -53,8 +53,7 @@ class Stored:
         elif not target.is_contiguous():
             target.copy_(self.read())
         elif target.numel():
-            torch: Any = sys.modules["torch"]
-            flat = target.reshape(-1).view(torch.uint8)
+            flat = flat_bytes(target)
             if target.device.type == "cpu":
                 self._fill(flat.numpy())
             else:
