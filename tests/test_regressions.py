@@ -27,7 +27,7 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
     """A pool of ``datasets`` outlives a killed parent: what it inherited must not block the next run."""
     code = (
         "import os, sys, time; from pathlib import Path; from midepoch.sources.storage import locked\n"
-        "with locked(Path(sys.argv[1])):\n"
+        "with locked(Path(sys.argv[1]), 'it'):\n"
         "    if os.fork() == 0: time.sleep(600); os._exit(0)\n"
         "    print('held', flush=True); time.sleep(600)\n"
     )
@@ -44,7 +44,7 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
     process.wait()
     try:
         waiter = "import sys; from pathlib import Path; from midepoch.sources.storage import locked\n"
-        waiter += "with locked(Path(sys.argv[1])): print('free')"
+        waiter += "with locked(Path(sys.argv[1]), 'it'): print('free')"
         done = subprocess.run(
             [sys.executable, "-c", waiter, str(target)], capture_output=True, text=True, timeout=120, check=True
         )
@@ -52,8 +52,8 @@ def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
-    with locked(target) as writable:
-        assert writable
+    with locked(target, "it") as place:
+        assert place.keep(lambda: target.write_bytes(b"kept"))
 
 
 def test_folders_behind_links_are_read(tmp_path: Path) -> None:

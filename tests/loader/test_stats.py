@@ -236,7 +236,7 @@ def test_progress_hands_over_every_batch(files: str, capsys: Any, monkeypatch: p
         if len(seen) == 500:
             break
     shown = capsys.readouterr().err.replace("\n", "\r").split("\r")
-    assert "epoch 1 ████████████░░░░░░░░░░░░ 5/10 batches" in shown[-2]
+    assert "epoch 1 █████████░░░░░░░░░░░░░░░ 4/10 batches" in shown[-2]  # the fifth one is still in the loop
     assert "rows/s" in shown[-2]
     stream = midepoch.from_files(files).filter(lambda row: row["id"] < 100).loader(10)
     assert len(list(stream.progress())) == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -55,14 +56,15 @@ def test_the_three_recipes_at_another_number_of_ranks(data: str, tmp_path: Path)
     assert all("the ranks were not at the same step when these states were saved" in one["list"] for one in first)
     refused = [one["apart"] for one in first if "apart" in one]
     assert len(refused) == 1  # the one that came second; under DDP the other ends with it
-    assert "position 12" in refused[0] and "position 48" in refused[0] and "Load one state on all ranks" in refused[0]
+    assert re.search("position is (12|48) on rank 0 and (12|48) on rank 1", refused[0]), refused
+    assert "load one state on all of them" in refused[0]
     assert all("the last step of epoch 0 has 1 row left for 2 ranks" in one["uneven"] for one in first)
     assert first[0]["shared"] == first[1]["shared"] == order[:6]  # tensor parallel: the same rows
     assert first[0]["drawn"] == first[1]["drawn"]  # a seed that nobody gave is one for all
     assert all("each process has drawn its own seed" in one["early"] for one in first)
-    for case, field in (("one epoch", "epoch 3"), ("batch size", "batch size 4"), ("position", "position 12")):
-        (message,) = [one[case] for one in first if one[case] is not None]
-        assert field in message, message
+    for case, field in (("one epoch", "epoch is 3"), ("batch size", "batch size is 3"), ("position", "position is 12")):
+        messages = [one[case] for one in first if one[case] is not None]  # of who came second, or of both
+        assert messages and all(field in message for message in messages), messages
     assert [one["look"] for one in first] == [None, None]
     assert [one["iterator"] for one in first] == [11, 11]  # the next epoch, on both
 

@@ -83,7 +83,7 @@ def arrow_files(
     path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
     if not force and (known := _recall(path, request)) is not None:
         return known
-    with locked(path, f"the list of files of {request.path!r}") as place:
+    with locked(path, f"the list of files of {Address(request.path)!r}") as place:
         if not force and (known := _recall(path, request)) is not None:  # another process did it meanwhile
             return known
         inputs = request.inputs(path.parent)
