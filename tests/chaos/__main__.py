@@ -9,6 +9,7 @@ was lost or repeated and that the order is that of an uninterrupted run. The see
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import random
@@ -210,6 +211,8 @@ def main() -> None:
     os.environ.setdefault("CHAOS_VERBOSE", "")
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or every fork would copy what its collector touches
     segments = set(os.listdir("/dev/shm"))
     victims: Counter[str] = Counter()
     number, began = chosen.trial or 0, time.monotonic()
