@@ -22,6 +22,7 @@ class Verdict(NamedTuple):
 
 class _Log(NamedTuple):
     restored: int
+    lanes: int
     steps: dict[int, tuple[int, list[Any]]]
 
 
@@ -30,7 +31,7 @@ def prove(pipeline: Any, starts: list[Start], folder: Path, seed: int) -> Verdic
     logs = read_logs(folder, starts)
     if isinstance(pipeline, StreamPipeline):
         return Verdict(*pipeline.prove(logs, folder), logs.starts)
-    kept = _check_order(pipeline, logs.history, starts, folder, logs.first_world)
+    kept = _check_order(pipeline, logs.history, starts, folder, logs.lanes)
     _check_ledger(logs.history, folder, logs.made - kept, starts, seed)
     return Verdict(kept, logs.made - kept, logs.starts)
 
@@ -49,8 +50,8 @@ def read_logs(folder: Path, starts: list[Start]) -> Logs:
                 made += len(outputs)
                 history.setdefault(step, (start, {}))[1][rank] = (epoch, outputs)
     assert sorted(history) == list(range(1, len(history) + 1)), "a step is missing"
-    first = next(start.world for start, logs in reversed(begun) if all(log.restored == 0 for log in logs.values()))
-    return Logs(history, made, len(begun), first)
+    (lanes,) = {log.lanes for log in begun[-1][1].values()}
+    return Logs(history, made, len(begun), lanes)
 
 
 def _logs(folder: Path, start: Start) -> dict[int, _Log]:
@@ -61,7 +62,7 @@ def _logs(folder: Path, start: Start) -> dict[int, _Log]:
         entries = [json.loads(line) for line in lines]
         if entries:
             steps = {entry["step"]: (entry["epoch"], entry["outputs"]) for entry in entries if "step" in entry}
-            found[rank] = _Log(entries[0]["from"], steps)
+            found[rank] = _Log(entries[0]["from"], entries[0]["lanes"], steps)
     return found
 
 

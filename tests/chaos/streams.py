@@ -127,7 +127,7 @@ class StreamPipeline:
 
         Returns how many outputs there were, and how many more came again after a crash.
         """
-        history, made, lanes = logs.history, logs.made, self.lanes or logs.first_world
+        history, made, lanes = logs.history, logs.made, logs.lanes
         kept_outputs = 0
         for epoch in range(EPOCHS):
             places = self._places(folder, lanes, epoch)

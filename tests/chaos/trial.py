@@ -139,8 +139,8 @@ class Logs(NamedTuple):
     """Outputs delivered, also those that were lost with a crash."""
     starts: int
     """Starts that got anywhere."""
-    first_world: int
-    """Ranks of the last start that began from the beginning."""
+    lanes: int
+    """Of the order that all of them followed, since the last one that began from the beginning."""
 
 
 def be_rank(pipeline: Any, start: Start, rank: int, folder: Path) -> None:
@@ -159,7 +159,7 @@ def be_rank(pipeline: Any, start: Start, rank: int, folder: Path) -> None:
     progress: dict[str, Any] = {"step": 0}
     step = checkpoint.restore_latest(loader, progress) or 0
     assert progress["step"] == step
-    _write(log, {"from": step})
+    _write(log, {"from": step, "lanes": loader.state_dict()["lanes"]})
     pace = random.Random(start.number * 100 + rank)
     while loader.epoch < EPOCHS:
         epoch = loader.epoch
