@@ -5,6 +5,7 @@ Mostly without waiting: the first to speak decides, all others hear it. ``all_sa
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -13,8 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from midepoch.errors import WorldError
 from midepoch.imports import loaded
@@ -33,8 +33,8 @@ _LEFT_BY_LAUNCHERS = (
 _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _JAX_TIMEOUT_MS = 60_000
 _log = logging.getLogger("midepoch")
-_LONG, _PATIENCE = 15, 1800
-"""Seconds to wait for other ranks: as long as torch's collectives do."""
+_LOOK, _LONG, _PATIENCE = 1, 15, 1800
+"""Seconds to wait for other ranks before looking for a reason, before saying so, and at all: as torch's collectives."""
 _MOST_SHOWN = 120
 """Characters of a value in a message."""
 
@@ -57,15 +57,31 @@ def first_said(key: str, value: str) -> str | None:
     return None
 
 
-def all_said(key: str, rank: int, count: int, value: str, *, unless_refused: str) -> list[str]:
+class Waits(NamedTuple):
+    """A rank that waits for the others of its group: which one it is, of how many, and what it loads.
+
+    ``loader``: the name under which its counterparts may have refused to go on.
+    """
+
+    group: str
+    rank: int
+    size: int
+    what: dict[str, Any]
+    loader: str
+
+
+def all_said(key: str, value: str, waits: Waits) -> list[str]:
     """What each rank has said under this key, in order, this one ``value``: waits for those that come later.
 
-    Raises WorldError if a rank has refused (``refuse``), or does not come.
+    Raises WorldError if a rank has refused (``refuse``), waits for this one with something else, or does not come.
     """
-    names = [f"midepoch/{key}/{other}" for other in range(count)]
+    names = [f"midepoch/{key}/{other}" for other in range(waits.size)]
     try:
-        _set(names[rank], value)
-        _wait(names, unless_refused)
+        _set(names[waits.rank], value)
+        try:
+            _wait(names, key, waits)
+        finally:
+            _delete(_note_of(waits, waits.rank))
         return [_get(name) or "" for name in names]
     except WorldError:
         raise
@@ -75,15 +91,27 @@ def all_said(key: str, rank: int, count: int, value: str, *, unless_refused: str
         ) from None
 
 
-def refuse(name: str, why: str) -> None:
-    """Let ranks that wait, or come later, know why this one does not go on."""
+def say(key: str, value: str) -> None:
+    """Let other ranks look this up, if there is a store."""
     with suppress(Exception):
-        first_said(f"refused/{name}", why)
+        if connected():
+            _set(f"midepoch/{key}", value)
 
 
-def check_refusal(name: str) -> None:
-    """Raise WorldError if a rank has refused to go on."""
-    if (why := _get(f"midepoch/refused/{name}")) is not None:
+def heard(key: str) -> str | None:
+    """What a rank has said under a key by now."""
+    return _get(f"midepoch/{key}")
+
+
+def refuse(loader: str, why: str) -> None:
+    """Let ranks that wait, or come later, know why this one does not go on with a loader."""
+    with suppress(Exception):
+        first_said(f"refused/{loader}", why)
+
+
+def check_refusal(loader: str) -> None:
+    """Raise WorldError if a rank has refused to go on with a loader."""
+    if (why := _get(f"midepoch/refused/{loader}")) is not None:
         raise WorldError(why)
 
 
@@ -117,54 +145,72 @@ def _short(value: Any, other: Any) -> str:
 
 def unsay(key: str, rank: int) -> None:
     """Take back what this rank has said under a key, once all have heard it: a run of weeks would fill the store."""
-    name = f"midepoch/{key}/{rank}"
-    with suppress(Exception):  # a store that cannot: it stays
-        if (store := _store()) is not None:
-            store.delete_key(name)
-        else:
-            _jax_client().key_value_delete(name)
+    _delete(f"midepoch/{key}/{rank}")
 
 
-def _wait(names: list[str], unless_refused: str) -> None:
-    """Wait until all of these are set; look now and then whether a rank has refused."""
-    started, warned = time.monotonic(), False
-    pause = 0.5
-    while not _all_set(names, pause):
-        check_refusal(unless_refused)
+def _wait(names: list[str], key: str, waits: Waits) -> None:
+    """Wait until all of these are set; look now and then whether a rank has refused, or waits for something else."""
+    started = time.monotonic()
+    pause, warned = 0.001, False
+    while not _all_set(names):
+        # Not store.wait(): it writes to stderr whenever it has waited in vain, and does not see a refusal.
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.25)
         waited = time.monotonic() - started
+        if waited < _LOOK:
+            continue
+        check_refusal(waits.loader)
+        _check_others(key, waits)
         if waited > _PATIENCE:
             raise TimeoutError(f"rank {', '.join(_late(names))} did not come within {_PATIENCE} s")
         if waited > _LONG and not warned:
             warned = True
             _log.warning(
-                "waiting for rank %s to come to the same step: every rank has to iterate the loader as often.",
+                "waiting for rank %s to come to the same step: every rank has to iterate the same loaders as often.",
                 ", ".join(_late(names)),
             )
-        pause = min(2 * pause, 5.0)
+
+
+def _note_of(waits: Waits, rank: int) -> str:
+    return f"midepoch/waits/{waits.group}/{rank}"
+
+
+def _check_others(key: str, waits: Waits) -> None:
+    """Raise WorldError if another rank of the group waits, too, and with something else: both would wait in vain."""
+    mine = json.dumps([key, waits.what])
+    own = _note_of(waits, waits.rank)
+    if _get(own) != mine:
+        _delete(own)
+        _set(own, mine)
+        return  # give the others the time to go on
+    for rank in range(waits.size):
+        theirs = _get(_note_of(waits, rank)) if rank != waits.rank else None
+        if theirs is None:
+            continue
+        other, what = json.loads(theirs)
+        found = differences({rank: what, waits.rank: waits.what})
+        if other != key and found:
+            raise WorldError(
+                f"the ranks do not load the same, and wait for each other: {found}. Make the same loaders on all ranks."
+            )
 
 
 def _late(names: list[str]) -> list[str]:
     return [name.rsplit("/", 1)[1] for name in names if _get(name) is None][:8]
 
 
-def _all_set(names: list[str], seconds: float) -> bool:
-    """Whether all of these are set, at the latest after so long."""
+def _all_set(names: list[str]) -> bool:
     if (store := _store()) is not None:
-        try:
-            store.wait(names, timedelta(seconds=seconds))
-        except Exception:
-            return bool(store.check(names))  # raises if the store itself has gone
-        return True
-    end = time.monotonic() + seconds
-    client = _jax_client()
-    for name in names:
-        try:
-            client.blocking_key_value_get(name, max(1, int(1000 * (end - time.monotonic()))))
-        except Exception as problem:
-            if "DEADLINE_EXCEEDED" in str(problem):
-                return False
-            raise
-    return True
+        return bool(store.check(names))
+    return all(_get(name) is not None for name in names)
+
+
+def _delete(name: str) -> None:
+    with suppress(Exception):  # a store that cannot: it stays
+        if (store := _store()) is not None:
+            store.delete_key(name)
+        else:
+            _jax_client().key_value_delete(name)
 
 
 def _set(name: str, value: str) -> None:
@@ -261,6 +307,15 @@ def _placement() -> str | None:
     with suppress(Exception):
         return ray.get_runtime_context().get_placement_group_id() or None
     return None
+
+
+def process_rank(otherwise: int) -> int:
+    """The number of this process among those that share a key-value store with it."""
+    if (dist := process_group()) is not None:
+        return int(dist.get_rank())
+    if (jax := jax_processes()) is not None:
+        return int(jax.process_index())
+    return otherwise
 
 
 def connected() -> int:

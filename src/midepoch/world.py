@@ -7,6 +7,7 @@ imported here. Two that say different things are an error, never a guess.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -195,21 +196,36 @@ def is_process_group(thing: Any) -> bool:
     return _is(thing, "torch.distributed", "ProcessGroup")
 
 
-def group_name(data_parallel: Any) -> str:
-    """A name of the processes that cut the data among them: other groups of a mesh do the same by themselves.
-
-    The number of the first process in the group; of a JAX mesh, which of those with the same data this process is.
+class Groups(NamedTuple):
+    """Names of groups of processes, made of their numbers. ``cut``: those that cut the data among them, as other groups
+    of a mesh do by themselves. ``all``: those that train together, as far as is known; the others get the same data.
     """
+
+    cut: str = ""
+    all: str = ""
+
+
+def groups_of(data_parallel: Any) -> Groups:
+    """The groups of this process in what is given as ``data_parallel``."""
+    if data_parallel is None:
+        return Groups()
     mesh, names = data_parallel if isinstance(data_parallel, tuple) else (data_parallel, ())
     names = (names,) if isinstance(names, str) else tuple(names)
     if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         chosen = _dimensions(names, mesh.mesh_dim_names or (), len(mesh.shape))
-        first = tuple(0 if i in chosen else at for i, at in enumerate(mesh.get_coordinate()))
-        return str(int(mesh.mesh[first]))
+        mine = tuple(slice(None) if i in chosen else at for i, at in enumerate(mesh.get_coordinate()))
+        return Groups(_group_name(mesh.mesh[mine].flatten().tolist()), _group_name(mesh.mesh.flatten().tolist()))
     if is_process_group(mesh):
-        return str(sys.modules["torch.distributed"].get_process_group_ranks(mesh)[0])
-    sharing = _jax_sharing(mesh, names)
-    return f"jax {sharing.index(sys.modules['jax'].process_index())}"
+        name = _group_name(sys.modules["torch.distributed"].get_process_group_ranks(mesh))
+        return Groups(name, name)
+    places = _jax_places(mesh, names)
+    mine = places[sys.modules["jax"].process_index()]
+    sharing = sorted(process for process, found in places.items() if found == mine)
+    return Groups(f"{sharing.index(sys.modules['jax'].process_index())}th", _group_name(list(places)))
+
+
+def _group_name(processes: list[int]) -> str:
+    return hashlib.blake2b(repr(sorted(processes)).encode(), digest_size=8).hexdigest()
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
@@ -274,10 +290,3 @@ def _jax_places(mesh: Any, names: tuple[str, ...]) -> dict[int, tuple[int, ...]]
         for device in row:
             places.setdefault(device.process_index, set()).add(at)
     return {process: tuple(sorted(found)) for process, found in places.items()}
-
-
-def _jax_sharing(mesh: Any, names: tuple[str, ...]) -> list[int]:
-    """The processes that share the data of this one."""
-    places = _jax_places(mesh, names)
-    mine = places[sys.modules["jax"].process_index()]
-    return sorted(process for process, found in places.items() if found == mine)

@@ -25,7 +25,7 @@ from forks import forked
 from midepoch import agreement, ending
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import loader as loader_module
-from midepoch.loader.equal import Counterparts, EqualSteps
+from midepoch.loader.equal import EqualSteps
 from midepoch.loader.transport import Receiver
 from midepoch.order import Cut
 from midepoch.report.watch import Watch
@@ -266,7 +266,7 @@ def test_what_ranks_have_said_does_not_fill_the_store(monkeypatch: pytest.Monkey
 
     store = HashStore()
     monkeypatch.setattr(agreement, "_store", lambda: store)
-    steps = EqualSteps(Counterparts(Cut(0, 1)))
+    steps = EqualSteps(Cut(0, 1), {"data": "data"})
     for _ in range(3):
         steps.begin()
         for _ in range(20):

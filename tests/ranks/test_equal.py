@@ -31,6 +31,11 @@ def test_ranks_that_differ_are_refused(data: tuple[str, str], tmp_path: Path, la
             assert text.startswith("the ranks do not load the same: "), (name, rank, text)
             assert f"{field} is " in text and "on rank 0 and " in text and "on rank 1" in text, (name, rank, text)
     assert [one["alike"] for one in told] == ["nothing was raised"] * 2
+    assert [one["shifted dataset"] for one in told] == [["4 batches", "6 batches"], ["4 batches"]]
+    assert [one["shifted stream"] for one in told] == [["2 batches", "6 batches"], ["2 batches"]]
+    for one in told:
+        assert one["waiting"].startswith("the ranks do not load the same, and wait for each other: "), one["waiting"]
+        assert "pipeline is " in one["waiting"]
     assert all("scope is rows on rank 0 and window on rank 1" in one["saved"] for one in told), told
 
 
@@ -42,7 +47,9 @@ def test_data_ranks_agree_beside_tensor_parallelism(
     if not out.exists():
         out.mkdir()
         launched(4, str(HERE / "differing_job.py"), str(out), *data)
-    steps = [read(out / f"{rank}.json")[ends] for rank in range(4)]
+    told = [read(out / f"{rank}.json") for rank in range(4)]
+    assert all("seed is 0 on rank" in one["twins"] or "seed is 1 on rank" in one["twins"] for one in told), told
+    steps = [one[ends] for one in told]
     assert steps[0] == steps[1] and steps[2] == steps[3], "tensor-parallel ranks get the same"
     assert len(steps[0]) == len(steps[2]) and len(steps[0]) % 6 == 0
     times = len(steps[0]) // 6

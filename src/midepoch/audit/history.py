@@ -24,16 +24,19 @@ class History:
         look: Generation | None = None
         load: Generation | None = None
         for one in passes:
+            if one.is_load:  # of several the last one counts
+                load = one
+                continue
             if look is not None and one.how == "loaded" and look.place < one.stood <= look.behind:
                 self._add(look)
-            elif look is not None and not one.is_load:
+            elif look is not None and load is None:
                 one = _after_look(one, look)
             if load is not None and one.how == "on":
                 self._back_to(load.stood, load)
-            load, look = (one, None) if one.is_load else (None, one if one.is_look else None)
-            if load is None and look is None:
+            load, look = None, one if one.is_look else None
+            if look is None:
                 self._add(one)
-        if look is not None:
+        if look is not None and (load is None or look.place < load.stood <= look.behind):
             self._add(look)
         if load is not None:
             self._back_to(load.stood, load)

@@ -68,7 +68,7 @@ class Ledger:
 
     def prepare(self, cut: Cut) -> None:
         """Raise now, before anything is delivered, what keeps a ledger from being written at all."""
-        self.attempt(cut)
+        self._attempt = self.attempt(cut)  # for good: the process group may be gone when a pass begins
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):

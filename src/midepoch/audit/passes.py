@@ -36,6 +36,8 @@ class Generation:
     missing: tuple[int, ...] = field(default=())
     is_load: bool = False
     """Whether a state was loaded, and no pass begun yet."""
+    reused: bool = False
+    """Whether another start had the same name."""
     lost: tuple[int, ...] = ()
     """Ranks whose ledger could not be written any further in this pass."""
     overtaken: bool = False
@@ -108,10 +110,12 @@ def read_generations(folder: Path) -> list[Generation]:
     files = {path.name: read_passes(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
     uses = _uses(files)
     of_process: dict[tuple[str, int], list[Passed]] = defaultdict(list)
+    reused = {one.shape.attempt for passes in files.values() for one in passes if uses.get(one.process, 0)}
     for passes in files.values():
         for one in passes:
-            if use := uses.get(one.process, 0):
-                one = replace(one, shape=one.shape._replace(attempt=f"{one.shape.attempt} ({use + 1})"))
+            if one.shape.attempt in reused:
+                attempt = f"{one.shape.attempt} ({uses.get(one.process, 0) + 1})"
+                one = replace(one, shape=one.shape._replace(attempt=attempt), reused=True)
             of_process[one.process, one.rank].append(one)
     groups: dict[tuple[Shape, bool, int], list[Passed]] = defaultdict(list)
     for passes in of_process.values():
@@ -188,6 +192,7 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         any(one.beside for one in passes),
         tuple(rank for rank in range(shape.ranks) if rank not in of_rank),
         passes[0].is_load,
+        passes[0].reused,
         tuple(rank for rank, one in of_rank.items() if one.lost),
         any(_overtaken(one, files) for one in passes),
         (min(times), max(map(_last_time, passes))),

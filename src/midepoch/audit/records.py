@@ -57,6 +57,8 @@ class Passed:
     """(steps so far, milliseconds since the beginning, milliseconds waited for data), now and then."""
     is_load: bool = False
     """Whether a state was loaded, and nothing else: no pass was begun yet."""
+    reused: bool = False
+    """Whether another start had the same name."""
     lost: bool = False
     """Whether the ledger could not be written any further in this pass."""
     previous: tuple[tuple[str, int], ...] = ()

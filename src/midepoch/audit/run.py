@@ -145,6 +145,11 @@ class Run:
             for one in self.generations
             if one.lost
         ]
+        if any(one.reused and one.missing for one in self.every):
+            found.append(
+                "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be told apart: set "
+                "a new name for every start"
+            )
         if any(one.overtaken for one in self._all):
             found.append("two starts of the run recorded at the same time: each row may have been seen by both")
         for epoch, passes in self._by_epoch.items():
@@ -204,7 +209,7 @@ class Run:
         # A resume with larger batches than the rest of the epoch drops that, though it may not be a kept pass that did.
         if any(
             one.stood == (epoch, last.frontier)
-            and (one.shape.epoch > epoch or one.is_load)
+            and (one.shape.epoch > epoch or (one.is_load and one is self._all[-1]))
             and _drops(one, rows - last.frontier)
             for one in self._all
         ):

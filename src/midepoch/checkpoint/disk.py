@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -176,22 +177,35 @@ def unlock(fd: int | None) -> None:
         os.close(fd)
 
 
+_turns: dict[str, int] = {}  # which thread of this process has the turn in a folder
+
+
 @contextmanager
 def turn(folder: Path) -> Iterator[bool]:
-    """The right to rename what is in a folder, one process at a time; False after waiting for it in vain."""
-    limit = time.monotonic() + _PATIENCE
+    """The right to rename what is in a folder, one process at a time; False after waiting for it in vain.
+
+    A signal handler that saves may interrupt a save that has the turn: it does not wait for what it interrupts.
+    """
+    mine, key = threading.get_ident(), str(folder)
+    interrupts = _turns.get(key) == mine
+    limit = time.monotonic() + (0.0 if interrupts else _PATIENCE)
     while (lock := lock_folder(folder)) is None and time.monotonic() < limit:
         time.sleep(0.005)
-    if lock is None:
+    if lock is None and not interrupts:
         _log.warning(
             "%s: another process has held the lock of the folder for %d s. Continuing without it; see whether a "
             "process that saves there is stopped.",
             folder,
             _PATIENCE,
         )
+    before = _turns.get(key)
     try:
+        if lock is not None:
+            _turns[key] = mine
         yield lock is not None
     finally:
+        if lock is not None:
+            _turns.pop(key, None) if before is None else _turns.update({key: before})
         unlock(lock)
 
 

@@ -12,6 +12,7 @@ from midepoch.checkpoint import parts
 from midepoch.checkpoint.arrays import Kind
 from midepoch.checkpoint.tree import array_kinds, array_paths, encode
 
+_LITTLE = sys.byteorder == "little"
 _MODULE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
@@ -75,7 +76,8 @@ def _is_of_torch(kind: type, base: type, method: str) -> bool:
 
 def _is_writable(kind: Kind, value: Any) -> bool:
     if kind.library == "numpy":
-        return type(value) is np.ndarray and bool(value.flags.writeable and value.flags.c_contiguous)
+        own = type(value) is np.ndarray and value.dtype.isnative  # the bytes on disk are little-endian, as this machine
+        return own and _LITTLE and bool(value.flags.writeable and value.flags.c_contiguous)
     torch: Any = sys.modules.get("torch")
     if torch is None or kind.library != "torch" or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False

@@ -51,7 +51,7 @@ class Stored:
         if self.kind.library == "numpy":
             self._fill(target.reshape(-1).view(np.uint8))
         elif not target.is_contiguous():
-            target.copy_(self.read())
+            target.detach().copy_(self.read())
         elif target.numel():
             flat = flat_bytes(target)
             if target.device.type == "cpu":

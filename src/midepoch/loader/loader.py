@@ -64,6 +64,10 @@ class Loader(AnyLoader):
         self.skipped = 0
         """Rows passed over so far under ``on_error="skip"``, on this rank."""
         check_reach(self._plan(Cursor()), options, pipeline.cut)
+        if cursor.position:  # of a state that was loaded into the dataset
+            self._how = "loaded"
+            if ledger is not None:
+                self._begin_record(ledger, self._plan(cursor), load=True)
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
@@ -305,7 +309,6 @@ class _Batches(HasState):
                 if ledger is not None:
                     if not made.step:  # the entries of a pass begin with its first batch
                         loader._begin_record(ledger, self._plan)
-                        loader._how = "on"
                     recorded = ledger.end
                     ledger.step(made.skipped, self._meter.waited)
                 # The cursor moves here and nowhere else: with the batch. Python handles signals at calls, and there is
@@ -313,6 +316,7 @@ class _Batches(HasState):
                 loader.skipped += made.skipped
                 self._out = made.step + 1
                 loader._delivered = loader._stood = cursor
+                loader._how = "on"
                 if not made.empty:
                     return value
                 recorded = -1
@@ -354,9 +358,9 @@ class _Batches(HasState):
         """Compare this rank with the others: what it loads, and at the second batch also from where."""
         loader, plan = self._loader, self._plan
         if self._step == 0:
-            counterparts.check_identity(loader._identity, loader._options)
+            counterparts.check_identity(loader._identity)
         else:
-            counterparts.check_pass(loader._identity, loader._options, {"epoch": plan.epoch, "position": plan.start})
+            counterparts.check_pass(loader._identity, {"epoch": plan.epoch, "position": plan.start})
 
     def _fail(self, problem: BaseException) -> None:
         """Nothing comes after this: the batch that was not handed over would be passed over. Workers go, too: a signal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,8 @@ from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, end
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
 from midepoch.seeds import check_agreed
-from midepoch.state import Cursor
-from midepoch.world import find_world, group_name
+from midepoch.state import Cursor, identity
+from midepoch.world import find_world, groups_of
 
 _log = logging.getLogger("midepoch")
 
@@ -70,15 +71,17 @@ def make_loader(
     ledger = ledger_of(audit)
     if ledger is not None:
         ledger.prepare(cut)
-    counterparts = counterparts_of(cut, together, data_parallel)
+    counterparts = counterparts_of(cut, together, data_parallel, identity(pipeline), chosen)
     return Loader(pipeline, chosen, cursor, asked=asked, counterparts=counterparts, ledger=ledger)
 
 
-def counterparts_of(cut: Cut, together: bool, data_parallel: Any) -> Counterparts | None:
+def counterparts_of(
+    cut: Cut, together: bool, data_parallel: Any, belongs: Mapping[str, Any], options: Options
+) -> Counterparts | None:
     """The loaders of the other ranks that this one is compared with, if there are any."""
-    if cut.count == 1 or not together:
+    if not together or (cut.count == 1 and data_parallel is None):
         return None
-    return Counterparts(cut, "" if data_parallel is None else group_name(data_parallel))
+    return Counterparts(cut, belongs, options, groups_of(data_parallel).all)
 
 
 def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:

@@ -11,11 +11,12 @@ from midepoch.checks import whole
 from midepoch.errors import WorldError
 from midepoch.flow.lanes import Place, Share
 from midepoch.flow.standing import What
-from midepoch.loader.equal import Counterparts, EqualSteps
+from midepoch.loader.equal import EqualSteps
 from midepoch.loader.make import counterparts_of, cut_of
 from midepoch.loader.options import Options, ahead_for, ends_of
 from midepoch.loader.stream import StreamLoader
 from midepoch.seeds import check_agreed
+from midepoch.world import groups_of
 
 _log = logging.getLogger("midepoch")
 
@@ -46,8 +47,7 @@ def make_stream_loader(
     what = replace(what, cut=cut)
     if not place.begun:
         what = what.for_processes(cut.count)
-    counterparts = counterparts_of(cut, together, data_parallel)
-    equal = _equal(what, counterparts, together, ends)
+    agreed = _is_agreed(what, together, ends)
     row_bytes = max(leaf.source.bytes_per_row for leaf in what.spec.leaves)
     ahead = ahead_for(1024 * row_bytes) if prefetch is None else prefetch
     chosen = Options(
@@ -57,15 +57,19 @@ def make_stream_loader(
         ends=ends or "uneven",
         **options,
     )
+    counterparts = counterparts_of(cut, together, data_parallel, what.identity, chosen)
+    equal = None
+    if agreed and counterparts is not None:
+        equal = EqualSteps(cut, what.identity, groups_of(data_parallel).cut, counterparts.name)
     return StreamLoader(what, chosen, place, asked=asked, counterparts=counterparts, equal=equal)
 
 
-def _equal(what: What, counterparts: Counterparts | None, together: bool, ends: str | None) -> EqualSteps | None:
-    """How ranks that run lanes of their own come to take equally many steps, if they are to."""
+def _is_agreed(what: What, together: bool, ends: str | None) -> bool:
+    """Whether ranks that run lanes of their own agree on equally many steps. Raises WorldError if they cannot."""
     cut = what.cut
     groups = Share.of(what.lanes, cut).lanes.count
     if groups == 1 or ends == "uneven" or (ends is None and not together):
-        return None
+        return False
     if ends is None:
         raise WorldError(
             f"{cut.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
@@ -73,10 +77,14 @@ def _equal(what: What, counterparts: Counterparts | None, together: bool, ends: 
             'ranks where one has no full batch left, ends="pad" goes on with batches that are marked as padding, '
             'ends="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
         )
-    if counterparts is None or connected() < cut.count:
+    if not together or connected() < cut.count:
+        if connected():
+            remedy = "Say which of them cut the data with data_parallel= instead of rank= and world_size="
+        else:
+            remedy = "Initialise one of them"
         raise WorldError(
             f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or "
-            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. Initialise them, or "
-            'use with_lanes(1), which lets every rank run everything, or ends="uneven".'
+            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. {remedy}, or use "
+            'with_lanes(1), which lets every rank run everything, or ends="uneven".'
         )
-    return EqualSteps(counterparts)
+    return True

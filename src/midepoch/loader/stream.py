@@ -214,12 +214,12 @@ class StreamLoader(AnyLoader):
         if self._counterparts is None:
             return
         if first:
-            self._counterparts.check_identity(self._what.identity, self._options)
+            self._counterparts.check_identity(self._what.identity)
             return
         at = {"epoch": place.epoch}
         if place.known.count == 1 or not any(lane.ended for lane in place.lanes.values()):
             at["position"] = place.position  # the same on all ranks, unless one of them has nothing left
-        self._counterparts.check_pass(self._what.identity, self._options, at)
+        self._counterparts.check_pass(self._what.identity, at)
 
     def begin(self, place: Place, process: Cut | None = None) -> Lanes:
         """The lanes of this rank, or of another process, from a place on."""

@@ -49,15 +49,16 @@ class ThreadedBatches:
         return self._maker.make(self._plan, self._chunk.popleft())
 
     def _start(self) -> None:
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=_read_ahead,
             args=(self._chunks, self._ready, self._room, self._stop),
             name="midepoch-read",
             daemon=True,
         )
-        self._thread.start()
         # Also at the end of the process: a daemon that is in C++ code then takes the whole process with it (SIGABRT).
-        self._end = weakref.finalize(self, _end, self._thread, self._stop, self._room, os.getpid())
+        self._end = weakref.finalize(self, _end, thread, self._stop, self._room, os.getpid())
+        thread.start()  # which a machine without room for threads refuses
+        self._thread = thread
 
     def close(self) -> bool:
         """Whether nobody reads on: if so, the maker can be used by others."""

@@ -102,6 +102,8 @@ class BlockCache:
                 continue  # and so does one that was replaced
             try:
                 file.read()
+            except FileNotFoundError:
+                continue
             except (CorruptBlockError, ValueError):
                 file.path.unlink(missing_ok=True)
                 raise DataChangedError(

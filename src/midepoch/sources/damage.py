@@ -14,7 +14,8 @@ _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OF_NUMBERS = (errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ERANGE, errno.EDOM, errno.EILSEQ)
 """Refusals of a request that was computed from damaged numbers: an offset or a length that cannot be."""
 _OF_THE_MACHINE = (*_SHORTAGES, errno.EDQUOT, errno.EIO, errno.ESTALE)
-_MOST_COMPRESSED = 1 << 12  # times
+_MOST_COMPRESSED = 1 << 12  # times; constants compress better, so that this alone proves nothing
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _NUMBER = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
 _TEXTS = {os.strerror(number): number for number in errno.errorcode}
 
@@ -23,13 +24,14 @@ def is_damage(problem: BaseException, size: int | None = None, *, of_row: bool =
     """Return whether a problem lies in the data, so that the rows it concerns can be skipped.
 
     A missing package, a type that is not supported, and whatever the operating system refuses are not damage: skipping
-    would lose healthy rows. But where more memory was asked for than a file of ``size`` bytes can hold compressed, its
-    lengths are damaged. ``of_row``: the problem came up in a function of one row, which may name a file that is missing
-    or a server that does not answer: then only what every other row would meet as well is no damage.
+    would lose healthy rows. But where more memory was asked for than the machine has, and than a file of ``size`` bytes
+    is likely to hold compressed, its lengths are damaged. ``of_row``: the problem came up in a function of one row,
+    which may name a file that is missing or a server that does not answer: then only what every other row would meet as
+    well is no damage.
     """
     if size is not None and isinstance(problem, MemoryError):
         asked = max(map(int, re.findall(r"[0-9]+", str(problem))), default=0)
-        return asked > _MOST_COMPRESSED * size
+        return asked > max(_MOST_COMPRESSED * size, _MEMORY)
     if isinstance(problem, (ImportError, MemoryError, pa.ArrowNotImplementedError)):
         return False
     if isinstance(problem, OSError) and not isinstance(problem, MidepochError):
