@@ -26,30 +26,34 @@ def threes(row: dict[str, Any]) -> bool:
     return bool(row["id"] % 3 == 0)
 
 
-Make = Callable[[Any, Any, int], Any]
-"""(dataset, another dataset of as many rows, whether this rank is the one that differs): a loader"""
+Make = Callable[[Any, Any, int, int], Any]
+"""(dataset, another dataset of as many rows, 1 on the rank that differs, a batch size of its own): a loader"""
 
 DIFFERING: dict[str, Make] = {
-    "data": lambda ds, other, odd: (other if odd else ds).shuffle(1).loader(2),
-    "selection": lambda ds, _, odd: ds.select(range(odd, 39 + odd)).loader(2),
-    "scope": lambda ds, _, odd: (ds if odd else ds.shuffle(1)).loader(2),
-    "scope of another kind": lambda ds, _, odd: ds.shuffle(1, "window" if odd else "rows").loader(2),
-    "window": lambda ds, _, odd: ds.shuffle(1, "window", 3 if odd else 2).loader(2),
-    "seed": lambda ds, _, odd: ds.shuffle(odd).loader(2),
-    "pipeline": lambda ds, _, odd: (ds.map(even_or_odd) if odd else ds).loader(2),
-    "batch size": lambda ds, _, odd: ds.loader(2 + odd),
-    "ends": lambda ds, _, odd: ds.loader(2, ends="pad" if odd else "drop"),
-    "stream: data": lambda ds, other, odd: (other if odd else ds).filter(even).loader(2, ends="drop"),
-    "stream: pipeline": lambda ds, _, odd: (ds.filter(even).filter(threes) if odd else ds.filter(even)).loader(
-        2, ends="drop"
+    "data": lambda ds, other, odd, n: (other if odd else ds).shuffle(1).loader(n, ends="drop"),
+    "selection": lambda ds, _, odd, n: ds.select(range(odd, 39 + odd)).loader(n, ends="drop"),
+    "scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).loader(n, ends="drop"),
+    "scope of another kind": lambda ds, _, odd, n: ds.shuffle(1, "window" if odd else "rows").loader(n, ends="drop"),
+    "window": lambda ds, _, odd, n: ds.shuffle(1, "window", 3 if odd else 2).loader(n, ends="drop"),
+    "seed": lambda ds, _, odd, n: ds.shuffle(odd).loader(n, ends="drop"),
+    "pipeline": lambda ds, _, odd, n: (ds.map(even_or_odd) if odd else ds).loader(n, ends="drop"),
+    "batch size": lambda ds, _, odd, n: ds.loader(n + odd, ends="uneven"),
+    "ends": lambda ds, _, odd, n: ds.loader(n, ends="pad" if odd else "drop"),
+    "stream: data": lambda ds, other, odd, n: (other if odd else ds).filter(even).loader(n, ends="pad"),
+    "stream: pipeline": lambda ds, _, odd, n: (ds.filter(even).filter(threes) if odd else ds.filter(even)).loader(
+        n, ends="pad"
     ),
-    "stream: lanes": lambda ds, _, odd: ds.filter(even).with_lanes(4 if odd else 2).loader(2, ends="drop"),
-    "stream: scope": lambda ds, _, odd: (ds if odd else ds.shuffle(1)).filter(even).loader(2, ends="pad"),
-    "stream beside a dataset: ends": lambda ds, _, odd: ds.loader(2) if odd else ds.filter(even).loader(2, ends="pad"),
-    "uneven stream: selection": lambda ds, _, odd: (
-        ds.select(range(odd, 39 + odd)).filter(even).loader(2, ends="uneven")
+    "stream: lanes": lambda ds, _, odd, n: ds.filter(even).with_lanes(4 if odd else 2).loader(n, ends="pad"),
+    "stream: scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).filter(even).loader(n, ends="pad"),
+    "stream beside a dataset: ends": lambda ds, _, odd, n: (
+        ds.loader(n, ends="drop") if odd else ds.filter(even).loader(n, ends="pad")
     ),
-    "mix: parts": lambda ds, other, odd: midepoch.mix([ds, other], weights=[1, 2 + odd], seed=1).loader(2, ends="drop"),
+    "uneven stream: selection": lambda ds, _, odd, n: (
+        ds.select(range(odd, 39 + odd)).filter(even).loader(n, ends="uneven")
+    ),
+    "mix: parts": lambda ds, other, odd, n: midepoch.mix([ds, other], weights=[1, 2 + odd], seed=1).loader(
+        n, ends="pad"
+    ),
 }
 
 
@@ -57,9 +61,9 @@ def even_or_odd(row: dict[str, Any]) -> dict[str, Any]:
     return {"even": row["id"] % 2 == 0}
 
 
-def refused(make: Make, ds: Any, other: Any) -> str:
+def refused(make: Make, ds: Any, other: Any, number: int = 2) -> str:
     """What is raised with the first batch; or with the second one, if this rank came first."""
-    batches = iter(make(ds, other, int(dist.get_rank() == 1)))
+    batches = iter(make(ds, other, int(dist.get_rank() == 1), number))
     found = "nothing was raised"
     for _ in range(2):
         try:
@@ -69,6 +73,30 @@ def refused(make: Make, ds: Any, other: Any) -> str:
         except midepoch.MidepochError as problem:  # of the second batch, where the first was refused
             found = found if "this iteration has failed" in str(problem) else str(problem)
         dist.barrier()
+    return found
+
+
+def shifted(ds: Any, other: Any, kind: str) -> list[int]:
+    """The batches of a loader that all ranks make, and of one that one rank makes before, and iterates after it."""
+    extra = other.loader(3, ends="drop") if dist.get_rank() == 0 else None
+    source = ds.shuffle(3) if kind == "dataset" else ds.filter(even)
+    found = [len(list(source.loader(5, ends="drop")))]
+    if extra is not None:
+        found.append(len(list(extra)))
+    dist.barrier()
+    return found
+
+
+def waiting(ds: Any, other: Any) -> str:
+    """What is raised by ranks that differ, and whose loaders have different numbers: each waits for the other."""
+    if dist.get_rank() == 0:
+        other.loader(2, ends="pad")
+    loader, found = ds.filter(threes if dist.get_rank() else even).loader(6, ends="drop"), "nothing was raised"
+    try:
+        list(loader)
+    except midepoch.WorldError as problem:
+        found = str(problem)
+    dist.barrier()
     return found
 
 
@@ -103,12 +131,18 @@ def main(out: str, data: str, other: str) -> None:
     ds, others = ds.select_columns("id"), others.select_columns("id")
     told: dict[str, Any] = {}
     if dist.get_world_size() == 2:
-        told = {name: refused(make, ds, others) for name, make in DIFFERING.items()}
+        # Batches of another size for each: a loader that another rank has made, too, is none that differs.
+        told = {name: refused(make, ds, others, 2 + i % 8) for i, (name, make) in enumerate(DIFFERING.items())}
         alike = ds.shuffle(1)
         told["alike"] = refused(lambda *_: alike.loader(2), ds, others)
+        told |= {f"shifted {kind}": shifted(ds, others, kind) for kind in ("dataset", "stream")}
+        told["waiting"] = waiting(ds, others)
         told["saved"] = saved(Path(out) / "checkpoint", ds)
     else:
         told = {ends: of_mesh(ds, ends) for ends in ("pad", "drop")}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        twin = mesh.get_local_rank("tp")
+        told["twins"] = refused(lambda *_: ds.shuffle(twin).loader(2, data_parallel=(mesh, "dp")), ds, others)
     Path(out, f"{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
