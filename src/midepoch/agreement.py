@@ -33,8 +33,10 @@ _LEFT_BY_LAUNCHERS = (
 _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _JAX_TIMEOUT_MS = 60_000
 _log = logging.getLogger("midepoch")
-_LOOK, _LONG, _PATIENCE = 1, 15, 1800
-"""Seconds to wait for other ranks before looking for a reason, before saying so, and at all: as torch's collectives."""
+_LOOK, _SURE, _LONG, _PATIENCE = 1.0, 5.0, 15.0, 1800.0
+"""Seconds to wait for other ranks before looking for a reason, before it counts, before saying so, and at all: as
+torch's collectives do.
+"""
 _MOST_SHOWN = 120
 """Characters of a value in a message."""
 
@@ -151,7 +153,7 @@ def unsay(key: str, rank: int) -> None:
 def _wait(names: list[str], key: str, waits: Waits) -> None:
     """Wait until all of these are set; look now and then whether a rank has refused, or waits for something else."""
     started = time.monotonic()
-    pause, warned = 0.001, False
+    pause, warned, seen = 0.001, False, dict[int, tuple[str, float]]()
     while not _all_set(names):
         # Not store.wait(): it writes to stderr whenever it has waited in vain, and does not see a refusal.
         time.sleep(pause)
@@ -160,9 +162,9 @@ def _wait(names: list[str], key: str, waits: Waits) -> None:
         if waited < _LOOK:
             continue
         check_refusal(waits.loader)
-        _check_others(key, waits)
+        _check_others(key, waits, seen)
         if waited > _PATIENCE:
-            raise TimeoutError(f"rank {', '.join(_late(names))} did not come within {_PATIENCE} s")
+            raise TimeoutError(f"rank {', '.join(_late(names))} did not come within {_PATIENCE:g} s")
         if waited > _LONG and not warned:
             warned = True
             _log.warning(
@@ -175,23 +177,28 @@ def _note_of(waits: Waits, rank: int) -> str:
     return f"midepoch/waits/{waits.group}/{rank}"
 
 
-def _check_others(key: str, waits: Waits) -> None:
-    """Raise WorldError if another rank of the group waits, too, and with something else: both would wait in vain."""
-    mine = json.dumps([key, waits.what])
-    own = _note_of(waits, waits.rank)
+def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) -> None:
+    """Raise WorldError if another rank of the group waits, too, and for something else: both would wait in vain.
+
+    ``seen``: what other ranks wait for, and since when that was seen. It counts after a while: a rank that goes on
+    takes its note back, and may be slow to do so.
+    """
+    mine, own = json.dumps([key, waits.what]), _note_of(waits, waits.rank)
     if _get(own) != mine:
         _delete(own)
         _set(own, mine)
-        return  # give the others the time to go on
     for rank in range(waits.size):
         theirs = _get(_note_of(waits, rank)) if rank != waits.rank else None
-        if theirs is None:
-            continue
-        other, what = json.loads(theirs)
-        found = differences({rank: what, waits.rank: waits.what})
-        if other != key and found:
+        if theirs is None or json.loads(theirs)[0] == key:
+            seen.pop(rank, None)
+        elif seen.get(rank, ("", 0.0))[0] != theirs:
+            seen[rank] = (theirs, time.monotonic())
+        elif time.monotonic() - seen[rank][1] > _SURE:
+            found = differences({rank: json.loads(theirs)[1], waits.rank: waits.what})
+            found = found or f"rank {rank} and rank {waits.rank} are at different passes"
             raise WorldError(
-                f"the ranks do not load the same, and wait for each other: {found}. Make the same loaders on all ranks."
+                f"the ranks do not load the same, and wait for each other: {found}. Make the same loaders, and begin "
+                "as many passes, on all ranks."
             )
 
 

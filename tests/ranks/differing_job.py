@@ -79,8 +79,8 @@ def refused(make: Make, ds: Any, other: Any, number: int = 2) -> str:
 def shifted(ds: Any, other: Any, kind: str) -> list[int]:
     """The batches of a loader that all ranks make, and of one that one rank makes before, and iterates after it."""
     extra = other.loader(3, ends="drop") if dist.get_rank() == 0 else None
-    source = ds.shuffle(3) if kind == "dataset" else ds.filter(even)
-    found = [len(list(source.loader(5, ends="drop")))]
+    source = ds.shuffle(3) if kind == "dataset" else ds.take(37).filter(threes)
+    found = [len(list(source.loader(3, ends="drop")))]
     if extra is not None:
         found.append(len(list(extra)))
     dist.barrier()
@@ -91,7 +91,8 @@ def waiting(ds: Any, other: Any) -> str:
     """What is raised by ranks that differ, and whose loaders have different numbers: each waits for the other."""
     if dist.get_rank() == 0:
         other.loader(2, ends="pad")
-    loader, found = ds.filter(threes if dist.get_rank() else even).loader(6, ends="drop"), "nothing was raised"
+    loader = ds.take(36 - dist.get_rank()).filter(even).loader(6, ends="drop")
+    found = "nothing was raised"
     try:
         list(loader)
     except midepoch.WorldError as problem:
