@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midepoch.redaction import Address, Secrets, is_secret, redacted
+from midepoch.address import Address
+from midepoch.redaction import Secrets, is_secret, redacted
 
 
 @given(st.sampled_from(["s3", "https", "ftp", "gs"]), st.text(min_size=1), st.text())
@@ -37,7 +38,8 @@ def test_a_secret_is_removed_in_every_form(secret: str, around: str) -> None:
     [
         "s3://bucket/key=3/token=4/part-?.parquet",
         "s3://bucket/mail@host/a.parquet",
-        "http://host:8080/a@b?id=3",
+        "http://127.0.0.1:8080/a@b?id=3",
+        "http://localhost:8080/a@b",
         "http://[::1]:80/a",
         "github://org:repo@main/a.csv",
         "abfs://container@account.dfs.core.windows.net/a",

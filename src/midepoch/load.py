@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from midepoch.address import Address, is_address
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Order, Selection
 from midepoch.pipeline import Pipeline
 from midepoch.progress import shown
-from midepoch.redaction import is_address, redacted
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
@@ -105,7 +105,7 @@ def _cache_dir(given: PathLike | None) -> Path:
 
 def _local(given: PathLike, what: str) -> Path:
     if is_address(given):
-        raise ValueError(f"{what} must be a local folder, got the address {redacted(os.fspath(given))}")
+        raise ValueError(f"{what} must be a local folder, got the address {Address(os.fspath(given))}")
     return Path(os.path.expanduser(given))
 
 
@@ -162,7 +162,7 @@ def load_dataset(
     folder = None if index_dir is None else _local(index_dir, "index_dir")
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
     parts = expand_all(parts, list(splits))
-    check_splits(parts, splits, repr(redacted(path)))
+    check_splits(parts, splits, repr(Address(path)))
     return _of_splits(parts, splits, index_dir, force_reindex, on_error)
 
 

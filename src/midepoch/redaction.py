@@ -1,8 +1,7 @@
-"""Text without credentials: the one place where addresses, and what stores say about them, become text.
+"""Text without credentials: what stores say about addresses and options, as it is shown.
 
-An address may hold a key (``s3://KEY:SECRET@bucket``), a signature (``?X-Amz-Signature=…``) or a token, also in each
-part of a chain (``zip://a::https://user:password@host/b.zip``). ``Address`` shows none of them, so that data keeps its
-name when they are rotated. ``Secrets`` removes those that it knows from any other text.
+``Secrets`` removes the credentials that were given for a store; ``redacted`` those that are known by their place or by
+their shape. A text that is one address is shown by ``Address``.
 """
 
 from __future__ import annotations
@@ -12,38 +11,17 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, quote_plus, unquote
+
+from midepoch.address import WITHOUT_PORTS, Address, Link, as_address
 
 _MARK = "***"
 _LEAST = 4
 """Characters. Shorter values are words of every text; where they stand in an address they are removed all the same."""
 
-_LINKS = re.compile(r"::(?=[A-Za-z][\w+.-]*(?::/|::))")
-_SCHEME = re.compile(r"([A-Za-z][\w+.-]+):(/{1,3})(.*)", re.DOTALL)
 _IN_TEXT = re.compile(r"[A-Za-z][\w+.-]+:/{1,3}[^\s'\"<>`]+")
-_ADDRESS = re.compile(r"(?:s3a?|gc?s|az|abfss?|https?|hf|s?ftp|smb|memory):/", re.IGNORECASE)
-_AUTHORITY_ENDS = re.compile(r"/|\?[\w.-]+=")
-_PIECES = re.compile(r"(?=[?&#;])")
 _NAME = re.compile(r"[\w.-]*")
-_PORT = re.compile(r"[^:]*:\d*|\[[^\]]*\](?::\d*)?")
-_NAMES_BEFORE_AT = {"github", "git"}  # org:repo@revision
-_CONTAINERS_BEFORE_AT = {"az", "abfs", "abfss", "wasb", "wasbs"}  # container@account, no password
-_WITHOUT_PORTS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
-
-_CREDENTIAL = re.compile(
-    r"(?:.*_)?(?:secret|password|passwd|pwd|token|signature|sig|sas|credentials?|auth|authorization|jwt"
-    r"|(?:api|access|account|secret|private|shared|signing|encryption)_?key(?:_?id)?|awsaccesskeyid|googleaccessid"
-    r"|connection_?string)|key|x_(?:amz|goog|oss)_.*"
-)
-"""Names of parameters of an address whose values are credentials, in lower case and with ``_`` for ``-``."""
-_SIGNED = re.compile(r"(?:x_(?:amz|goog|oss)_)?sig(?:nature)?")
-_OF_SIGNATURES = re.compile(
-    r"expires|policy|key_pair_id|x_id"
-    r"|s[veptri]|ss|srt|spr|sip|sdd|ses|skoid|sktid|skt|ske|sks|skv|saoid|suoid|scid"  # of Azure
-)
-"""Parameters that change with the signature of an address, and say nothing about the data."""
 
 _SECRET = re.compile(
     r"(?:.*_)?(?:secret|password|passwd|credentials?|connection_string|(?:api|secret|private|account)_?key"
@@ -53,9 +31,9 @@ _SECRET = re.compile(
 
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|(?<=\bBearer )[\w.~+/=-]{8,}"
-    r"|(?<=\bBasic )[A-Za-z0-9+/]{8,}=*"
 )
 """Credentials that are known by their shape."""
+_BASIC = re.compile(r"(?<=\bBasic )[A-Za-z0-9+/]{4,}=*")
 
 _PUBLIC = re.compile(
     r"region|region_name|aws_region|scheme|account_name|protocol|target_protocol|project|host|port|repo|org|sha"
@@ -69,92 +47,9 @@ _ENVIRONMENT = re.compile(
 )
 
 
-class Link(NamedTuple):
-    """One part of an address: ``scheme://place``, with the credentials that stood in it."""
-
-    scheme: str
-    place: str
-    userinfo: str = ""
-    path: str = ""
-    """The place without parameters."""
-    parameters: tuple[tuple[str, str], ...] = ()
-    """All of the query, decoded; ``place`` holds those of them that are no credentials."""
-
-    @property
-    def user(self) -> tuple[str, str]:
-        """The name and the password before the ``@``, decoded."""
-        name, _, password = self.userinfo.partition(":")
-        return unquote(name), unquote(password)
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """The parameters that are credentials."""
-        return {name: value for name, value in self.parameters if _is_credential(name, self._signed)}
-
-    @property
-    def _signed(self) -> bool:
-        return any(_SIGNED.fullmatch(_spelt(name)) for name, _ in self.parameters)
-
-
-@dataclass(frozen=True, repr=False)
-class Address:
-    """A path or URL that is shown without its credentials; ``reveal`` is for whoever opens it.
-
-    >>> Address("s3://KEY:SECRET@bucket/run?secret_key=SECRET")
-    's3://bucket/run'
-    >>> str(Address("zip://a.csv::https://me:SECRET@host/b.zip?X-Amz-Signature=SECRET&X-Amz-Expires=60"))
-    'zip://a.csv::https://host/b.zip'
-    """
-
-    raw: str
-
-    def reveal(self) -> str:
-        """The address as it was given."""
-        return self.raw
-
-    @cached_property
-    def public(self) -> str:
-        """The address without its credentials: the same, whatever they are."""
-        return "::".join(map(_public, _LINKS.split(self.raw)))
-
-    @cached_property
-    def parts(self) -> tuple[Address, ...]:
-        """The addresses that a chain is made of."""
-        return tuple(map(Address, _LINKS.split(self.raw)))
-
-    @cached_property
-    def links(self) -> tuple[Link, ...]:
-        """The parts of the address that have a scheme."""
-        return tuple(link for part in _LINKS.split(self.raw) if (link := _parsed(part)) is not None)
-
-    def __str__(self) -> str:
-        return self.public
-
-    def __repr__(self) -> str:
-        return repr(self.public)
-
-
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address, also one that pathlib took a slash from."""
-    return _ADDRESS.match(os.fsdecode(path)) is not None
-
-
-def refuse_lost_slash(path: object) -> None:
-    """Raise ValueError for an address that pathlib has made a local path of, which would show its credentials.
-
-    >>> from pathlib import Path
-    >>> refuse_lost_slash(Path("s3://KEY:SECRET@bucket/run"))
-    Traceback (most recent call last):
-    ValueError: s3:/bucket/run is an address that pathlib took a slash from. Pass it as a text.
-    """
-    if isinstance(path, os.PathLike) and is_address(path):
-        address = Address(os.fsdecode(path))
-        raise ValueError(f"{address} is an address that pathlib took a slash from. Pass it as a text.")
-
-
 def is_secret(name: str) -> bool:
-    """Whether a value of this name, such as ``api_key`` or ``password``, is a credential."""
-    return _SECRET.fullmatch(_spelt(name)) is not None
+    """Return True if a value of this name, such as ``api_key`` or ``password``, is a credential."""
+    return _SECRET.fullmatch(name.lower().replace("-", "_")) is not None
 
 
 def redacted(text: str) -> str:
@@ -165,7 +60,7 @@ def redacted(text: str) -> str:
     """
     if ":/" in text:
         text = _IN_TEXT.sub(_without_credentials, text)
-    return _SHAPES.sub(_MARK, text)
+    return _BASIC.sub(_without_user, _SHAPES.sub(_MARK, text))
 
 
 @dataclass(frozen=True)
@@ -187,72 +82,19 @@ class Secrets:
         return redacted(text)
 
 
-def _public(part: str) -> str:
-    link, match = _parsed(part), _SCHEME.fullmatch(part)
-    return part if link is None or match is None else f"{match[1]}:{match[2]}{link.place}"
-
-
-def _parsed(part: str) -> Link | None:
-    if (match := _SCHEME.fullmatch(part)) is None:
-        return None
-    scheme = match[1].lower()
-    if scheme == "file":
-        return Link(scheme, match[3], path=match[3])
-    userinfo, rest = _split_user(scheme, match[3])
-    path, *pieces = _PIECES.split(rest)
-    plain = path + "".join(piece for piece in pieces if "=" not in piece)
-    link = Link(scheme, plain, userinfo, plain, tuple(_pair(piece) for piece in pieces if "=" in piece))
-    hidden = link.signature
-    kept = [_shown(piece) for piece in pieces if "=" not in piece or _pair(piece)[0] not in hidden]
-    if kept and kept[0].startswith("&"):
-        kept[0] = "?" + kept[0][1:]
-    return link._replace(place=path + "".join(kept))
-
-
-def _split_user(scheme: str, rest: str) -> tuple[str, str]:
-    """What stands before the ``@`` that ends the credentials, and what comes after it."""
-    authority = _AUTHORITY_ENDS.split(rest, maxsplit=1)[0]
-    if scheme in _NAMES_BEFORE_AT or (scheme in _CONTAINERS_BEFORE_AT and ":" not in authority):
-        return "", rest
-    if "@" in authority:
-        userinfo, _, host = authority.rpartition("@")
-        return userinfo, host + rest[len(authority) :]
-    has_port = scheme not in _WITHOUT_PORTS and _PORT.fullmatch(authority) is not None
-    if ":" in authority and not has_port and "@" in rest:  # a password with a "/" that was not encoded
-        userinfo, _, place = rest.rpartition("@")
-        return userinfo, place
-    return "", rest
-
-
-def _pair(piece: str) -> tuple[str, str]:
-    name, _, value = piece[1:].partition("=")
-    return unquote(name), unquote(value)
-
-
-def _shown(piece: str) -> str:
-    """A parameter, without the credentials of an address that is its value."""
-    name, value = _pair(piece) if "=" in piece else ("", "")
-    public = _as_address(name, value).public
-    return piece if public == value or f"https://{value}" == public else f"{piece[0]}{name}={quote(public, safe='/:')}"
-
-
-def _as_address(name: str, value: str) -> Address:
-    return Address(value if "://" in value or "endpoint" not in name else f"https://{value}")
-
-
-def _is_credential(name: str, signed: bool) -> bool:
-    spelt = _spelt(name)
-    return _CREDENTIAL.fullmatch(spelt) is not None or (signed and _OF_SIGNATURES.fullmatch(spelt) is not None)
-
-
-def _spelt(name: str) -> str:
-    return name.lower().replace("-", "_")
-
-
 def _without_credentials(match: re.Match[str]) -> str:
     text = match[0]
     address = text.rstrip(").,;:]}")
     return Address(address).public + text[len(address) :]
+
+
+def _without_user(match: re.Match[str]) -> str:
+    """The mark for the user and password of a header; any other word as it is."""
+    encoded = match[0].rstrip("=")
+    try:
+        return _MARK if b":" in base64.b64decode(encoded + "=" * (-len(encoded) % 4)) else match[0]
+    except ValueError:
+        return match[0]
 
 
 def _values_in(given: Any, name: str) -> Iterator[str]:
@@ -273,7 +115,7 @@ def _values_in(given: Any, name: str) -> Iterator[str]:
     elif isinstance(given, bytes):
         yield given.decode("latin-1")
     elif isinstance(given, str):
-        yield from _values_in(_as_address(name, given), name)
+        yield from _values_in(as_address(name, given), name)
         if _PUBLIC.fullmatch(name) is None:
             yield given
             yield given.rpartition(" ")[2]  # Bearer TOKEN
@@ -283,11 +125,14 @@ def _of_link(link: Link) -> Iterator[str]:
     name, password = link.user
     if link.userinfo:
         yield from (password, link.userinfo, _basic(name, password))
-    if not password or len(name) >= 2 * _LEAST or link.scheme in _WITHOUT_PORTS:  # a token, or the name of a key
+    if not password or len(name) >= 2 * _LEAST or link.scheme in WITHOUT_PORTS:  # a token, or the name of a key
         yield name
-    for parameter, value in link.parameters:
-        yield from _values_in(_as_address(parameter, value), parameter)
-    yield from link.signature.values()
+    if link.dubious:
+        yield from (link.dubious.partition(":")[2], link.dubious.partition("/")[2])
+    for piece, value, hidden in link.suspects:
+        yield from _values_in(as_address(piece.partition("=")[0], value), "")
+        if hidden:
+            yield value
 
 
 def _basic(name: str, password: str) -> str:

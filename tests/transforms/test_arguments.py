@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
 import os
 import re
@@ -17,9 +18,12 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import midepoch
 from midepoch.errors import CheckpointMismatchError
+from midepoch.sources.hub import HubRequest
 from midepoch.transforms.arguments import arguments_of
 from midepoch.transforms.map import Map
 
@@ -123,3 +127,58 @@ def test_digests_are_the_same_in_every_process() -> None:
     done = subprocess.run([sys.executable, "-c", OTHER_PROCESS], capture_output=True, text=True, env=environment)
     given = {"set": {"z", "y", "x"}, "array": np.arange(3), "text": "a", "object": object()}
     assert done.stdout.strip() == digest(**given), done.stderr
+
+
+def _plain_digest(text: str) -> str:
+    """The digest of ``{"by": text}`` as it was before addresses had anything left out."""
+
+    def packed(kind: str, data: bytes) -> bytes:
+        return f"{kind} {len(data)} ".encode() + data
+
+    both = packed("str", repr("by").encode()) + packed("str", repr(text).encode())
+    return hashlib.blake2b(packed("dict", both), digest_size=6).hexdigest()
+
+
+PLAIN_TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.builds(
+        "{}{}{}".format,
+        st.sampled_from(
+            ["http://h/", "https://h:80/", "s3://b/", "memory://", "gs://b/", "user:/", "a::b:/", "Basic "]
+        ),
+        st.lists(st.sampled_from(["a", "&b=1", "?b=1", ";key=2", "?key=en", "#x", "@c", "token", "/", " "])).map(
+            "".join
+        ),
+        st.sampled_from(["", "p.parquet", "?region=x", "&", "?"]),
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLAIN_TEXTS)
+def test_digests_of_texts_without_credentials_are_those_of_the_texts(text: str) -> None:
+    assert digest(by=text) == _plain_digest(text)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://h/x?key=en", "https://h/x?key=de"),
+        ("s3://b/day;key=1/p", "s3://b/day;key=2/p"),
+        ("http://h/a&b=1", "http://h/a?b=1"),
+        ("http://minio:9000/a/x@1.zip", "http://minio:9000/b/x@1.zip"),
+        ("https://me@h/a", "https://you@h/a"),
+    ],
+)
+def test_addresses_of_other_data_have_other_digests(one: str, other: str) -> None:
+    assert digest(by=one) != digest(by=other)
+    assert HubRequest("json", data_files=one).key != HubRequest("json", data_files=other).key
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://me:{}@h/a?b=1", "https://h/a?b=1&X-Amz-Signature={}", "s3://K:{}@b/a", "s3://b/a?secret_key={}&region=x"],
+)
+def test_other_credentials_leave_a_digest_as_it_is(address: str) -> None:
+    assert digest(by=address.format("one")) == digest(by=address.format("other"))
+    assert digest(by={"api_key": "one"}) == digest(by={"api_key": "other"})

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from midepoch.address import Address, refuse_lost_slash
 from midepoch.agreement import start_name
 from midepoch.audit.orders import order_name, save_order, stream_name
 from midepoch.audit.records import LOST, SUFFIX, VERSION, numbered, read_passes, steps_in
@@ -30,7 +31,6 @@ from midepoch.ending import silent_at_exit
 from midepoch.errors import StateError
 from midepoch.order import Cut
 from midepoch.pipeline import Pipeline
-from midepoch.redaction import Address, refuse_lost_slash
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")

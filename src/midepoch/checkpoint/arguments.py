@@ -7,11 +7,11 @@ from os import PathLike
 from typing import Any
 from urllib.parse import unquote
 
+from midepoch.address import refuse_lost_slash
 from midepoch.checkpoint.arrays import is_array
 from midepoch.checkpoint.directory import Directory
 from midepoch.checkpoint.local import LocalDirectory
 from midepoch.checkpoint.restoring import Wanted
-from midepoch.redaction import refuse_lost_slash
 
 
 def wanted_of(pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, with_rng: bool) -> Wanted:

@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+from midepoch.address import Address
 from midepoch.errors import FetchError
 from midepoch.reasons import reason
-from midepoch.redaction import Address, Secrets
+from midepoch.redaction import Secrets
 from midepoch.sources.addresses import check_endpoint, native_options
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ class Objects:
             raise ImportError(f'checkpoints in {self.name} need obstore: pip install "midepoch[store]"') from problem
         if given.links[0].scheme in ("s3", "s3a"):
             path, own = native_options(given.links[0])
-            self.name = target = f"{given.links[0].scheme}://{path}".rstrip("/")
+            self.name = f"{given.links[0].scheme}://{path}".rstrip("/")
+            target = self.name.replace("?", "%3F").replace("#", "%23")  # no query and no fragment, but a key
             options = {**own, **options}
         self._obstore: Any = obstore
         self._store: Any = self._clean(

@@ -14,8 +14,9 @@ from urllib.parse import unquote
 
 import pyarrow.fs as fs
 
+from midepoch.address import Address, Link
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
-from midepoch.redaction import Address, Link, Secrets
+from midepoch.redaction import Secrets
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
 from midepoch.sources.stores import Retry, Store
 
@@ -93,18 +94,15 @@ def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: 
     return Store(made, f"{link.scheme}://", secrets, retry), inner.rstrip("/")
 
 
-_URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
-
-
 def native_options(link: Link) -> tuple[str, dict[str, str]]:
     """The path that an address of an object store means, and the options in it: ``s3://KEY:SECRET@bucket?region=…``."""
-    name, password = link.user
     if "/" in link.userinfo:
         raise ValueError("the address holds a secret with a '/': write it as %2F, or use storage_options")
-    options = {"access_key": name, "secret_key": password} if link.userinfo else {}
-    if any(parameter not in _URL_OPTIONS for parameter, _ in link.parameters):  # a key may hold all signs
-        return link.place, options
-    return link.path, {**dict(link.parameters), **options}
+    if link.holds_credentials:
+        raise ValueError("the query of the address holds a credential, and names of no options: use storage_options")
+    name, password = link.user
+    user = {"access_key": name, "secret_key": password} if link.userinfo else {}
+    return link.path, {**dict(link.parameters), **user}
 
 
 @lru_cache(maxsize=16)
@@ -166,12 +164,12 @@ def _by_fsspec(
     parts = []
     for part in address.parts:
         own = _fsspec_options(part.links[0]) if part.links else None
-        parts.append(part.reveal() if own is None else part.public)
+        parts.append(part.reveal() if own is None else part.links[0].target)
         if own:
             options[part.links[0].scheme] = {**own, **options.get(part.links[0].scheme, {})}
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
-    if Address(inner).public != inner:
+    if Address(inner).identity != inner:
         raise ValueError(
             f"{address} comes with a credential that fsspec leaves in the path. Use storage_options for it"
         )
@@ -182,18 +180,20 @@ def _by_fsspec(
 def _fsspec_options(link: Link) -> dict[str, Any] | None:
     """The credentials of an address, as fsspec wants them; None where it reads them from the address itself."""
     if link.scheme in ("s3", "s3a"):
+        if link.query or link.holds_credentials:
+            raise ValueError(f"{link.public} is in a chain, where options are not read. Use storage_options for them")
         return dict(zip(("key", "secret"), link.user, strict=True)) if link.userinfo else {}
     if link.scheme not in ("http", "https"):
         return None
-    if link.place != link.path or "key" in link.signature:
+    if len(link.credentials) < len(link.parameters):
         raise ValueError(
-            f"{link.scheme}://{link.path} comes with a query that is no signature, and queries are not written to an "
-            "index. Use the plain address, and storage_options (of fsspec's http file system) for the query"
+            f"{link._replace(query='').public} comes with a query that is no signature, and queries are not written to "
+            "an index. Use the plain address, and storage_options (of fsspec's http file system) for the query"
         )
     own: dict[str, Any] = {}
     if link.userinfo:
         user = base64.b64encode(":".join(link.user).encode()).decode()
         own["client_kwargs"] = {"headers": {"Authorization": f"Basic {user}"}}
-    if link.signature:
-        own["params"] = link.signature
+    if link.credentials:
+        own["params"] = link.credentials
     return own

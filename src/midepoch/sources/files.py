@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midepoch.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
-from midepoch.redaction import refuse_lost_slash
 from midepoch.sources.addresses import resolve
 from midepoch.sources.stores import Entry, Retry, Store
 

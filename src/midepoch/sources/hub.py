@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from midepoch.address import Address
 from midepoch.errors import DataError, DataNotFoundError
-from midepoch.redaction import Address, Secrets, is_secret
+from midepoch.redaction import Secrets, is_secret
 from midepoch.sources.fsspec_files import redact_logs
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
@@ -189,7 +190,7 @@ def _canonical(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_canonical, value)) + "]"
     if isinstance(value, (str, os.PathLike)):
-        return repr(Address(os.fspath(value)).public)  # the same data, whatever it takes to be let in
+        return repr(Address(os.fspath(value)).identity)  # the same data, whatever it takes to be let in
     return repr(value)
 
 

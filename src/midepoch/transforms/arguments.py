@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.redaction import Address, is_secret
+from midepoch.address import Address
+from midepoch.redaction import is_secret
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
 from midepoch.transforms.tokenize import Tokenize
@@ -60,7 +61,8 @@ def _value(name: Any, value: Any) -> bytes:
 
 def _told(value: Any) -> tuple[str, bytes]:
     if isinstance(value, str) and not isinstance(value, enum.Enum):
-        return type(value).__name__, repr(Address(value).public).encode()
+        identity = Address(value).identity
+        return type(value).__name__, repr(value if identity == value else identity).encode()
     if value is None or (isinstance(value, (bool, int, float, complex)) and not isinstance(value, enum.Enum)):
         return type(value).__name__, repr(value).encode()
     if isinstance(value, (bytes, bytearray)):

@@ -1,0 +1,301 @@
+"""Addresses of data: the credentials in them, and the three texts that are made of one.
+
+An address may hold a key (``s3://KEY:SECRET@bucket``), a signature (``?X-Amz-Signature=…``) or a token, also in each
+part of a chain (``zip://a::https://user:password@host/b.zip``). What is opened, what is compared and what is shown are
+separate decisions:
+
+- ``Link.target`` is opened. Keys of object stores may hold every sign, so that all stays but for the user, and a query
+  after the last ``?`` in which all names are options or credentials.
+- ``Address.identity`` is compared and hashed: only what is certainly a credential is left out.
+- ``Address.public`` is shown: whatever may be a credential is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
+"""Options of a store that may stand in the query of its address."""
+WITHOUT_PORTS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+_WITHOUT_HOSTS = {"file", "local", "memory", "hf", "zip", "tar", "libarchive", "data"}
+_NAMES_BEFORE_AT = {"github", "git"}  # org:repo@revision
+_CONTAINERS_BEFORE_AT = {"az", "abfs", "abfss", "wasb", "wasbs"}  # container@account, no password
+
+_LINKS = re.compile(r"::(?=[A-Za-z][\w+.-]*(?::/|::))")
+_SCHEME = re.compile(r"([A-Za-z][\w+.-]+):(/{1,3})(.*)", re.DOTALL)
+_KNOWN = r"(?:s3a?|gc?s|az|abfss?|https?|hf|s?ftp|smb|memory)"
+_ADDRESS = re.compile(rf"{_KNOWN}:/", re.IGNORECASE)
+_MISTYPED = re.compile(rf"((?:{_KNOWN}:)?//|{_KNOWN}:)([^\s/@]*:[^\s@]*)@(.*)", re.IGNORECASE | re.DOTALL)
+_AUTHORITY_ENDS = re.compile(r"/|\?[\w.-]+=")
+_PORT = re.compile(r"([^:]*):\d*|\[[^\]]*\](?::\d*)?")
+_WEB_QUERY = re.compile(r"\?(?=[^?#]*=)|#(?=[\w.-]+=)")
+_QUERY = re.compile(r"\?(?=[\w.-]+=)")
+_PIECES = re.compile(r"(?=[&#]|[?;][\w.-]+=)")
+
+_CREDENTIAL = re.compile(
+    r"(?:.*_)?(?:secret|password|passwd|pwd|token|signature|sig|sas|credentials?|auth|authorization|jwt"
+    r"|(?:api|access|account|secret|private|shared|signing|encryption)_?key(?:_?id)?|awsaccesskeyid|googleaccessid"
+    r"|connection_?string)|x_(?:amz|goog|oss)_.*"
+)
+"""Names of parameters of an address whose values are credentials, in lower case and with ``_`` for ``-``."""
+_SIGNED = re.compile(r"(?:x_(?:amz|goog|oss)_)?sig(?:nature)?")
+_OF_SIGNATURES = re.compile(
+    r"expires|policy|key_pair_id|x_id"
+    r"|s[veptri]|ss|srt|spr|sip|sdd|ses|skoid|sktid|skt|ske|sks|skv|saoid|suoid|scid"  # of Azure
+)
+"""Parameters that change with the signature of an address, and say nothing about the data."""
+
+
+class Link(NamedTuple):
+    """One part of an address: ``scheme://user:password@path?query``."""
+
+    head: str
+    """The scheme as it is spelt, with its slashes."""
+    userinfo: str
+    path: str
+    query: str = ""
+    """With the sign that begins it, and a fragment that holds credentials."""
+    fragment: str = ""
+    """That of a web address, with its sign."""
+    dubious: str = ""
+    """The beginning of the path up to an ``@``: a host, a port and a name, or a user and a password with a ``/``."""
+
+    @property
+    def scheme(self) -> str:
+        return self.head.partition(":")[0].lower()
+
+    @property
+    def user(self) -> tuple[str, str]:
+        """The name and the password before the ``@``, decoded."""
+        name, _, password = self.userinfo.partition(":")
+        return unquote(name), unquote(password)
+
+    @property
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        """All of the query, decoded."""
+        return tuple(map(_pair, _pieces(self.query)))
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """The parameters that are certainly credentials."""
+        return {name: value for name, value in self.parameters if _is_credential(name, _signed(self.query))}
+
+    @property
+    def target(self) -> str:
+        """The address without user and query, byte for byte."""
+        return self.head + self.path + self.fragment
+
+    @property
+    def suspects(self) -> tuple[tuple[str, str, bool], ...]:
+        """All that may be a parameter: the text, the value in it, and whether it may be a credential."""
+        query = self._split[1]
+        return tuple((piece, *_suspected(piece, _signed(query))) for piece in _pieces(query))
+
+    @property
+    def holds_credentials(self) -> bool:
+        """Return True if there are credentials in the path that is opened."""
+        query = "" if self.query or self.scheme == "file" else self._split[1]
+        return any(_is_credential(_pair(piece)[0], _signed(query)) for piece in _pieces(query))
+
+    @property
+    def public(self) -> str:
+        """The link without anything that may be a credential."""
+        path, query = self._split
+        path = f"***{path[len(self.dubious) :]}" if self.dubious else path
+        kept = [_shown(piece, lambda address: address.public) for piece, _, hidden in self.suspects if not hidden]
+        return f"{self.head}{path}{_joined(query, kept)}"
+
+    @property
+    def identity(self) -> str:
+        """The link without what is certainly a credential."""
+        certain = ":" in self.userinfo and not re.search(r"\s", self.userinfo)
+        user = "" if certain or not self.userinfo else f"{self.userinfo}@"
+        pieces, hidden = _pieces(self.query), self.credentials
+        kept = [_shown(piece, lambda address: address.identity) for piece in pieces if _pair(piece)[0] not in hidden]
+        return f"{self.head}{user}{self.path}{_joined(self.query, kept)}{self.fragment}"
+
+    @property
+    def _split(self) -> tuple[str, str]:
+        """The path, and all that may be a query."""
+        whole = self.path + self.query + self.fragment
+        start = (_WEB_QUERY if _is_web(self.scheme) else _QUERY).search(whole)
+        if start is None or self.scheme == "file":
+            return whole, ""
+        return whole[: start.start()], whole[start.start() :]
+
+
+@dataclass(frozen=True, repr=False)
+class Address:
+    """A path or URL that is shown without its credentials; ``reveal`` is for whoever opens it.
+
+    >>> Address("s3://KEY:SECRET@bucket/run?secret_key=SECRET")
+    's3://bucket/run'
+    >>> str(Address("zip://a.csv::https://me:SECRET@host/b.zip?X-Amz-Signature=SECRET&X-Amz-Expires=60"))
+    'zip://a.csv::https://host/b.zip'
+    """
+
+    raw: str
+
+    def reveal(self) -> str:
+        """The address as it was given."""
+        return self.raw
+
+    @cached_property
+    def public(self) -> str:
+        """The address as it is shown, without anything that may be a credential."""
+        return "::".join(map(_public, _LINKS.split(self.raw)))
+
+    @cached_property
+    def identity(self) -> str:
+        """The address without its credentials, the same whatever they are; the text as it is where there are none."""
+        return "::".join(map(_identity, _LINKS.split(self.raw)))
+
+    @cached_property
+    def parts(self) -> tuple[Address, ...]:
+        """The addresses that a chain is made of."""
+        return tuple(map(Address, _LINKS.split(self.raw)))
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The parts of the address that have a scheme."""
+        return tuple(link for part in _LINKS.split(self.raw) if (link := _parsed(part)) is not None)
+
+    def __str__(self) -> str:
+        return self.public
+
+    def __repr__(self) -> str:
+        return repr(self.public)
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return True for an address, also for one that pathlib took a slash from."""
+    return _ADDRESS.match(os.fsdecode(path)) is not None
+
+
+def is_mistyped(path: str) -> bool:
+    """Return True for an address with a password whose scheme or slashes are missing: ``//me:SECRET@host/a``."""
+    return "://" not in path and _MISTYPED.fullmatch(path) is not None
+
+
+def refuse_lost_slash(path: object) -> None:
+    """Raise ValueError for an address that pathlib has made a local path of, which would show its credentials.
+
+    >>> from pathlib import Path
+    >>> refuse_lost_slash(Path("s3://KEY:SECRET@bucket/run"))
+    Traceback (most recent call last):
+    ValueError: s3:/bucket/run is an address that pathlib took a slash from. Pass it as a text.
+    """
+    if isinstance(path, os.PathLike) and is_address(path):
+        address = Address(os.fsdecode(path))
+        raise ValueError(f"{address} is an address that pathlib took a slash from. Pass it as a text.")
+
+
+def as_address(name: str, value: str) -> Address:
+    """Return the address that the option ``name`` holds; endpoints may come without a scheme."""
+    return Address(value if "://" in value or "endpoint" not in name else f"https://{value}")
+
+
+def _parsed(part: str) -> Link | None:
+    if (match := _SCHEME.fullmatch(part)) is None:
+        return None
+    head, scheme = f"{match[1]}:{match[2]}", match[1].lower()
+    if scheme in _WITHOUT_HOSTS or (match[2] == "/" and not is_address(part)):
+        userinfo, rest, dubious = "", match[3], ""
+    else:
+        userinfo, rest, dubious = _split_user(scheme, match[3])
+    if scheme == "file":
+        return Link(head, userinfo, rest)
+    if _is_web(scheme):
+        rest, sign, fragment = rest.partition("#")
+        start = _WEB_QUERY.search(rest)  # a "?" without "=" is one of a pattern
+        path, query = (rest[: start.start()], rest[start.start() :]) if start else (rest, "")
+        fragment = sign + fragment
+        if any(_is_credential(_pair(piece)[0], False) for piece in _pieces(fragment)):
+            return Link(head, userinfo, path, query + fragment, "", dubious)
+        return Link(head, userinfo, path, query, fragment, dubious)
+    path, mark, query = rest.rpartition("?")
+    names = [_pair(f"?{piece}")[0] for piece in query.split("&")]
+    signed = _signed(mark + query)
+    if mark and "=" in query and all(name in URL_OPTIONS or _is_credential(name, signed) for name in names):
+        return Link(head, userinfo, path, mark + query, "", dubious)
+    return Link(head, userinfo, rest, "", "", dubious)
+
+
+def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
+    """The text before the ``@`` that ends the credentials, what comes after it, and the dubious part of that."""
+    authority = _AUTHORITY_ENDS.split(rest, maxsplit=1)[0]
+    if scheme in _NAMES_BEFORE_AT or (scheme in _CONTAINERS_BEFORE_AT and ":" not in authority):
+        return "", rest, ""
+    if "@" in authority:
+        userinfo, _, host = authority.rpartition("@")
+        return userinfo, host + rest[len(authority) :], ""
+    if ":" not in authority or "@" not in rest or authority.startswith("arn:"):
+        return "", rest, ""
+    userinfo, _, place = rest.rpartition("@")
+    port = None if scheme in WITHOUT_PORTS else _PORT.fullmatch(authority)
+    if port is None:  # a password with a "/" that was not encoded
+        return userinfo, place, ""
+    is_host = port[1] is None or "." in port[1] or port[1].lower() == "localhost"
+    return "", rest, "" if is_host else userinfo
+
+
+def _public(part: str) -> str:
+    if (link := _parsed(part)) is not None:
+        return link.public
+    mistyped = _MISTYPED.fullmatch(part)
+    return part if mistyped is None else mistyped[1] + mistyped[3]
+
+
+def _identity(part: str) -> str:
+    link = _parsed(part)
+    return part if link is None or not link.head.endswith("//") else link.identity
+
+
+def _pieces(query: str) -> list[str]:
+    return [piece for piece in _PIECES.split(query) if piece]
+
+
+def _pair(piece: str) -> tuple[str, str]:
+    name, _, value = piece[1:].partition("=")
+    return unquote(name), unquote(value)
+
+
+def _joined(query: str, kept: list[str]) -> str:
+    if kept and query.startswith("?") and kept[0].startswith(("&", ";")):
+        kept[0] = "?" + kept[0][1:]
+    return "".join(kept)
+
+
+def _shown(piece: str, text_of: Callable[[Address], str]) -> str:
+    """A parameter, without the credentials of an address that is its value."""
+    name, value = _pair(piece) if "=" in piece else ("", "")
+    address = as_address(name, value)
+    text = text_of(address)
+    return piece if text == address.raw else f"{piece[0]}{name}={quote(text, safe='/:')}"
+
+
+def _suspected(piece: str, signed: bool) -> tuple[str, bool]:
+    """The value of a parameter, and whether it may be a credential."""
+    name, value = _pair(piece)
+    if "=" not in piece:
+        return name, piece.startswith("&")
+    return value, name.lower() == "key" or _is_credential(name, signed)
+
+
+def _is_credential(name: str, signed: bool) -> bool:
+    spelt = name.lower().replace("-", "_")
+    return _CREDENTIAL.fullmatch(spelt) is not None or (signed and _OF_SIGNATURES.fullmatch(spelt) is not None)
+
+
+def _signed(query: str) -> bool:
+    return any(_SIGNED.fullmatch(_pair(piece)[0].lower().replace("-", "_")) for piece in _pieces(query))
+
+
+def _is_web(scheme: str) -> bool:
+    return scheme in ("http", "https")
