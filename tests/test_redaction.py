@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from base64 import b64encode
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -47,6 +48,12 @@ def test_a_secret_is_removed_in_every_form(secret: str, around: str) -> None:
         "file:///home/me@work/a?sig=3",
         "/home/me@work/a.parquet",
         "C:/data/a@b",
+        "memory://a@b/x",
+        "user:/mail@x",
+        "dbfs:/mnt/me@corp.com/x",
+        "s3://bucket/x;key=5/p.parquet",
+        "s3://arn:aws:s3:us-west-2:123:accesspoint/n/a@b",
+        "http://host/a;v=1.parquet",
     ],
 )
 def test_names_that_are_no_credentials_stay(address: str) -> None:
@@ -62,6 +69,13 @@ def test_names_that_are_no_credentials_stay(address: str) -> None:
         ("https://host/a?id=3&SIG=SECRET&n=4", "https://host/a?id=3&n=4"),
         ("s3://bucket?endpoint_override=http://me:SECRET@host:9000", "s3://bucket?endpoint_override=http://host:9000"),
         ("s3://bucket/wh?t?secret_key=SECRET", "s3://bucket/wh?t"),
+        ("s3://KEY:SEC'RET@bucket/run", "s3://bucket/run"),
+        ("https://user:12345/SECRET@host/run", "https://***@host/run"),
+        ("ftp://user:12345/SECRET@host/run", "ftp://***@host/run"),
+        ("https://host/a?id=1&SECRET", "https://host/a?id=1"),
+        ("//me:SECRET@host/a", "//host/a"),
+        ("https:me:SECRET@host/a", "https:host/a"),
+        ("s3://bucket/a?b=1&secret_key=SEC?RET", "s3://bucket/a?b=1"),
         ("simplecache::zip://a::http://me:SECRET@host/b.zip", "simplecache::zip://a::http://host/b.zip"),
     ],
 )
@@ -87,3 +101,13 @@ def test_an_argument_is_secret_by_its_name() -> None:
         map(is_secret, ("api_key", "HF-TOKEN".replace("TOKEN", "AUTH-TOKEN"), "db_password", "aws_secret_access_key"))
     )
     assert not any(map(is_secret, ("pad_token", "token", "key", "columns", "max_tokens")))
+
+
+def test_only_a_user_and_a_password_follow_basic() -> None:
+    for text in ("Basic Authentication failed", "Basic training of models"):
+        assert redacted(text) == text
+    for user in ("user:pw", "a:b", "me:SECRET123"):
+        assert (
+            redacted(f"Authorization: Basic {b64encode(user.encode()).decode()}, sent")
+            == "Authorization: Basic ***, sent"
+        )

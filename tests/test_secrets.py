@@ -303,12 +303,16 @@ def test_passwords_and_signatures_of_a_web_server(search: Search, web: WebServer
         f"gs://{user}bucket/a.parquet",
         f"az://{user}bucket/a.parquet?sig={SIGNATURE}",
         Path(f"s3://{KEY}:{CORE}@bucket/a.parquet"),
+        f"//me:{CORE}@host/x.parquet",
+        f"https:me:{CORE}@host/x.parquet",
+        f"http://user:1/{CORE}@host/x.parquet",
+        f"http://{web.host}/a.parquet?id=1&{CORE}",
     ):
         options = {"anonymous": False, "access_token": TOKEN} if str(address).startswith("gs") else None
         search.fails(str(address)[:5], lambda a=address, o=options: read(a, storage_options=o), Exception)
     for name in ("index_dir", "cache_dir"):
-        search.fails(name, lambda name=name: read(write_other(tmp_path / "x"), **{name: f"s3://{KEY}:{CORE}@b/x"}))
-    search.fails("load_from_disk", lambda: midepoch.load_from_disk(f"s3://{KEY}:{CORE}@b/x"))
+        search.fails(name, lambda name=name: read(write_other(tmp_path / "x"), **{name: f"s3://{KEY}:'{CORE}@b/x"}))
+    search.fails("load_from_disk", lambda: midepoch.load_from_disk(f"s3://{KEY}:'{CORE}@b/x"))
     search.fails("audit", lambda: ds.loader(1, audit=f"s3://{KEY}:{CORE}@b/x"))
 
 
@@ -434,6 +438,7 @@ def test_the_command_line_and_pages(search: Search, s3: Server, tmp_path: Path) 
         ("info", "s3://lake", "--storage", SECRET), ("info", "x", f"--nonsense={SECRET}"), ("audit", data),
         ("inspect", runs.replace("/run", "/none")), ("report", data.replace("lake", "nowhere", 1)), ("watch", data),
         ("info", f"https://{USER}:{CORE}@127.0.0.1/x?id=1"), ("diff", str(state), data), ("info", f"s3:/{KEY}:{CORE}@b"),
+        ("audit", f"s3://{KEY}:'{CORE}@b/x"), ("watch", f"s3://{KEY}:'{CORE}@b/x"), ("report", f"s3://{KEY}:'{CORE}@b/x"),
     ]  # fmt: skip
     for arguments in bad:
         assert command(*arguments) != 0, arguments

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from midepoch.address import Address, is_address
 from midepoch.audit.records import SUFFIX, Passed, Place, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError
-from midepoch.redaction import redacted
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""
@@ -101,7 +101,9 @@ def ledger_folder(run: str | Path) -> Path:
     for folder in (given, given / "ledger"):
         if any(folder.glob(f"*{SUFFIX}")):
             return folder
-    name = redacted(str(given))
+    if is_address(given):
+        raise DataNotFoundError(f"{Address(str(run))} is an address, and ledgers are in local folders. Name a folder.")
+    name = Address(str(given)).public
     raise DataNotFoundError(f"there is no ledger in {name}: make loaders with audit={name!r} to keep one.")
 
 

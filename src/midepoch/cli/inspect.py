@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from midepoch.address import Address
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.health import health
 from midepoch.cli import common
@@ -17,7 +18,6 @@ from midepoch.cli.states import open_state
 from midepoch.describe import Difference, describe, differences
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.progress import Bar
-from midepoch.redaction import redacted
 
 _TEXT = 1000
 
@@ -48,7 +48,7 @@ def inspect(
     if as_json:
         common.print_json({"step": number, **asdict(told), "share": told.share})
         return
-    shown = redacted(state) if number is None else f"{redacted(state)}, step {number}"
+    shown = Address(state).public if number is None else f"{Address(state)}, step {number}"
     table = Table(show_header=False, title=shown, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -140,7 +140,7 @@ def verify(
     saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
     steps = saved.steps() if step is None else [step]
     if not steps:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {redacted(checkpoints)}.")
+        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(checkpoints)}.")
     found = []
     with Bar("verifying", "steps") as bar:
         for number, one in enumerate(steps, 1):
@@ -149,7 +149,7 @@ def verify(
     if as_json:
         common.print_json([asdict(each) for each in found])
     else:
-        table = Table(title=redacted(checkpoints), title_justify="left")
+        table = Table(title=Address(checkpoints).public, title_justify="left")
         for name in ("step", "saved", "ranks", "parts", "size", ""):
             table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
         for each in found:

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from midepoch.address import Address
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
 from midepoch.loader.stream import StreamLoader
 from midepoch.plan import ResumePlan, plan_resume
-from midepoch.redaction import redacted
 from midepoch.stream import Stream
 
 _RANKS, _ROWS = 8, 12
@@ -64,7 +64,7 @@ def plan(
     )
     if as_json:
         common.print_json(
-            {"checkpoint": redacted(checkpoint), "step": which, "num_workers": num_workers, **asdict(found)}
+            {"checkpoint": Address(checkpoint).public, "step": which, "num_workers": num_workers, **asdict(found)}
         )
     else:
         _show(found, which, world_size)

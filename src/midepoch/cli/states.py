@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midepoch.address import Address
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
 from midepoch.known import state_in
-from midepoch.redaction import redacted
 
 
 class Chosen(NamedTuple):
@@ -31,7 +31,7 @@ def open_state(where: str, step: int | None = None, part: str | None = None, *, 
     saved = PipelineCheckpoint(where, rank=0, world_size=ranks)
     latest = saved.latest_step()
     if latest is None:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {redacted(where)}.")
+        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(where)}.")
     if step is not None:
         return Chosen(_read(saved, step, part), step)
     older = [number for number in reversed(saved.steps()) if number != latest]
@@ -40,7 +40,7 @@ def open_state(where: str, step: int | None = None, part: str | None = None, *, 
             return Chosen(_read(saved, number, part), number)
         except CheckpointDamagedError as problem:
             common.errors.print(common.styled(f"step {number} would be passed over: {problem}", "yellow"))
-    raise CheckpointDamagedError(f"all steps in {redacted(where)} are damaged.")
+    raise CheckpointDamagedError(f"all steps in {Address(where)} are damaged.")
 
 
 def _read(saved: PipelineCheckpoint, step: int, part: str | None) -> Any:

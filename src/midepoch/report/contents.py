@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.address import Address
 from midepoch.audit import Run, read_runs
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.health import health
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
-from midepoch.redaction import redacted
 from midepoch.report.consumption import of_run
 from midepoch.report.quality import quality
 
@@ -163,7 +163,7 @@ def _beside(run: str | Path | None) -> Path | None:
 
 
 def _health(where: str | Path, read: bool) -> dict[str, Any]:
-    folder = Path(redacted(str(where))).name
+    folder = Path(Address(str(where)).public).name
     try:
         saved = PipelineCheckpoint(where, rank=0, world_size=1)
         steps = saved.steps()

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import pyarrow.fs as fs
 
-from midepoch.address import Address, Link
+from midepoch.address import Address, Link, is_mistyped
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
 from midepoch.redaction import Secrets
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
@@ -31,6 +31,10 @@ def resolve(
     if filesystem is not None:
         return _given(filesystem, address, retry)
     if "://" not in path:
+        if is_mistyped(path) and not os.path.exists(path):
+            raise ValueError(
+                f"{address} is an address without '://', and no local path. Write it as scheme://host/path"
+            )
         if storage_options:
             raise ValueError(f"storage_options were given, but {address} is a local path: it needs a scheme like s3://")
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(os.path.expanduser(path))
@@ -55,7 +59,7 @@ def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets
     if scheme in _NATIVE:
         return ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
     if isinstance(problem, FileNotFoundError):  # the archive that the files are in
-        return DataNotFoundError(f"{text}, in which {address} is to be found.")
+        return DataNotFoundError(f"{address} cannot be opened, because {text} does not exist. Check the address.")
     if isinstance(problem, (ImportError, ValueError)):
         return MidepochError(
             f"{scheme}:// cannot be opened: {text}. s3://, gs:// and az:// are read natively, "
@@ -166,7 +170,7 @@ def _by_fsspec(
         own = _fsspec_options(part.links[0]) if part.links else None
         parts.append(part.reveal() if own is None else part.links[0].target)
         if own:
-            options[part.links[0].scheme] = {**own, **options.get(part.links[0].scheme, {})}
+            _add_options(options, part.links[0].scheme, own, first=part is address.parts[0])
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
     if Address(inner).identity != inner:
@@ -175,6 +179,21 @@ def _by_fsspec(
         )
     whole = "://" in inner  # the path is the address itself, as of a web server
     return Store(fs.PyFileSystem(Handler(filesystem)), "" if whole else f"{scheme}://", secrets, retry), inner
+
+
+def _add_options(options: dict[str, Any], scheme: str, own: Mapping[str, Any], first: bool) -> None:
+    """Add options of an address to those that were given for its scheme, or for all that comes first in a chain."""
+    plain = {name: options.pop(name) for name in own if first and name in options}
+    options[scheme] = _merged(own, _merged(plain, options.get(scheme, {})))
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options, and those given beside them, which count where both have one."""
+    merged = {**own, **given}
+    for name in own.keys() & given.keys():
+        if isinstance(own[name], Mapping) and isinstance(given[name], Mapping):
+            merged[name] = _merged(own[name], given[name])
+    return merged
 
 
 def _fsspec_options(link: Link) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow.fs as fs
+
 from midepoch.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
@@ -163,6 +165,8 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
 def _nearest(store: Store, path: str) -> str:
     """What is there instead, for people."""
     if not store.local:
+        if isinstance(store.given, fs.PyFileSystem):
+            return "Check the address, and that the credentials may read it."
         return "Check the bucket and the key, and that the credentials may list them."
     folder = path
     while not os.path.isdir(folder):

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as fs
 
+from midepoch.address import Address
 from midepoch.redaction import redacted
 
 _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
@@ -51,7 +52,9 @@ class Handler(fs.FSSpecHandler):  # type: ignore[misc]
     def place(self) -> str:
         """The server, repository or archive that the files are in, without credentials."""
         options = options_of(self)
-        return " ".join(redacted(str(options[name])) for name in _PLACES if isinstance(options.get(name), (str, int)))
+        return " ".join(
+            Address(str(options[name])).identity for name in _PLACES if isinstance(options.get(name), (str, int))
+        )
 
     def version(self, path: str) -> str:
         """What changes with the contents of a file, as far as the file system tells; empty if it does not."""

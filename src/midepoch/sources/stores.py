@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.fs as fs
 
+from midepoch.address import Address
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
-from midepoch.redaction import Secrets, redacted
+from midepoch.redaction import Secrets
 from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
 from midepoch.sources.resources import PAUSES
@@ -112,7 +113,7 @@ class Store:
 
     def name(self, path: str) -> str:
         """A path in words for people."""
-        return redacted(f"{self.scheme}{path}")
+        return Address(f"{self.scheme}{path}").public
 
     def list(self, folder: str) -> list[Entry]:
         """All files below a folder, at any depth, in one listing."""
