@@ -41,7 +41,7 @@ def test_files_of_an_archive(workers: int, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "all.tar", "w") as archive:
         for name in names:
             archive.add(tmp_path / name, f"d/{name}")
-    with pytest.raises(midepoch.DataNotFoundError, match="gone.tar.*is to be found"):
+    with pytest.raises(midepoch.DataNotFoundError, match="gone.tar.*does not exist"):
         midepoch.from_files(f"tar://d::{tmp_path / 'gone.tar'}")
     filesystem = fsspec.filesystem("tar", fo=str(tmp_path / "all.tar"))
     ds = midepoch.from_files("d", filesystem=filesystem, index_dir=tmp_path / "ix").with_format("numpy")
