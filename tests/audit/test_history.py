@@ -480,3 +480,63 @@ def test_a_state_loaded_in_the_middle_of_a_pass_takes_back_its_steps(ds: midepoc
     list(loader)
     run = read_run(tmp_path)
     assert run.exact and told(run) == (40, 0, 0, 0, 0) and run.epochs[0].again == 16
+
+
+def test_a_state_loaded_into_the_dataset_is_recorded(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
+    take(first, 8)
+    ds.load_state_dict(at(first, 20))
+    ds.loader(32, ends="drop", audit=Ledger(tmp_path, attempt="2"))
+    run = read_run(tmp_path)
+    assert told(run) == (20, 0, 0, 20, 0) and run.attempts == 2 and run.exact
+
+
+def test_what_a_start_would_drop_counts_only_if_it_is_the_last(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
+    take(first, 6)
+    for number, (batch, dropped, pending) in enumerate([(32, 16, 0), (4, 0, 16)]):
+        loader = ds.loader(batch, ends="drop", audit=Ledger(tmp_path, attempt=f"2{number}"))
+        loader.load_state_dict(first.state_dict())
+        assert told(read_run(tmp_path)) == (24, 0, 0, dropped, pending)
+
+
+def test_a_run_of_one_step_into_which_an_older_state_is_loaded_before_its_own(
+    ds: midepoch.Dataset, tmp_path: Path
+) -> None:
+    first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
+    states = [first.state_dict()]
+    take(first, 1)
+    states.append(first.state_dict())
+    second = ds.loader(4, audit=Ledger(tmp_path, attempt="2"))
+    for state in states:
+        second.load_state_dict(state)
+    list(second)
+    run = read_run(tmp_path)
+    assert run.exact and told(run) == (40, 0, 0, 0, 0) and run.steps == 10
+
+
+def test_starts_of_one_name_and_other_ranks_are_not_taken_for_lost_rows_without_a_word(
+    ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIDEPOCH_RUN_ID", "again")
+
+    def train(rank: int, ranks: int) -> bool:
+        list(ds.loader(2, rank=rank, world_size=ranks, ends="drop", audit=tmp_path))
+        return True
+
+    for ranks in (2, 4):
+        assert together(*(lambda rank=rank, ranks=ranks: train(rank, ranks) for rank in range(ranks))) == [0] * ranks
+    run = read_run(tmp_path)
+    assert not run.exact and "set a new name for every start" in run.problems[-1]
+
+
+def test_the_name_of_a_start_is_found_once(
+    ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What named it, a process group for one, may be gone when the next pass begins."""
+    monkeypatch.setenv("MIDEPOCH_RUN_ID", "one")
+    loader = ds.loader(4, rank=0, world_size=2, ends="drop", audit=tmp_path)
+    list(loader)
+    monkeypatch.delenv("MIDEPOCH_RUN_ID")
+    list(loader)
+    assert read_run(tmp_path).attempts == 1

@@ -124,3 +124,14 @@ def test_live_writers_never_leave_the_folder_without_a_step(tmp_path: Path) -> N
         assert not errors
     assert looks > 3
     assert PipelineCheckpoint(tmp_path).restore_latest(rng=False) in range(1, 6)
+
+
+def test_who_interrupts_a_turn_does_not_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a signal handler does that saves while a save is at work."""
+    with turn(tmp_path) as outer:
+        with turn(tmp_path) as inner:
+            pass
+        assert outer and not inner
+    with turn(tmp_path) as after:
+        assert after
+    assert not caplog.records

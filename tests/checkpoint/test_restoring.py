@@ -205,3 +205,17 @@ def test_a_step_that_is_removed_while_it_is_restored_is_restored(tmp_path: Path)
     stored = loading.open_part(checkpoint._directory, manifest, "model", allow_pickle=False)
     checkpoint.delete(1)
     assert np.array_equal(stored.read()["w"], np.arange(9000))
+
+
+def test_arrays_of_another_byte_order_or_layout_are_restored_in_place(tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    saved = {"big": np.array([1, 2], ">i4"), "first": torch.ones(2), "turned": torch.arange(6.0).reshape(2, 3)}
+    checkpoint.save(model=saved, step=1)
+    target = {
+        "big": np.zeros(2, ">i4"),
+        "first": torch.zeros(2),
+        "turned": torch.nn.Parameter(torch.zeros(3, 2).t()),
+    }
+    checkpoint.restore_latest(model=target)
+    assert target["big"].tolist() == [1, 2]
+    assert torch.equal(target["turned"], saved["turned"]) and torch.equal(target["first"], saved["first"])

@@ -10,6 +10,7 @@ import dis
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -170,3 +171,18 @@ def test_a_ledger_that_cannot_be_written_moves_nothing_ahead(
     assert not run.exact and "the record is incomplete" in run.problems[0]
     assert run.steps == (4 if fails == "fsync" else 3)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_an_interrupt_while_a_thread_is_started_stays_an_interrupt(
+    make_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = midepoch.from_files(make_files([400])).map(lambda row: {}).loader(4)
+    batches = iter(loader)
+    next(batches)
+
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(batches)
