@@ -26,7 +26,7 @@ def chaos(kills: int, seed: int) -> None:
 
 
 def test_thirty_kills() -> None:
-    chaos(30, seed=7)
+    chaos(30, seed=199950)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ sys.modules["held"] = batches
 KINDS = ["numbers", "cached", "threads", "workers", "audited", "stream", "stream of workers", "rows"]
 
 
-@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize("suffix", [pytest.param("arrow", marks=pytest.mark.slow), "parquet"])
 def test_an_iterator_that_a_script_leaves_behind_is_silent(suffix: str, tmp_path: Path) -> None:
     table, path = pa.table({"id": np.arange(4000)}), tmp_path / f"a.{suffix}"
     if suffix == "arrow":

@@ -233,7 +233,7 @@ class Source:
             if table.num_rows != rows:
                 raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
         except CorruptBlockError as problem:
-            raise CorruptBlockError(f"{problem} {self._remedy(number)}") from None
+            raise CorruptBlockError(f"{str(problem).rstrip('.')}. {self._remedy(number)}") from None
         except (pa.ArrowException, ValueError, LookupError, EOFError, OverflowError, struct.error) as problem:
             if not is_damage(problem):
                 raise refusal(problem, f"{store.name(file.path)}: {problem}") from None
