@@ -110,6 +110,7 @@ def test_a_sigterm_handler_saves_in_the_middle_of_any_save(tmp_path: Path) -> No
     assert len(handled) == moments
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that comes in a finalizer is lost
 @pytest.mark.parametrize("backend", ["files", "dcp"])
 def test_an_interrupt_stays_an_interrupt(backend: str, tmp_path: Path) -> None:
     checkpoint = PipelineCheckpoint(tmp_path, backend=backend, keep=1)

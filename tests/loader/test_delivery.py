@@ -56,7 +56,12 @@ class Interrupts:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("__del__", "close", "_close", "_close_pool"):
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in (
+            "__del__",
+            "close",
+            "_close",
+            "_close_pool",
+        ):
             return None
         frame.f_trace_opcodes = True
         return self._opcode
