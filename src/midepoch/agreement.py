@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -62,14 +62,14 @@ def first_said(key: str, value: str) -> str | None:
 class Waits(NamedTuple):
     """A rank that waits for the others of its group: which one it is, of how many, and what it loads.
 
-    ``loader``: the name under which its counterparts may have refused to go on.
+    ``check``: raises if another rank has refused to go on.
     """
 
     group: str
     rank: int
     size: int
     what: dict[str, Any]
-    loader: str
+    check: Callable[[], None]
 
 
 def all_said(key: str, value: str, waits: Waits) -> list[str]:
@@ -105,16 +105,17 @@ def heard(key: str) -> str | None:
     return _get(f"midepoch/{key}")
 
 
-def refuse(loader: str, why: str) -> None:
-    """Let ranks that wait, or come later, know why this one does not go on with a loader."""
+def refuse(group: str, why: str) -> None:
+    """Let ranks that wait, or come later, know why this one does not go on."""
     with suppress(Exception):
-        first_said(f"refused/{loader}", why)
+        _delete(f"midepoch/refused/{group}")
+        _set(f"midepoch/refused/{group}", json.dumps([secrets.token_hex(8), why]))
 
 
-def check_refusal(loader: str) -> None:
-    """Raise WorldError if a rank has refused to go on with a loader."""
-    if (why := _get(f"midepoch/refused/{loader}")) is not None:
-        raise WorldError(why)
+def refusal(group: str) -> tuple[str, str]:
+    """A token of the last refusal in a group, and why; both empty if there was none."""
+    token, why = json.loads(_get(f"midepoch/refused/{group}") or '["", ""]')
+    return token, why
 
 
 def differences(said: Mapping[int, Mapping[str, Any]]) -> str:
@@ -161,7 +162,7 @@ def _wait(names: list[str], key: str, waits: Waits) -> None:
         waited = time.monotonic() - started
         if waited < _LOOK:
             continue
-        check_refusal(waits.loader)
+        waits.check()
         _check_others(key, waits, seen)
         if waited > _PATIENCE:
             raise TimeoutError(f"rank {', '.join(_late(names))} did not come within {_PATIENCE:g} s")

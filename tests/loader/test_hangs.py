@@ -266,7 +266,7 @@ def test_what_ranks_have_said_does_not_fill_the_store(monkeypatch: pytest.Monkey
 
     store = HashStore()
     monkeypatch.setattr(agreement, "_store", lambda: store)
-    steps = EqualSteps(Cut(0, 1), {"data": "data"})
+    steps = EqualSteps(Cut(0, 1), {"data": "data"}, "", lambda: None)
     for _ in range(3):
         steps.begin()
         for _ in range(20):

@@ -34,8 +34,7 @@ def test_ranks_that_differ_are_refused(data: tuple[str, str], tmp_path: Path, la
     assert [one["shifted dataset"] for one in told] == [[6, 6], [6]]
     assert [one["shifted stream"] for one in told] == [[2, 6], [2]]
     for one in told:
-        assert one["waiting"].startswith("the ranks do not load the same, and wait for each other: "), one["waiting"]
-        assert "rows is 36 on rank 0 and 35 on rank 1" in one["waiting"]
+        assert one["waiting"].startswith("the ranks do not load the same"), one["waiting"]
     assert all("scope is rows on rank 0 and window on rank 1" in one["saved"] for one in told), told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from midepoch import agreement
@@ -49,6 +49,7 @@ class Counterparts:
         self.name = f"{group}/{'' if agreement.connected() else 'early '}{self._number}"
         self._made_as = _digest(_comparable(identity, options))
         agreement.say(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
+        self._refused_before = agreement.refusal(group)[0]
         self._loads = self._passes = 0
 
     def loaded(self) -> None:
@@ -70,7 +71,7 @@ class Counterparts:
 
     def _check(self, key: str, mine: dict[str, Any]) -> None:
         try:
-            agreement.check_refusal(self.name)
+            self.check_refusal()
             said = agreement.first_said(key, json.dumps([self._rank, self._made_as, mine]))
             if said is None:
                 return
@@ -87,8 +88,14 @@ class Counterparts:
             "one state on all of them (it does not matter which rank saved it). A loader for one rank alone takes "
             "rank=0, world_size=1."
         )
-        agreement.refuse(self.name, text)
+        agreement.refuse(self._group, text)
         raise WorldError(text)
+
+    def check_refusal(self) -> None:
+        """Raise WorldError if another rank has refused to go on since this loader was made."""
+        token, why = agreement.refusal(self._group)
+        if token != self._refused_before:
+            raise WorldError(why)
 
     def _is_shifted(self, rank: int, made_as: str) -> bool:
         """Whether one of the two ranks has made the loaders of both, so that the numbers do not tell what differs."""
@@ -114,13 +121,13 @@ def _digest(comparable: Mapping[str, Any]) -> str:
 
 class EqualSteps:
     """Ranks that each run lanes of their own agree how many of the next steps all of them take. Here ranks do wait for
-    each other, as they do after every step, but only once in many steps.
+    each other, as they do after every step, but only once in many steps. ``check`` raises if one has refused to go on.
     """
 
     _MOST = 32
 
-    def __init__(self, cut: Cut, what: Mapping[str, Any], group: str = "", loader: str = "") -> None:
-        self._cut, self._what, self._group, self._loader, self._name = cut, what, group, loader, ""
+    def __init__(self, cut: Cut, what: Mapping[str, Any], group: str, check: Callable[[], None]) -> None:
+        self._cut, self._what, self._group, self._check, self._name = cut, what, group, check, ""
         self._passes = self._rounds = self.ahead = 0
         self._said = ""
 
@@ -136,7 +143,7 @@ class EqualSteps:
         self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
         cut = self._cut
         key = f"steps/{self._name}/{self._passes}/{self._rounds}"
-        waits = agreement.Waits(self._group, cut.index, cut.count, dict(self._what), self._loader)
+        waits = agreement.Waits(self._group, cut.index, cut.count, dict(self._what), self._check)
         said = agreement.all_said(key, str(steps), waits)
         if self._said:  # who has spoken now has heard what was said before
             agreement.unsay(self._said, cut.index)

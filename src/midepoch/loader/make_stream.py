@@ -60,7 +60,7 @@ def make_stream_loader(
     counterparts = counterparts_of(cut, together, data_parallel, what.identity, chosen)
     equal = None
     if agreed and counterparts is not None:
-        equal = EqualSteps(cut, what.identity, groups_of(data_parallel).cut, counterparts.name)
+        equal = EqualSteps(cut, what.identity, groups_of(data_parallel).cut, counterparts.check_refusal)
     return StreamLoader(what, chosen, place, asked=asked, counterparts=counterparts, equal=equal)
 
 
