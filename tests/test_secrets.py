@@ -157,7 +157,8 @@ def search(
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose working key is planted, with some data."""
     folder = tmp_path_factory.mktemp("planted")
-    (folder / "lake").mkdir()
+    for bucket in ("lake", "cli", "runs"):  # before the server lists them, which it keeps
+        (folder / bucket).mkdir()
     for number in range(2):
         table = pa.table({"id": range(number * ROWS, number * ROWS + ROWS)})
         pq.write_table(table, folder / "lake" / f"{number}.parquet", row_group_size=25)
@@ -409,7 +410,6 @@ def command(*arguments: str) -> int:
 
 def test_the_command_line_and_pages(search: Search, s3: Server, tmp_path: Path) -> None:
     pytest.importorskip("typer")
-    (s3.folder / "cli").mkdir()
     data, _ = addresses(s3, "lake")["user"]
     runs, _ = addresses(s3, "cli/run")["query"]
     _, options = addresses(s3, "lake")["options"]
