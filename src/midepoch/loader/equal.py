@@ -94,7 +94,7 @@ class Counterparts:
     def check_refusal(self) -> None:
         """Raise WorldError if another rank has refused to go on since this loader was made."""
         token, why = agreement.refusal(self._group)
-        if token != self._refused_before:
+        if token and token != self._refused_before:
             raise WorldError(why)
 
     def _is_shifted(self, rank: int, made_as: str) -> bool:
