@@ -85,6 +85,7 @@ def refusals(folder: Path, data: str) -> dict[str, Any]:
         next(passing)
     except midepoch.WorldError as problem:
         found["apart"] = str(problem)
+    dist.barrier()
     try:
         ds.take(25).loader(3)
     except midepoch.WorldError as problem:
@@ -116,6 +117,7 @@ def apart_in_other_ways(data: str, mesh: Any) -> dict[str, Any]:
             found[name] = None
         except midepoch.WorldError as problem:
             found[name] = str(problem)
+        dist.barrier()  # a refusal that comes later would be taken for one of the next loader
 
     def make(part: int, batch: int = 3, **options: Any) -> Any:
         return midepoch.from_files(data).take(96 - part).shuffle(seed=5).loader(batch, ends="drop", **options)
