@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
-    from midepoch.combine import concat, mix, zip  # noqa: A004, F401
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
+    from midepoch.dataset.combine import concat, mix, zip  # noqa: A004, F401
     from midepoch.errors import (
         CheckpointDamagedError,
         CheckpointError,
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     )
     from midepoch.load import from_files, load_dataset, load_from_disk
     from midepoch.loader import Loader
-    from midepoch.loader.stream import StreamLoader
     from midepoch.sources.stores import Retry
-    from midepoch.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -52,15 +50,13 @@ _WHERE = {
     "Keep": "midepoch.checkpoint",
     "PipelineCheckpoint": "midepoch.checkpoint",
     "Retry": "midepoch.sources.stores",
-    "Stream": "midepoch.stream",
-    "StreamLoader": "midepoch.loader.stream",
     "StructuredDataset": "midepoch.compat.structured",
-    "concat": "midepoch.combine",
+    "concat": "midepoch.dataset.combine",
     "from_files": "midepoch.load",
     "load_dataset": "midepoch.load",
     "load_from_disk": "midepoch.load",
-    "mix": "midepoch.combine",
-    "zip": "midepoch.combine",
+    "mix": "midepoch.dataset.combine",
+    "zip": "midepoch.dataset.combine",
     **dict.fromkeys(
         (
             "CheckpointDamagedError",
@@ -108,8 +104,6 @@ __all__ = [
     "PipelineCheckpoint",
     "Retry",
     "StateError",
-    "Stream",
-    "StreamLoader",
     "StructuredDataset",
     "WorkerError",
     "WorldError",

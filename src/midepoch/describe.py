@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from midepoch import html
-from midepoch import state as states
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError
-from midepoch.flow import state as flow_states
 from midepoch.known import of_index
-from midepoch.loader.batches import Plan
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import ENDS
-from midepoch.loader.stream import StreamLoader
+from midepoch.loader.plans import Plan
 from midepoch.order import Cut
-from midepoch.stream import Stream
+from midepoch.pipeline.identity import identity
+from midepoch.state.format import CAUSES, changes_in, comparable, parse
+from midepoch.state.saved import one_of
 
 _SHOWN_CHANGES = 8
 _OF_SHUFFLE = ("seed", "window", "aligned")
@@ -97,7 +96,7 @@ def describe(
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("a list of the states of all ranks is empty.")
-    found = [states.parse(one) for one in several]
+    found = [parse(one) for one in several]
     first, chosen = found[0], several[0]
     is_stream = bool(first["flow"])
     if is_stream:
@@ -105,8 +104,8 @@ def describe(
         if len({one["known"] for one in found}) < len(found):
             position = first["position"]  # of ranks that run all lanes together: each knows of all
     else:
-        chosen = states.one_of(several, Cut())
-        first = states.parse(chosen)
+        chosen = one_of(several, Cut())
+        first = parse(chosen)
         position, rows = first["position"], first["rows"]
     whole = not first["workers"] and first["shard"] is None
     return StateSummary(
@@ -121,7 +120,7 @@ def describe(
         next_row=_next(chosen, index_dir) if whole and not is_stream else None,
         steps_left=_steps_left(first, batch_size, world_size, ends) if batch_size and not is_stream else None,
         whose=None if whole else _whose(first),
-        changes=tuple(states.changes_in(first["changes"])),
+        changes=tuple(changes_in(first["changes"])),
         sources=_sources(first["parts"]),
     )
 
@@ -181,20 +180,20 @@ class Difference(NamedTuple):
 
 def differences(first: Any, second: Any) -> list[Difference]:
     """How a state differs from another, or from a dataset, stream or loader. With causes: why it is not its state."""
-    mine = states.parse(states.one_of(first, Cut()) if not _flows(first) else _one(first))
+    mine = parse(one_of(first, Cut()) if not _flows(first) else _one(first))
     if isinstance(second, (Dataset, Loader)):
-        other: Mapping[str, Any] = {**states.identity(second.pipeline), "parts": "", "flow": ""}
-    elif isinstance(second, (Stream, StreamLoader)):
-        other = {"parts": "", **flow_states.identity(second.what.spec, mine["lanes"]), "flow": mine["flow"] or "[]"}
+        spec = second.pipeline
+        flow = "" if spec.has_positions else mine["flow"] or "[]"
+        other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=mine["lanes"])), "flow": flow}
     else:
-        other = states.parse(states.one_of(second, Cut()) if not _flows(second) else _one(second))
+        other = parse(one_of(second, Cut()) if not _flows(second) else _one(second))
     found = []
     for name in ("epoch", "position", "lanes"):
         if name in other and mine[name] != other[name]:
             found.append(Difference(name, mine[name], other[name], ""))
     shuffled = mine["scope"] == other.get("scope", mine["scope"])
-    for name, cause in states.CAUSES.items():
-        if name == "arguments" and not states.comparable(mine[name], other.get(name), ()):
+    for name, cause in CAUSES.items():
+        if name == "arguments" and not comparable(mine[name], other.get(name), ()):
             continue
         if mine[name] != other.get(name, mine[name]) and (shuffled or name not in _OF_SHUFFLE):
             found.append(Difference(name, mine[name], other[name], cause))

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch import state as states
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.loader.loader import Loader
 from midepoch.order import Cut, EpochOrder, Layout, Order, Selection
+from midepoch.pipeline.cursor import Cursor
 from midepoch.sources.index import Index, default_index_dir, read_index
+from midepoch.state.format import KEY, check, order_of
+from midepoch.state.saved import load_global, one_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -29,7 +31,7 @@ class Known:
     ``checked``: against what the state was, "dataset", "index" or "nothing".
     """
 
-    cursor: states.Cursor
+    cursor: Cursor
     rows: int
     order: Order | None
     layout: Layout | None
@@ -64,11 +66,10 @@ class Known:
 
 
 def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
-    pipeline = dataset.pipeline
-    resumed = states.load_global(state, pipeline)
-    pipeline = states.adopt(resumed, pipeline)
+    resumed = load_global(state, dataset.pipeline)
+    pipeline = resumed.spec
     source = pipeline.source
-    sizes = np.concatenate([_block_bytes(index) for index in source.indexes])
+    sizes = np.concatenate([block_bytes(index) for index in source.indexes])
     return Known(
         resumed.cursor,
         pipeline.rows,
@@ -83,11 +84,11 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
 
 
 def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
-    state = states.one_of(state, Cut())
-    states.check(state)
+    state = one_of(state, Cut())
+    check(state)
     if state.get("workers") or state.get("shard") is not None:
         raise StateError("the state is that of one worker or shard, which fits just the same number of them.")
-    cursor, order = states.Cursor(state["epoch"], state["position"]), _order(state)
+    cursor, order = Cursor(state["epoch"], state["position"]), _order(state)
     if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
         raise StateError(
             f"the state is damaged: position {cursor.position} of {state['rows']} rows, selection {state['selection']}."
@@ -106,7 +107,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
         state["rows"],
         order,
         Layout(index.starts, files),
-        _block_bytes(index),
+        block_bytes(index),
         row_bytes,
         fetched,
         "index",
@@ -120,7 +121,7 @@ def _order(state: Mapping[str, Any]) -> Order | None:
         return None
     ranges = [tuple(map(int, part.split(":"))) for part in state["selection"].split(",")]
     selection = Selection.of_ranges([(a, b) for a, b in ranges])
-    return states.order_of(state, selection)
+    return order_of(state, selection)
 
 
 def _index_of(fingerprint: str, folder: Path) -> Index | None:
@@ -135,7 +136,7 @@ def _index_of(fingerprint: str, folder: Path) -> Index | None:
     return gone
 
 
-def _block_bytes(index: Index) -> Int64Array:
+def block_bytes(index: Index) -> Int64Array:
     """About how many bytes each block has in its file: its rows' share."""
     if not index.files:
         return np.zeros(0, dtype=np.int64)
@@ -160,9 +161,9 @@ def state_in(tree: Any, part: str | None = None) -> Any:
 
 def _states(tree: Any, name: str) -> list[tuple[str, Any]]:
     if isinstance(tree, Mapping):
-        if states.KEY in tree:
+        if KEY in tree:
             return [(name or "state", tree)]
         return [found for key, value in tree.items() for found in _states(value, f"{name}.{key}".strip("."))]
-    if isinstance(tree, (list, tuple)) and tree and all(isinstance(one, Mapping) and states.KEY in one for one in tree):
+    if isinstance(tree, (list, tuple)) and tree and all(isinstance(one, Mapping) and KEY in one for one in tree):
         return [(name or "state", list(tree))]
     return []

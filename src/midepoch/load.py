@@ -13,7 +13,8 @@ from midepoch.address import Address, is_address
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Order, Selection
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.progress import shown
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
@@ -214,4 +215,4 @@ def _make_dataset(source: Source, selection: Selection | None = None, *, on_erro
     order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
     if not len(order):
         _log.warning("the dataset is empty: the %s leaves no row of %s", "filter" if filtered else "split", where)
-    return Dataset(Pipeline(source, order, on_error=on_error))
+    return Dataset(PipelineSpec.of(Leaf(source, order, on_error=on_error)))

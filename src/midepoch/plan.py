@@ -14,15 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from midepoch.audit.lanes import places, tree_of
 from midepoch.checks import whole
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError, WorldError
-from midepoch.known import Known, of_dataset, of_index
-from midepoch.loader.batches import Plan
+from midepoch.known import Known, block_bytes, of_dataset, of_index
 from midepoch.loader.equal import check_reach
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
+from midepoch.loader.plans import Plan
 from midepoch.order import Cut, EpochOrder
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.length import estimated_length
+from midepoch.pipeline.open import start
+from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.state.saved import load_global
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class ResumePlan:
     """How many ranks get no row of the last step (under ``ends="uneven"``)."""
     batches: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """The next steps: for each of them, for each rank, the rows by their numbers in the dataset before the shuffle."""
+    lanes: tuple[tuple[int, ...], ...] = ()
+    """For each rank, the lanes that it runs, where steps change the number of rows: then ``batches`` is empty."""
     machines: tuple[Reading, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -86,7 +95,8 @@ def plan_resume(
         ends = dataset.ends if isinstance(dataset, Loader) else "uneven"
     options = Options(whole(batch_size, "plan(batch_size=…)", 1), ends=ends)
     try:
-        _refuse_streams(state)
+        if _in_lanes(state):
+            return plan_lanes(state, dataset, options, size, machines)
         known = of_dataset(state, dataset) if dataset is not None else of_index(state, index_dir)
         check_drop(known.rows, options, size)
         check_reach(
@@ -99,17 +109,92 @@ def plan_resume(
     return _plan(known, options, size, whole(steps, "plan(steps=…)"), machines)
 
 
-def _refuse_streams(state: Any) -> None:
-    for one in state if isinstance(state, (list, tuple)) else [state]:
-        if isinstance(one, Mapping) and one.get("flow"):
-            raise StateError(
-                f"this is the state of a stream ({one.get('pipeline')}): what comes next is not known before it runs. "
-                "check_state of the stream tells whether it fits."
+def _in_lanes(state: Any) -> bool:
+    one = state[0] if isinstance(state, (list, tuple)) and state else state
+    return isinstance(one, Mapping) and bool(one.get("flow"))
+
+
+def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int) -> ResumePlan:
+    """Plan the resume of a pipeline whose steps change the number of rows: by what is left of its lanes."""
+    if dataset is None:
+        raise StateError(
+            "the pipeline of this state changes the number of rows: what is left of its sources is known with the "
+            "dataset only. Give it (--dataset)."
+        )
+    whole_state = load_global(state, dataset.pipeline)
+    spec, cursor = whole_state.spec, whole_state.cursor
+    notes = []
+    if cursor.lanes_ended:
+        notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
+        cursor = Cursor(cursor.epoch + 1)
+    shares = [Share.of(spec.lanes, Cut(rank, ranks)) for rank in range(ranks)]
+    for share in shares:
+        check_known(cursor, share, spec.lanes)
+    if spec.lanes % ranks:
+        notes.append(
+            f"{ranks} ranks do not divide {spec.lanes} lanes: some lanes are run by several ranks, each in full."
+        )
+    lanes = [tuple(share.lanes.positions(0, spec.lanes).tolist()) for share in shares]
+    total = spec.epoch_outputs or estimated_length(spec.node, cursor, spec.lanes)
+    size = options.batch_size * ranks
+    steps = 0 if total is None else max(0, -(-round(total - cursor.position) // size))
+    notes.append(
+        "how many steps are left is an estimate" if total is not None else "how many steps are left is not known"
+    )
+    each = ranks // machines
+    readings = []
+    for machine in range(machines):
+        mine = range(machine * each, (machine + 1) * each)
+        readings.append(
+            _left_of_lanes(spec, cursor, (mine.start, mine.stop - 1), sorted({n for r in mine for n in lanes[r]}))
+        )
+    return ResumePlan(
+        accepted=True,
+        problem=None,
+        checked="dataset",
+        epoch=cursor.epoch,
+        position=cursor.position,
+        rows=0 if total is None else round(total),
+        global_batch=size,
+        steps_left=steps,
+        steps_per_epoch=0 if total is None else -(-round(total) // size),
+        lanes=tuple(lanes),
+        machines=tuple(readings),
+        notes=tuple(notes),
+    )
+
+
+def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], lanes: list[int]) -> Reading:
+    """Return what is left to read of some lanes until the end of the epoch: rows of the sources, blocks, bytes."""
+    tree, fresh = tree_of(spec.node), start(spec.node)
+    known = {} if cursor.lanes is None else cursor.lanes.by_lane
+    rows, size = 0, 0.0
+    blocks: dict[int, set[int]] = {}
+    for lane in lanes:
+        at = known[lane].cursor if lane in known else fresh
+        for place in places(tree, at, cursor.epoch, Cut(lane, spec.lanes)):
+            leaf = spec.leaves[place.leaf]
+            first, total = place.row, place.lane.before(leaf.rows)
+            if first < 0 or first >= total:
+                continue
+            rows += total - first
+            uses = leaf.order.at(place.epoch, leaf.source.layout).uses()
+            wanted = ((uses.lane < 0) | (uses.lane == place.lane.index)) & (
+                uses.last >= first * place.lane.count + place.lane.index
             )
+            mine = np.unique(uses.blocks[wanted])
+            size += 0 if leaf.source.fetched else (total - first) * leaf.source.bytes_per_row
+            blocks.setdefault(place.leaf, set()).update(mine.tolist())
+    for number, found in blocks.items():
+        source = spec.leaves[number].source
+        if source.fetched:
+            sizes = np.concatenate([block_bytes(index) for index in source.indexes])
+            size += float(sizes[sorted(found)].sum())
+    return Reading(ranks, rows, sum(map(len, blocks.values())), int(size))
 
 
 def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
-    epoch, position = known.cursor
+    epoch, position, _ = known.cursor
     notes = list(known.notes)
     size = options.batch_size * ranks
     plan = Plan.of(epoch, position, known.rows, size, options.ends)

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from midepoch.dataset import Dataset
-from midepoch.engine import Engine
 from midepoch.loader.remedy import cores
+from midepoch.pipeline.engine import Engine
 from midepoch.stats import Stats
-from midepoch.stream import Stream
 
 _NEAR = 0.95
 """A setting with fewer workers is as good as the best if it reaches so much of it."""
@@ -56,7 +55,7 @@ class Advice:
 
 
 def try_settings(
-    ds: Dataset | Stream,
+    ds: Dataset,
     *,
     batch_sizes: Sequence[int],
     workers: Sequence[int],
@@ -94,10 +93,11 @@ def _consume(loader: Any, seconds: float) -> None:
 
 def find_limit(ds: Dataset, seconds: float) -> Limit:
     """What the same columns cost without a loader."""
-    source, engine = ds.pipeline.source, Engine(ds.pipeline)
+    leaf = ds.pipeline.leaf
+    source, engine = leaf.source, Engine(leaf)
     rows, size, began = 0, 0, time.perf_counter()
     if source.fetched:
-        columns = list(ds.pipeline.head.values())
+        columns = list(leaf.head.values())
         blocks = np.linspace(0, len(source.layout.block_starts) - 2, _LIMIT_BLOCKS).astype(int)
 
         def fetch(block: int) -> tuple[int, int]:

@@ -35,7 +35,6 @@ PRELOADED = (
     "midepoch.checkpoint.local",
     "midepoch.load",
     "midepoch.loader.make",
-    "midepoch.loader.make_stream",
     "midepoch.order.mixing",
     "midepoch.progress",
     "midepoch.sources.formats.lines",

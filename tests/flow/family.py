@@ -198,7 +198,7 @@ def generated(seed: int, folder: Path) -> Case:
                 extra,
             )
         if kind == "shuffle":
-            if not isinstance(make(), midepoch.Stream):
+            if make().pipeline.has_positions:
                 return f"{text}.shuffle({own})", lambda: make().shuffle(seed=own), tokens, extra
             return f"{text}.shuffle({own}, {size})", lambda: make().shuffle(seed=own, window=size), tokens, extra
         if kind in ("batch", "unbatch"):
@@ -225,7 +225,7 @@ def generated(seed: int, folder: Path) -> Case:
 
     text, make, _ = chain(0, int(rng.integers(1, 6)))
     lanes = int(rng.choice([1, 1, 2, 3, 4, 6]))
-    if not as_stream(make()).spec.cuts_alike:
+    if not as_stream(make()).pipeline.node.cuts_alike:
         lanes = 1
     return Case(f"{text}.with_lanes({lanes})", lambda: as_stream(make()).with_lanes(lanes), tuple(paths))
 
@@ -239,7 +239,7 @@ def numbered_pack(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_stream(made: Any) -> Any:
-    return made if isinstance(made, midepoch.Stream) else made.filter(always)
+    return made.filter(always) if made.pipeline.has_positions else made
 
 
 def always(row: dict[str, Any]) -> bool:

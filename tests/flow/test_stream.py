@@ -208,9 +208,9 @@ def test_mix_has_exact_counts(ds: midepoch.Dataset) -> None:
 def test_maps_behind_a_mix_are_run_by_its_sources(ds: midepoch.Dataset) -> None:
     mixed = midepoch.mix([ds.take(50), ds.skip(250).filter(odd)], seed=1)
     mapped = mixed.map(lambda row: {"double": row["id"] * 2}).select_columns(["id", "double"])
-    assert not mapped.spec.stages
+    assert not mapped.pipeline.node.stages
     assert [(row["id"], row["double"]) for row in mapped] == [(i, 2 * i) for i in ids(mixed)]
-    assert mixed.filter(odd).spec.stages, "what drops rows would change the proportions"
+    assert mixed.filter(odd).pipeline.node.stages, "what drops rows would change the proportions"
     assert ids(mixed.filter(odd)) == [i for i in ids(mixed) if i % 2]
     assert mixed.select_columns("id").rename_columns({"id": "n"}).column_names == ["n"]
 

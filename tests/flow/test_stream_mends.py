@@ -53,7 +53,7 @@ def as_document(row: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": [row["n"]] * (1 + row["n"] % 5)}
 
 
-BEHIND: dict[str, Callable[[midepoch.Stream], midepoch.Stream]] = {
+BEHIND: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
     "nothing": lambda mixed: mixed,
     "map": lambda mixed: mixed.map(lambda row: {"n": row["n"]}, with_indices=False),
     "filter": lambda mixed: mixed.filter(lambda row: row["n"] % 3 > 0),
@@ -402,7 +402,7 @@ def counted(rows: list[int]) -> set[int]:
 def test_sources_reordered_in_a_window(order: list[str], numbers: Numbers) -> None:
     parts = {"a": numbers(0, 60), "b": numbers(1000, 1060), "c": numbers(2000, 2060)}
 
-    def make(names: list[str]) -> midepoch.Stream:
+    def make(names: list[str]) -> midepoch.Dataset:
         return midepoch.mix({name: parts[name] for name in names}, seed=1, stop="all").shuffle(seed=1, window=10)
 
     before = make(["a", "b"])

@@ -30,15 +30,15 @@ def collate(rows: list[dict[str, Any]]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], midepoch.Stream]]:
+def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], midepoch.Dataset]]:
     folder = tmp_path_factory.mktemp("streams")
     first, second = (
         family.write(folder / name, np.random.default_rng(len(name)), rows, True)
         for name, rows in (("a", 60), ("bb", 40))
     )
 
-    def kept() -> midepoch.Stream:
-        found: midepoch.Stream = midepoch.from_files(first).shuffle(seed=1).filter(family.keep_most)
+    def kept() -> midepoch.Dataset:
+        found: midepoch.Dataset = midepoch.from_files(first).shuffle(seed=1).filter(family.keep_most)
         return found
 
     return {
@@ -57,7 +57,7 @@ def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], 
         for workers in (0, 2, 3)
     ],
 )
-def test_stateful_dataloader(name: str, workers: int, streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
+def test_stateful_dataloader(name: str, workers: int, streams: dict[str, Callable[[], midepoch.Dataset]]) -> None:
     def make() -> StatefulDataLoader:
         return StatefulDataLoader(streams[name](), batch_size=5, num_workers=workers, collate_fn=collate)
 
@@ -67,9 +67,9 @@ def test_stateful_dataloader(name: str, workers: int, streams: dict[str, Callabl
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_epoch_than_the_first(
-    workers: int, named: bool, streams: dict[str, Callable[[], midepoch.Stream]]
+    workers: int, named: bool, streams: dict[str, Callable[[], midepoch.Dataset]]
 ) -> None:
-    def make() -> tuple[midepoch.Stream, StatefulDataLoader]:
+    def make() -> tuple[midepoch.Dataset, StatefulDataLoader]:
         stream = streams["filter"]()
         return stream, StatefulDataLoader(stream, batch_size=5, num_workers=workers, collate_fn=collate)
 
@@ -89,14 +89,14 @@ def test_another_epoch_than_the_first(
     assert len({n for batch in loader for n in batch.tolist()}) > 40, "and then another"
 
 
-def test_every_output_once_with_workers(streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
+def test_every_output_once_with_workers(streams: dict[str, Callable[[], midepoch.Dataset]]) -> None:
     expected = sorted(row["n"] for row in streams["filter"]())
     for workers in (1, 3):
         loader = StatefulDataLoader(streams["filter"](), batch_size=4, num_workers=workers, collate_fn=collate)
         assert sorted(int(n) for batch in loader for n in batch) == expected
 
 
-def test_state_of_a_worker_is_refused_elsewhere(streams: dict[str, Callable[[], midepoch.Stream]]) -> None:
+def test_state_of_a_worker_is_refused_elsewhere(streams: dict[str, Callable[[], midepoch.Dataset]]) -> None:
     loader = StatefulDataLoader(streams["filter"](), batch_size=4, num_workers=2, collate_fn=collate)
     next(iter(loader))
     snapshot = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]
@@ -107,7 +107,7 @@ def test_state_of_a_worker_is_refused_elsewhere(streams: dict[str, Callable[[], 
         streams["filter"]().loader(4).load_state_dict(state)
 
 
-def test_formats(streams: dict[str, Callable[[], midepoch.Stream]], tmp_path: Path) -> None:
+def test_formats(streams: dict[str, Callable[[], midepoch.Dataset]], tmp_path: Path) -> None:
     packed = streams["pack"]()
     batch = next(iter(packed.loader(3)))
     assert batch["tokens"].shape == (3, 8) and batch["tokens"].dtype == torch.int32

@@ -24,16 +24,17 @@ from midepoch.audit import Ledger, read_run
 
 HERE = Path(midepoch.__file__).parent
 DELIVERING = [
+    "audit/lanes.py",
     "audit/ledger.py",
     "compat/structured.py",
-    "flow/iterate.py",
     "integrations/passes.py",
-    "iterate.py",
-    "loader/common.py",
+    "iteration/iterators.py",
+    "iteration/lanes.py",
+    "iteration/positions.py",
+    "loader/lanes.py",
     "loader/loader.py",
     "loader/meter.py",
-    "loader/steps.py",
-    "loader/stream.py",
+    "loader/passes.py",
     "resumable.py",
 ]
 FILES = {str(HERE / name) for name in DELIVERING}
@@ -61,6 +62,10 @@ class Interrupts:
             "close",
             "_close",
             "_close_pool",
+            "close_workers",
+            "leave_source",
+            "_leave",
+            "left",
         ):
             return None
         frame.f_trace_opcodes = True
@@ -97,11 +102,19 @@ KINDS: dict[str, Callable[[midepoch.Dataset, Path], Made]] = {
     "next": lambda ds, _: (ds.loader(4), lambda loader: loader.current_pass()),
     "progress": lambda ds, _: (ds.loader(4), lambda loader: loader.progress()),
     "map": lambda ds, _: (ds.map(lambda row: {"twice": 2 * row["id"]}).loader(4), iter),
-    "stream": lambda ds, _: (ds.filter(keep_odd).loader(2), iter),
+    "filter": lambda ds, _: (ds.filter(keep_odd).loader(2), iter),
+    "filter ledger": lambda ds, run: (
+        ds.filter(keep_odd).loader(2, audit=Ledger(run, attempt=os.urandom(4).hex())),
+        iter,
+    ),
+    "groups": lambda ds, _: (
+        ds.map(lambda rows: {"first": [rows["id"][0]] * len(rows["id"])}, True, 5).loader(4),
+        iter,
+    ),
     "batches": lambda ds, _: (ds, lambda ds: ds.iter(4)),
     "rows": lambda ds, _: (ds.map(lambda row: {}), iter),
-    "stream rows": lambda ds, _: (ds.filter(keep_odd), iter),
-    "stream batches": lambda ds, _: (ds.filter(keep_odd), lambda ds: ds.iter(2)),
+    "filter rows": lambda ds, _: (ds.filter(keep_odd), iter),
+    "filter batches": lambda ds, _: (ds.filter(keep_odd), lambda ds: ds.iter(2)),
 }
 
 
@@ -133,25 +146,32 @@ def test_an_interrupt_anywhere_loses_no_batch(
         resumed.load_state_dict(source.state_dict())
         rest = [ids for batch in resumed for ids in row_ids(batch)] if len(delivered) < len(expected) else []
         assert delivered + rest == expected, f"interrupted at place {number}"
-        if kind == "ledger":
+        if kind.endswith("ledger"):
             proof = read_run(run)
             assert proof.exact and proof.steps == 3, f"interrupted at place {number}: {proof.epochs}"
     assert places > 5
 
 
-def test_an_interrupted_iterator_does_not_end_as_if_the_epoch_were_over(make_files: Any) -> None:
+@pytest.mark.parametrize("kind", ["positions", "lanes", "groups"])
+def test_an_interrupted_iterator_continues_with_the_next_row(kind: str, make_files: Any) -> None:
     calls = itertools.count()
 
-    def interrupted(row: dict[str, Any]) -> dict[str, Any]:
-        if next(calls) == 7:
+    def interrupted(rows: dict[str, Any]) -> dict[str, Any]:
+        if next(calls) == 3:
             raise KeyboardInterrupt
         return {}
 
-    rows = iter(midepoch.from_files(make_files([40])).map(interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        list(rows)
-    with pytest.raises(KeyboardInterrupt):
-        next(rows)
+    ds = midepoch.from_files(make_files([40])).select_columns("id").map(interrupted, kind == "groups", 5)
+    ds = ds.filter(lambda row: True) if kind == "lanes" else ds
+    rows, delivered, interrupts = iter(ds), [], 0
+    while True:
+        try:
+            delivered.append(next(rows)["id"])
+        except KeyboardInterrupt:
+            interrupts += 1
+        except StopIteration:
+            break
+    assert delivered == list(range(40)) and interrupts == 1
 
 
 @pytest.mark.parametrize("fails", ["fsync", "write"])
@@ -169,8 +189,8 @@ def test_a_ledger_that_cannot_be_written_moves_nothing_ahead(
         assert loader.position == len(delivered) % 40
         if len(delivered) == 12:
             monkeypatch.setattr(os, "fsync" if fails == "fsync" else "posix_fallocate", failing)
-            assert loader._ledger is not None
-            loader._ledger._room = loader._ledger.end + 1 if fails == "write" else loader._ledger._room
+            assert loader.ledger is not None
+            loader.ledger._room = loader.ledger.end + 1 if fails == "write" else loader.ledger._room
     assert delivered == list(range(40))
     run = read_run(tmp_path)
     assert not run.exact and "the record is incomplete" in run.problems[0]

@@ -209,7 +209,7 @@ def test_a_batch_that_fails_on_its_way_is_not_handed_over(
     small_files: list[str], at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """37 rows, 8 batches: also the last one."""
-    from midepoch.loader import loader as module
+    from midepoch.loader import passes as module
 
     finish, made = module.finish, []
 

@@ -24,7 +24,7 @@ import midepoch
 from forks import forked
 from midepoch import agreement, ending
 from midepoch.errors import MidepochError, WorkerError
-from midepoch.loader import loader as loader_module
+from midepoch.loader import passes as loader_module
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.transport import Receiver
 from midepoch.order import Cut

@@ -234,7 +234,7 @@ def test_a_loader_may_be_collected_in_its_own_reading_thread(ds: midepoch.Datase
     batches = iter(loader)
     next(batches)
     next(batches)
-    source = batches._source  # type: ignore[attr-defined]
+    source = batches.source  # type: ignore[attr-defined]
     ended = []
 
     def end() -> None:

@@ -75,7 +75,7 @@ class Clock:
     def batches(self, count: int, *, waits: float, works: float) -> None:
         for _ in range(count):
             asked, self.now = self.now, self.now + waits
-            self.meter.handed(asked, 10, None)
+            self.meter.delivered(asked, 10, None)
             self.now += works
 
 

@@ -23,14 +23,14 @@ def kept(row: dict[str, Any]) -> bool:
     return row["id"] < 30 or row["id"] % 4 == 0
 
 
-def stream(data: str) -> midepoch.Stream:
-    found: midepoch.Stream = midepoch.from_files(data).select_columns("id").filter(kept)
+def stream(data: str) -> midepoch.Dataset:
+    found: midepoch.Dataset = midepoch.from_files(data).select_columns("id").filter(kept)
     return found.with_lanes(6)
 
 
-def one_sided(data: str) -> midepoch.Stream:
+def one_sided(data: str) -> midepoch.Dataset:
     """All outputs are in lane 0: of two ranks, the second one has none at all."""
-    found: midepoch.Stream = midepoch.from_files(data).select_columns("id").filter(lambda row: row["id"] < 50)
+    found: midepoch.Dataset = midepoch.from_files(data).select_columns("id").filter(lambda row: row["id"] < 50)
     return found.with_lanes(2)
 
 
@@ -48,7 +48,7 @@ def passes(loader: Any) -> list[list[int]]:
     return found
 
 
-def padded_then_resumed(make: Callable[[str], midepoch.Stream], data: str, steps: int) -> list[list[int]]:
+def padded_then_resumed(make: Callable[[str], midepoch.Dataset], data: str, steps: int) -> list[list[int]]:
     """So many steps with padding, and the rest by other loaders that go on from the states of all ranks."""
     loader = make(data).loader(4, ends="pad")
     passing = iter(loader)

@@ -9,7 +9,8 @@ run.rows_of_step(1000)                               # which rows fed step 1,000
 run.steps_of_row(123456)                             # which steps saw a row
 """
 
+from midepoch.audit.consumed import Delivery
 from midepoch.audit.ledger import Ledger
-from midepoch.audit.run import Delivery, EpochProof, Overlap, Run, read_run, read_runs
+from midepoch.audit.run import EpochProof, Overlap, Run, read_run, read_runs
 
 __all__ = ["Delivery", "EpochProof", "Ledger", "Overlap", "Run", "read_run", "read_runs"]

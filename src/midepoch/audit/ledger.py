@@ -6,6 +6,9 @@ before it, and behind it one byte for each step: ``.``, or ``-3.`` if three rows
 could not be written any further. So the record of a step is a single byte that is there or is not, whatever kills the
 process, and a million rows in batches of 64 take 16 KB over all ranks. While it is written a file is a page longer than
 what it holds, filled up with zeros. A state that is loaded is a line of JSON as well, with ``"load": true``.
+
+Where positions cannot be computed, the cursors of the lanes stand after every step (``midepoch.audit.lanes``), and
+``#`` and the cursors at the end of an epoch after its last step.
 """
 
 from __future__ import annotations
@@ -21,16 +24,29 @@ import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from midepoch.address import Address, refuse_lost_slash
 from midepoch.agreement import start_name
+from midepoch.audit.lanes import LaneRecorder
 from midepoch.audit.orders import order_name, save_order, stream_name
-from midepoch.audit.records import LOST, SUFFIX, VERSION, numbered, read_passes, steps_in
+from midepoch.audit.records import (
+    LOST,
+    SUFFIX,
+    UNKNOWN,
+    VERSION,
+    VERSION_OF_POSITIONS,
+    numbered,
+    read_passes,
+    steps_in,
+)
 from midepoch.ending import silent_at_exit
 from midepoch.errors import StateError
 from midepoch.order import Cut
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.open import start
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
@@ -40,6 +56,13 @@ _MOST_FILES = 16
 """Looked into at most, to find the process of this rank before this one."""
 _numbers = count(1)  # of the passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # who began the last pass of a stream and rank in this process
+
+
+class Ending(Protocol):
+    """The plan of a pass, as far as its end is known."""
+
+    @property
+    def end(self) -> int: ...
 
 
 class Ledger:
@@ -60,6 +83,7 @@ class Ledger:
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._mark = self._began = self._waited = 0.0
         self._pages: mmap.mmap | None = None
+        self._lanes: LaneRecorder | None = None
         self.end = self._room = 0
         """Bytes recorded so far."""
 
@@ -93,41 +117,43 @@ class Ledger:
 
     def begin(
         self,
-        pipeline: Pipeline,
+        spec: PipelineSpec,
+        cursor: Cursor,
         *,
         how: str,
-        stood: tuple[int, int],
-        epoch: int,
-        start: int,
-        end: int,
-        global_batch: int,
+        stood: Cursor,
+        end: Ending | None,
+        batch_size: int,
         ends: str | None,
         workers: int,
         waited: float = 0.0,
         load: bool = False,
     ) -> None:
-        """A pass is begun: its steps are the positions [start + g·B, start + (g+1)·B) up to the end.
+        """Record that a pass begins at a cursor.
+
+        Its steps are the positions [start + g·B, start + (g+1)·B) up to the end, or, where positions cannot be computed
+        (``end`` is None), ``batch_size`` outputs of each rank.
 
         ``stood``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
         ``load``: no pass is begun yet; the state alone was loaded, so that the run stands there now.
         """
-        cut = pipeline.cut
-        self._rows = (stream_name(pipeline, self.name), cut.index)
+        cut = spec.cut
+        self._rows = (stream_name(spec, self.name), cut.index)
         header = {
-            "midepoch_ledger": VERSION,
+            "midepoch_ledger": VERSION if end is None else VERSION_OF_POSITIONS,
             "attempt": self.attempt(cut),
             "stream": self._rows[0],
-            "order": order_name(pipeline),
+            "order": order_name(spec),
             "name": self.name,
             "how": how,
-            "stood": stood,
+            "stood": stood[:2],
             "rank": cut.index,
             "ranks": cut.count,
-            "epoch": epoch,
-            "start": start,
-            "end": end,
-            "rows": pipeline.rows,
-            "global_batch": global_batch,
+            "epoch": cursor.epoch,
+            "start": cursor.position,
+            "end": UNKNOWN if end is None else end.end,
+            "rows": spec.rows,
+            "global_batch": batch_size * cut.count,
             "ends": ends or "uneven",
             "workers": workers,
             "number": next(_numbers),
@@ -135,9 +161,14 @@ class Ledger:
             "time": round(time.time(), 3),
             **({"load": True} if load else {}),
         }
+        self._lanes = None
+        if end is None:
+            numbers = Share.of(spec.lanes, cut).lanes.positions(0, spec.lanes).tolist()
+            self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
+            header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items())}
         try:
             header |= self._open(header["attempt"], cut)
-            save_order(self.folder, pipeline)
+            save_order(self.folder, spec)
         except OSError as problem:
             self._lose(problem)
             return
@@ -152,14 +183,19 @@ class Ledger:
         self._waited = waited
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
 
-    def step(self, skipped: int = 0, waited: float = 0.0) -> None:
-        """A batch is handed over, without so many of its rows. The model has waited so many seconds since it began."""
+    def step(self, skipped: int, waited: float, cursor: Cursor) -> None:
+        """Record that a batch is delivered, without so many of its rows, and the cursor after it.
+
+        ``waited``: the seconds that the model has waited since it began.
+        """
         now = time.monotonic()
         due = now - self._mark >= _MARK_SECONDS
-        if not (due or skipped or self._beside):
-            self._write(b".")
-            return
         record = b"." if not skipped else b"-%d." % skipped
+        if self._lanes is not None and cursor.lanes is not None:
+            record += self._lanes.record(cursor.lanes)
+        if not (due or self._beside):
+            self._write(record)
+            return
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile: which is the run?
             self._beside = False
@@ -185,8 +221,10 @@ class Ledger:
                 os.pwrite(self._file, zeros, end)
         self.end = end
 
-    def finish(self, waited: float = 0.0) -> None:
-        """A pass was iterated to its end."""
+    def finish(self, waited: float, end: Cursor) -> None:
+        """Record that a pass was iterated to its end."""
+        if self._lanes is not None and end.lanes is not None:
+            self._write(b"#" + self._lanes.record(end.lanes))
         self._write(self._times(time.monotonic(), waited))
         self.sync()
 

@@ -1,6 +1,7 @@
 """The order of the rows of a run, kept beside the ledger: enough to say years later which row stood at a position.
 
-A few hundred bytes; for shuffles by window or file, also where blocks or files begin. The data itself is not needed.
+A few hundred bytes for each source; for shuffles by window or file, also where blocks or files begin. The data itself
+is not needed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import secrets
 import zipfile
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch import state as states
+from midepoch.audit.lanes import tree_of
 from midepoch.errors import StateError
 from midepoch.order import EpochOrder, Layout, Order, Selection
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.identity import leaf_identity
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.state.format import order_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -29,36 +34,36 @@ SUFFIX = ".order"
 _MOST_NAMES = 10_000
 
 
-def stream_name(pipeline: Pipeline, name: str) -> str:
-    """Of the rows that a loader goes through: the same on every start, whatever seed and lanes it has."""
-    identity = {key: value for key, value in states.identity(pipeline).items() if key not in ("seed", "lanes")}
-    return _name({**identity, "name": name})
+def stream_name(spec: PipelineSpec, name: str) -> str:
+    """Return a name of the rows that a loader iterates: the same on every start, whatever seed and lanes it has."""
+    fields = {key: value for key, value in spec.identity.items() if key not in ("seed", "lanes")}
+    return _name({**fields, "name": name})
 
 
-def order_name(pipeline: Pipeline) -> str:
-    """Of the rows and their order: two runs with the same name see the same rows at a position."""
-    return _name(states.identity(pipeline))
+def order_name(spec: PipelineSpec) -> str:
+    """Return a name of the rows and their order: two runs with the same name see the same rows at a position."""
+    return _name(spec.identity)
 
 
-def _name(identity: dict[str, Any]) -> str:
+def _name(identity: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def save_order(folder: Path, pipeline: Pipeline) -> None:
+def save_order(folder: Path, spec: PipelineSpec) -> None:
     """Write down the order of a pipeline, unless it is there."""
-    path = folder / f"{order_name(pipeline)}{SUFFIX}"
+    path = folder / f"{order_name(spec)}{SUFFIX}"
     if path.exists() and path.stat().st_size:
         return
-    order, source = pipeline.order, pipeline.source
-    arrays: dict[str, Int64Array] = {"file_starts": _steps(source.layout.file_starts)}
-    if order.shuffle is not None and order.shuffle.scope == "window":
-        arrays["block_starts"] = _steps(source.layout.block_starts)
-    if order.selection.picks is not None:
-        arrays["picks"] = order.selection.picks
+    arrays: dict[str, Int64Array] = {}
+    about: dict[str, Any] = dict(spec.identity)
+    if spec.has_positions:
+        arrays = _arrays(spec.leaf)
+        about["files"] = _files(spec.leaf)
     else:
-        arrays["ranges"] = np.array(order.selection.ranges, dtype=np.int64).reshape(-1, 2)
-    files = source.files if len(source.files) <= _MOST_NAMES else ()
-    about = {**states.identity(pipeline), "files": [source.name(file) for file in files]}
+        about["tree"] = tree_of(spec.node)
+        about["sources"] = [{**leaf_identity(leaf), "files": _files(leaf)} for leaf in spec.leaves]
+        for number, leaf in enumerate(spec.leaves):
+            arrays |= {f"{name}_{number}": array for name, array in _arrays(leaf).items()}
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
     np.savez_compressed(buffer, about=text, **arrays)  # type: ignore[arg-type]
@@ -70,13 +75,78 @@ def save_order(folder: Path, pipeline: Pipeline) -> None:
     os.replace(temporary, path)  # by all ranks, the same
 
 
+def _arrays(leaf: Leaf) -> dict[str, Int64Array]:
+    order, source = leaf.order, leaf.source
+    found = {"file_starts": _steps(source.layout.file_starts)}
+    if order.shuffle is not None and order.shuffle.scope == "window":
+        found["block_starts"] = _steps(source.layout.block_starts)
+    if order.selection.picks is not None:
+        found["picks"] = order.selection.picks
+    else:
+        found["ranges"] = np.array(order.selection.ranges, dtype=np.int64).reshape(-1, 2)
+    return found
+
+
+def _files(leaf: Leaf) -> list[str]:
+    files = leaf.source.files if len(leaf.source.files) <= _MOST_NAMES else ()
+    return [leaf.source.name(file) for file in files]
+
+
 def _steps(starts: Int64Array) -> Int64Array:
-    """As differences, which compress a hundredfold."""
+    """Return differences, which compress a hundredfold."""
     return np.diff(starts, prepend=0)
 
 
+class KnownSource:
+    """The rows of one source in their order, read from beside a ledger."""
+
+    def __init__(self, about: dict[str, Any], arrays: Mapping[str, Int64Array]) -> None:
+        self.about, self._arrays = about, arrays
+        """Data, rows, selection, scope, seed, …"""
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch."""
+        return int(self.about["rows"])
+
+    @cached_property
+    def order(self) -> Order:
+        """The order: which row stands at a position of an epoch."""
+        if "picks" in self._arrays:
+            return order_of(self.about, Selection(picks=self._arrays["picks"]))
+        ranges = [(int(a), int(b)) for a, b in self._arrays["ranges"]]
+        return order_of(self.about, Selection.of_ranges(ranges))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where files begin, and blocks, where the order needs them."""
+        files = np.cumsum(self._arrays["file_starts"])
+        return Layout(np.cumsum(self._arrays.get("block_starts", self._arrays["file_starts"])), files)
+
+    def at(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch."""
+        return self.order.at(epoch, self.layout)
+
+    @property
+    def source_rows(self) -> int:
+        """All rows of the files, selected or not."""
+        return self.layout.rows
+
+    def in_source(self, chosen: Int64Array) -> Int64Array:
+        """Return row numbers of the dataset as rows of its files."""
+        return self.order.selection.source_rows(chosen)
+
+    def place(self, row: int) -> str:
+        """Return the file of a row of the dataset, and its number there, in words."""
+        source_row = int(self.in_source(np.array([row]))[0])
+        starts, files = self.layout.file_starts, self.about["files"]
+        number = int(np.searchsorted(starts, source_row, side="right")) - 1
+        name = files[number] if number < len(files) else f"file {number}"
+        return f"row {source_row - int(starts[number])} of {name}"
+
+
 class KnownOrder:
-    """The rows of a run in their order, read from beside its ledger."""
+    """The order of a run, read from beside its ledger: that of one source, or of several in a tree."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._path = name, folder / f"{name}{SUFFIX}"
@@ -92,40 +162,30 @@ class KnownOrder:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What it was: data, rows, selection, scope, seed, …"""
+        """The identity of the pipeline: data, rows, selection, scope, seed, …"""
         found: dict[str, Any] = self._stored["about"]
         return found
 
-    @cached_property
-    def order(self) -> Order:
-        """Which row stands at a position of an epoch."""
-        if "picks" in self._stored:
-            return states.order_of(self.about, Selection(picks=self._stored["picks"]))
-        ranges = [(int(a), int(b)) for a, b in self._stored["ranges"]]
-        return states.order_of(self.about, Selection.of_ranges(ranges))
+    @property
+    def tree(self) -> dict[str, Any] | None:
+        """The shape of the cursors of lanes; None where positions can be computed."""
+        return self.about.get("tree")
 
     @cached_property
-    def layout(self) -> Layout:
-        """Where files begin, and blocks, where the order needs them."""
-        files = np.cumsum(self._stored["file_starts"])
-        return Layout(np.cumsum(self._stored.get("block_starts", self._stored["file_starts"])), files)
-
-    def at(self, epoch: int) -> EpochOrder:
-        return self.order.at(epoch, self.layout)
+    def sources(self) -> list[KnownSource]:
+        """All sources, in the order of the tree."""
+        if self.tree is None:
+            return [KnownSource(self.about, self._stored)]
+        found = []
+        for number, about in enumerate(self.about["sources"]):
+            end = f"_{number}"
+            arrays = {name.removesuffix(end): array for name, array in self._stored.items() if name.endswith(end)}
+            found.append(KnownSource(about, arrays))
+        return found
 
     @property
-    def source_rows(self) -> int:
-        """All rows of the files, chosen or not."""
-        return self.layout.rows
-
-    def in_source(self, chosen: Int64Array) -> Int64Array:
-        """Row numbers of the dataset as rows of its files."""
-        return self.order.selection.source_rows(chosen)
-
-    def place(self, row: int) -> str:
-        """Where a row of the dataset lies, in words."""
-        source_row = int(self.in_source(np.array([row]))[0])
-        starts, files = self.layout.file_starts, self.about["files"]
-        number = int(np.searchsorted(starts, source_row, side="right")) - 1
-        name = files[number] if number < len(files) else f"file {number}"
-        return f"row {source_row - int(starts[number])} of {name}"
+    def source(self) -> KnownSource:
+        """The only source. Raises StateError if there are several."""
+        if len(self.sources) > 1:
+            raise StateError("the run has several sources: this is known for one source only.")
+        return self.sources[0]

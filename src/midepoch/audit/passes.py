@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from midepoch.address import Address, is_address
-from midepoch.audit.records import SUFFIX, Passed, Place, Shape, read_passes, steps_in
+from midepoch.audit.lanes import LaneTrack
+from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError
 
 _OTHER_CLOCK = 300.0
@@ -44,6 +45,9 @@ class Generation:
     """Whether an earlier start went on after this one had begun to record."""
     times: tuple[float, float] = (0.0, 0.0)
     """When something was recorded first and last, as far as that is told."""
+    tracks: dict[int, LaneTrack] = field(default_factory=dict)
+    """By rank, the cursors of its lanes, where positions cannot be computed."""
+    lanes: int = 0
     marks: dict[int, tuple[float, tuple[tuple[int, int, int], ...]]] = field(default_factory=dict)
     """By rank, when it began, and (steps so far, milliseconds since, milliseconds waited for data), now and then."""
 
@@ -180,6 +184,8 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
             of_rank[one.rank] = one
     starts, numbers, times = zip(*(one.beginning for one in passes), strict=True)
     end = max(one.end for one in passes)
+    if end == UNKNOWN and len(of_rank) == shape.ranks and all(one.finished for one in of_rank.values()):
+        end = shape.start + max(one.steps for one in of_rank.values()) * shape.global_batch
     return Generation(
         shape,
         (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),
@@ -198,5 +204,7 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         tuple(rank for rank, one in of_rank.items() if one.lost),
         any(_overtaken(one, files) for one in passes),
         (min(times), max(map(_last_time, passes))),
+        {rank: one.track for rank, one in of_rank.items() if one.track is not None},
+        passes[0].lanes,
         {rank: (one.beginning[2], one.marks) for rank, one in of_rank.items()},
     )

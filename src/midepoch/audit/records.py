@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midepoch.audit.lanes import LaneTrack
 from midepoch.errors import StateError
 
-VERSION = 1
+VERSION = 2
+VERSION_OF_POSITIONS = 1
+"""Passes over positions are written as version 1 has them."""
+UNKNOWN = 2**62
+"""The end of an epoch whose outputs have no positions, until it is reached."""
 SUFFIX = ".ledger"
 LOST = b"~"
 """Recorded where the ledger could not be written any further."""
@@ -18,7 +23,7 @@ LOST = b"~"
 Place = tuple[int, int]
 """An epoch and a position."""
 
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)")
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\([^)]*\)")
 
 
 class Shape(NamedTuple):
@@ -61,6 +66,11 @@ class Passed:
     """Whether another start had the same name."""
     lost: bool = False
     """Whether the ledger could not be written any further in this pass."""
+    track: LaneTrack | None = None
+    """The cursors of the lanes, where positions cannot be computed."""
+    lanes: int = 0
+    finished: bool = False
+    """Whether the end of the epoch was reached, where that shows in no position."""
     previous: tuple[tuple[str, int], ...] = ()
     """Files of earlier processes of this rank, and how many steps they held when this process began to record: the last
     one of a start of the same name, and the last one of another start.
@@ -110,14 +120,15 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
     steps, beside, lost = 0, False, False
     skipped: list[tuple[int, int]] = []
     marks: list[tuple[int, int, int]] = []
-    for without, after, waited, dots, bang, end in _TOKEN.findall(record):
+    finished = False
+    for without, after, waited, dots, bang, end, over in _TOKEN.findall(record):
         if without:
             skipped.append((steps, int(without)))
             steps += 1
         elif after:
             marks.append((steps, int(after), int(waited or 0)))
         steps += len(dots)
-        beside, lost = beside or bool(bang), lost or bool(end)
+        beside, lost, finished = beside or bool(bang), lost or bool(end), finished or bool(over)
     number = (numbered(path) or (0, ""))[0]
     try:
         return Passed(
@@ -136,6 +147,9 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             marks=tuple(marks),
             is_load=bool(header.get("load")),
             lost=lost,
+            track=LaneTrack(dict(header["cursors"]), record) if "cursors" in header else None,
+            lanes=header.get("lanes", 0),
+            finished=finished,
             previous=tuple((name, steps) for name, steps in header.get("previous", ())),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:

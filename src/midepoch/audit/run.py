@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.audit.consumed import Delivery, LaneCounts, LaneRun
 from midepoch.audit.coverage import count, pieces_of, positions_in
 from midepoch.audit.history import History
 from midepoch.audit.orders import KnownOrder
@@ -43,7 +44,9 @@ class EpochProof:
     again: int
     steps: int
     examples: tuple[int, ...] = ()
-    """The first positions that were handed over more than once or never."""
+    """The first positions that were delivered more than once or never, where positions can be computed."""
+    filtered: int = 0
+    """Rows that were looked at and became nothing, as by a filter. They count as delivered once."""
 
     @property
     def exact(self) -> bool:
@@ -54,16 +57,6 @@ class EpochProof:
     def complete(self) -> bool:
         """Whether the epoch is over and every row of it (but for dropped ones) came exactly once."""
         return self.exact and not self.pending
-
-
-class Delivery(NamedTuple):
-    """A row at a step: which rank got it, at which position of which epoch."""
-
-    step: int
-    epoch: int
-    position: int
-    rank: int
-    row: int
 
 
 class Overlap(NamedTuple):
@@ -179,6 +172,8 @@ class Run:
 
     def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
         kept = self._by_epoch.get(epoch, [])
+        if self.every[-1].lanes:
+            return self._lane_proof(epoch, kept, every)
         rows = self.every[-1].rows
         pieces = [piece for one in kept for piece in pieces_of(one)]
         end, frontier = self._end(epoch, kept, rows)
@@ -197,6 +192,35 @@ class Run:
             steps=sum(one.kept_steps for one in kept),
             examples=(sure.examples + tuple(rest.examples if rest.repeated else ()))[:10],
         )
+
+    def _lane_proof(self, epoch: int, kept: list[Generation], every: list[Generation]) -> EpochProof:
+        """Count rows by the cursors of the lanes: each pass must begin where the one before it was left."""
+        total = LaneCounts()
+        for lane in range(self.every[-1].lanes):
+            over = any(one.shape.epoch > epoch and self._has_lane(one, lane) for one in self.generations)
+            if kept:
+                total = total.plus(self.lanes_of(kept[-1]).counts(kept, lane, over))
+        if not kept and any(one.shape.epoch > epoch for one in self.generations):
+            total = total.plus(LaneCounts(never=self.every[-1].rows))
+        skipped = sum(one.kept_skipped for one in kept)
+        made = sum(self.lanes_of(one).rows_of(one, max(one.steps.values())) for one in every)
+        consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
+        return EpochProof(
+            epoch,
+            rows=total.once + total.repeated + total.never + total.dropped + total.pending,
+            once=total.once,
+            repeated=total.repeated,
+            never=total.never,
+            dropped=total.dropped,
+            pending=total.pending,
+            skipped=skipped,
+            again=made - consumed,
+            steps=sum(one.kept_steps for one in kept),
+            filtered=max(0, total.filtered - skipped),
+        )
+
+    def _has_lane(self, one: Generation, lane: int) -> bool:
+        return self.lanes_of(one).owner(one, lane) is not None
 
     def _end(self, epoch: int, kept: list[Generation], rows: int) -> tuple[int, int]:
         """Where an epoch ends (rows behind that are dropped), and up to where every row must have come by now."""
@@ -229,19 +253,29 @@ class Run:
             raise DataNotFoundError(f"there is no step {step}: the run has made {self.steps:,} steps.")
         number = bisect_right(self._first_steps, step - 1) - 1
         one = self.generations[number]
+        if one.lanes:
+            return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step))
         first = one.shape.start + (step - 1 - self._first_steps[number]) * one.shape.global_batch
         positions = np.arange(first, min(first + one.shape.global_batch, one.end, one.until))
         ranks = positions % one.shape.ranks
         here = np.array([one.reached(rank) for rank in range(one.shape.ranks)])[ranks] > positions
         positions, ranks = positions[here], ranks[here]
-        rows = self._orders[one.shape.order].at(one.shape.epoch).chosen(positions)
+        rows = self._orders[one.shape.order].source.at(one.shape.epoch).chosen(positions)
         return [
             Delivery(step, one.shape.epoch, *values)
             for values in zip(positions.tolist(), ranks.tolist(), rows.tolist(), strict=True)
         ]
 
-    def steps_of_row(self, row: int) -> list[Delivery]:
-        """Every step that saw a row, epoch by epoch."""
+    def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
+        """Return every step that saw a row, epoch by epoch. ``source``: the number of its source, of several."""
+        if self.generations[0].lanes:
+            sources = self.order.sources
+            if not 0 <= source < len(sources):
+                raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
+            if not 0 <= row < sources[source].rows:
+                raise DataNotFoundError(f"there is no row {row}: source {source} has {sources[source].rows:,} rows.")
+            passes = zip(self.generations, self._first_steps, strict=False)
+            return [each for one, first in passes for each in self.lanes_of(one).steps_of_row(one, first, row, source)]
         rows = self.generations[0].rows
         if not 0 <= row < rows:
             raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
@@ -250,7 +284,7 @@ class Run:
         for number, one in enumerate(self.generations):
             order, epoch, ranks = one.shape.order, one.shape.epoch, one.shape.ranks
             if (order, epoch) not in places:
-                places[order, epoch] = int(self._orders[order].at(epoch).positions(np.array([row]))[0])
+                places[order, epoch] = int(self._orders[order].source.at(epoch).positions(np.array([row]))[0])
             position = places[order, epoch]
             if one.shape.start <= position < one.reached(position % ranks):
                 step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
@@ -259,7 +293,7 @@ class Run:
 
     def overlap(self, other: Run, report: Report | None = None) -> Overlap:
         """How many rows of the files both runs have seen: of the same data, in whichever order and selection."""
-        mine, theirs = self.order.about["data"], other.order.about["data"]
+        mine, theirs = self.order.source.about["data"], other.order.source.about["data"]
         if mine != theirs:
             raise StateError(
                 f"the runs read different data (fingerprints {mine} and {theirs}): their rows cannot be compared."
@@ -269,18 +303,32 @@ class Run:
         return Overlap(int(first.sum()), int(second.sum()), int((first & second).sum()))
 
     def _seen(self, report: Report | None) -> npt.NDArray[np.bool_]:
-        """Which rows of the files were handed over at least once."""
-        seen = np.zeros(self.order.source_rows, dtype=bool)
-        done, total = 0, sum(one.frontier - one.shape.start for one in self.generations)
+        """Return which rows of the files were delivered, or looked at, at least once."""
+        seen = np.zeros(self.order.source.source_rows, dtype=np.bool_)
+        done, total = 0, sum(min(one.frontier, one.end) - one.shape.start for one in self.generations)
         for one in self.generations:
-            known = self._orders[one.shape.order]
-            order = known.at(one.shape.epoch)
-            for positions in positions_in(pieces_of(one)):
-                seen[known.in_source(order.chosen(positions))] = True
+            known = self._orders[one.shape.order].source
+            for epoch, positions in self._positions_of(one):
+                seen[known.in_source(known.at(epoch).chosen(positions))] = True
                 done += len(positions)
                 if report is not None:
                     report(done, max(done, total))
         return seen
+
+    def _positions_of(self, one: Generation) -> Iterator[tuple[int, Int64Array]]:
+        """Yield epochs of the source, and positions in them, that a pass consumed."""
+        if not one.lanes:
+            yield from ((one.shape.epoch, positions) for positions in positions_in(pieces_of(one)))
+            return
+        lanes = self.lanes_of(one)
+        for lane in range(one.lanes):
+            if (track := lanes.owner(one, lane)) is not None:
+                for each in lanes.intervals(one, lane, 0, min(track.delivered, one.kept_steps)):
+                    yield each.epoch, each.lane.locals(each.first, each.first + each.touched)
+
+    def lanes_of(self, one: Generation) -> LaneRun:
+        """Return the lanes of a pass, read with its order."""
+        return LaneRun(self._orders[one.shape.order])
 
 
 def read_run(folder: str | Path, stream: str | None = None) -> Run:

@@ -20,6 +20,7 @@ def audit(
     run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
     step: Annotated[int | None, typer.Option(help="Which rows fed this step (counted from 1).")] = None,
     row: Annotated[int | None, typer.Option(help="Which steps saw this row.")] = None,
+    source: Annotated[int, typer.Option(help="The source of the row, of several (counted from 0).")] = 0,
     against: Annotated[Path | None, typer.Option(help="How many rows this run and another one have both seen.")] = None,
     stream: Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")] = None,
     as_json: common.AsJson = False,
@@ -45,7 +46,7 @@ def audit(
     if step is not None:
         _deliveries(found, found.rows_of_step(step), f"step {step}", as_json)
     elif row is not None:
-        _deliveries(found, found.steps_of_row(row), f"row {row}", as_json)
+        _deliveries(found, found.steps_of_row(row, source), f"row {row}", as_json)
     elif against is not None:
         _overlap(found, read_run(against, found.streams[found.stream] or None), as_json)
 
@@ -84,7 +85,13 @@ def _show_proof(run: Run, several: bool) -> None:
         "never": "never",
         "steps": "steps",
     }
-    rare = {"dropped": "dropped", "pending": "to come", "skipped": "skipped", "again": "again"}
+    rare = {
+        "filtered": "filtered",
+        "dropped": "dropped",
+        "pending": "to come",
+        "skipped": "skipped",
+        "again": "again",
+    }
     names |= {name: title for name, title in rare.items() if any(getattr(one, name) for one in run.epochs)}
     for title in names.values():
         table.add_column(title, justify="right")
@@ -112,17 +119,23 @@ def _show_proof(run: Run, several: bool) -> None:
 
 def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> None:
     if as_json:
-        common.print_json([{**one._asdict(), "place": run.order.place(one.row)} for one in found])
+        common.print_json([{**one._asdict(), "place": run.order.sources[one.source].place(one.row)} for one in found])
         return
     if not found:
         common.console.print(f"{what}: not delivered so far")
         return
     table = Table(title=what, title_justify="left")
-    for name in ("step", "epoch", "position", "rank", "row"):
+    several, parts = len(run.order.sources) > 1, any(one.part for one in found)
+    names = ["step", "epoch", "position", "rank", "row", *(["source"] if several else [])]
+    for name in names:
         table.add_column(name, justify="right")
-    table.add_column("where it lies")
+    table.add_column("where it is")
+    if parts:
+        table.add_column("part")
     for one in found[:_LISTED]:
-        table.add_row(*(f"{number:,}" for number in one), run.order.place(one.row))
+        cells = [f"{getattr(one, name):,}" for name in names]
+        place = run.order.sources[one.source].place(one.row)
+        table.add_row(*cells, place, *([one.part] if parts else []))
     common.console.print(table)
     if len(found) > _LISTED:
         common.console.print(f"… and {len(found) - _LISTED:,} more (all of them with --json)")

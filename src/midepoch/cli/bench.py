@@ -13,7 +13,6 @@ from midepoch.cli.data import DATA, Config, Format, Made, Split, Storage, made_b
 from midepoch.dataset import Dataset
 from midepoch.loader.remedy import cores
 from midepoch.progress import shown
-from midepoch.stream import Stream
 from midepoch.trial import Advice, Limit, Trial, advise, find_limit, try_settings
 
 
@@ -43,10 +42,8 @@ def bench(
     if (dataset is None) == (not data):
         raise ValueError("give the data, or a function that makes it with --dataset")
     ds: Any = made_by(dataset) if dataset is not None else open_data(data or [], split, config, storage, format)
-    if not isinstance(ds, (Dataset, Stream)):
-        raise TypeError(
-            f"{dataset} must make a dataset or stream, not a loader: workers and batch sizes are tried here"
-        )
+    if not isinstance(ds, Dataset):
+        raise TypeError(f"{dataset} must make a dataset, not a loader: workers and batch sizes are tried here")
     if dataset is None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")]) if columns else ds
         ds = ds.shuffle(0, scope) if shuffle else ds
@@ -55,7 +52,7 @@ def bench(
         trials = try_settings(
             ds, batch_sizes=_numbers(batch_sizes, "--batch-size", 1), workers=counts, seconds=seconds, report=report
         )
-    limit = find_limit(ds, seconds) if isinstance(ds, Dataset) else None
+    limit = find_limit(ds, seconds) if ds.pipeline.has_positions else None
     advice = advise(trials)
     if as_json:
         told = [{**asdict(one), **_rates(one)} for one in trials]

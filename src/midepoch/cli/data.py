@@ -17,10 +17,8 @@ from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError
 from midepoch.load import from_files, load_dataset, load_from_disk
 from midepoch.loader.loader import Loader
-from midepoch.loader.stream import StreamLoader
 from midepoch.sources.splits import parse_split
-from midepoch.state import check
-from midepoch.stream import Stream
+from midepoch.state.format import check
 
 DATA = typer.Argument(
     help="Files, globs or a folder, on disk or in an object store; a folder of save_to_disk; or the name of a Hugging "
@@ -89,7 +87,7 @@ def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
-def made_by(name: str) -> Dataset | Loader | Stream | StreamLoader:
+def made_by(name: str) -> Dataset | Loader:
     """What a function returns that is named as file.py:function or package.module:function."""
     module, _, function = name.rpartition(":")
     if not module or not function:
@@ -107,8 +105,8 @@ def made_by(name: str) -> Dataset | Loader | Stream | StreamLoader:
     made = found()
     made = made[0] if isinstance(made, tuple) and made else made
     made = getattr(made, "_loader", made)  # of StructuredDataset and its loader
-    if not isinstance(made, (Dataset, Loader, Stream, StreamLoader)):
-        raise TypeError(f"{name} must return a dataset, stream or loader of midepoch, got {type(made).__name__}")
+    if not isinstance(made, (Dataset, Loader)):
+        raise TypeError(f"{name} must return a dataset or loader of midepoch, got {type(made).__name__}")
     return made
 
 
@@ -118,7 +116,8 @@ def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> An
     check(one)
     if one.get("flow"):
         raise ValueError(
-            f"this is the state of a stream ({one['pipeline']}): --data cannot tell its steps. Use --dataset."
+            f"the pipeline of this state changes the number of rows ({one['pipeline']}): --data cannot tell its steps. "
+            "Use --dataset."
         )
     if one.get("_filters") or one.get("_partitioning"):
         raise ValueError("the data was filtered or partitioned: --data cannot tell how. Use --dataset.")

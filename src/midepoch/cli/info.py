@@ -57,7 +57,7 @@ def tell(ds: Dataset) -> dict[str, Any]:
         "fingerprint": source.fingerprint,
         "columns": [
             {"name": field.name, "type": str(field.type), "nulls": bool(source.nullable[name])}
-            for field, name in zip(ds.schema, ds.pipeline.head.values(), strict=True)
+            for field, name in zip(ds.schema, ds.pipeline.base.head.values(), strict=True)
         ],
         "balance": {
             "rows_per_file": _spread([file.rows for file in source.files]),

@@ -49,7 +49,7 @@ def peek(
     if position >= len(ds):
         raise ValueError(f"there is no position {position:,}: there are {len(ds):,} rows")
     positions = np.arange(position, min(position + count, len(ds)))
-    pipeline = ds.pipeline
+    pipeline = ds.pipeline.leaf
     rows = pipeline.order.at(epoch, pipeline.source.layout).chosen(positions)
     places = [pipeline.source.place(int(row)) for row in pipeline.order.selection.source_rows(rows)]
     values = ds.with_format("arrow")[position : position + len(positions)].to_pylist()

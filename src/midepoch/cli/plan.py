@@ -12,9 +12,7 @@ from midepoch.address import Address
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
-from midepoch.loader.stream import StreamLoader
 from midepoch.plan import ResumePlan, plan_resume
-from midepoch.stream import Stream
 
 _RANKS, _ROWS = 8, 12
 
@@ -50,8 +48,6 @@ def plan(
     """
     state, which = open_state(checkpoint, step, part, ranks=world_size)
     made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage) if data else None
-    if isinstance(made, (Stream, StreamLoader)):
-        raise TypeError(f"{dataset} makes a stream: what comes next is not known before it runs. Use midepoch diff.")
     found = plan_resume(
         state,
         made,
@@ -81,12 +77,18 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
     against = {"dataset": "checked against the dataset", "index": "its data was found by its fingerprint"}
     which = f" (step {step})" if step is not None else ""
     say(("accepted", "green"), f"{which}: {against.get(plan.checked, 'not checked')}")
-    share = 100 * plan.position / max(1, plan.rows)
-    say(f"epoch {plan.epoch}, position {plan.position:,} of {plan.rows:,} ({share:.1f} %)")
-    say(
-        f"{plan.steps_left:,} steps left in this epoch, {plan.steps_per_epoch:,} in each one after it; "
-        f"global batch {plan.global_batch:,}"
-    )
+    about = "about " if plan.lanes else ""
+    if plan.rows:
+        share = 100 * plan.position / plan.rows
+        say(f"epoch {plan.epoch}, position {plan.position:,} of {about}{plan.rows:,} ({share:.1f} %)")
+        say(
+            f"{about}{plan.steps_left:,} steps left in this epoch, {plan.steps_per_epoch:,} in each one after it; "
+            f"global batch {plan.global_batch:,}"
+        )
+    else:
+        say(f"epoch {plan.epoch}, position {plan.position:,}; global batch {plan.global_batch:,}")
+    for rank, lanes in list(enumerate(plan.lanes))[:_RANKS]:
+        say(f"rank {rank} runs lane{'s' * (len(lanes) > 1)} {', '.join(map(str, lanes[:_ROWS]))}")
     if plan.dropped:
         say(f"{plan.dropped:,} rows at the end of the epoch are dropped")
     if plan.padded:

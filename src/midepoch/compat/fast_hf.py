@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from midepoch import state as states
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.iteration.state import IterationState
 from midepoch.load import from_files, load_dataset
 from midepoch.order import Cut
 from midepoch.order.shuffle import UnitShuffle
-from midepoch.pipeline import Pipeline
-from midepoch.standing import Standing
-from midepoch.state import Cursor
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.node import Node
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.state.format import KEY
+from midepoch.state.saved import save
 
 _log = logging.getLogger("midepoch")
 
@@ -36,22 +38,22 @@ _FORGATHER = ("split_start_idx", "split_end_idx", "shard_start_idx", "shard_end_
 _FORGATHER_LENGTHS = ("file_lengths", "shuffled_lengths")
 
 
-class _DocumentedStanding(Standing):
+class _DocumentedIteration(IterationState):
     """Saves the documented keys, accepts the documented form, and gives workers files of their own."""
 
     def worker_lanes(self, shares: int) -> int:
-        return shares if len(self.pipeline.source.files) >= shares else self.pipeline.order.lanes
+        return shares if len(self.spec.source.files) >= shares else self.spec.lanes
 
     def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
-        shuffle, cut = self.pipeline.order.shuffle, self.pipeline.cut
+        shuffle, cut = self.spec.order.shuffle, self.spec.cut
         file, example = self._place(cursor)
         return {
             "current_file_index": file,
             "current_example_index": example,
             "shuffle_seed": shuffle.seed if shuffle else None,
             "shard_config": (cut.count, cut.index) if cut.count > 1 else None,
-            "arrow_files": _digest(_arrow_files(self.pipeline)),
-            "shuffled_files": _digest(_shuffled(self.pipeline, cursor.epoch)) if shuffle else None,
+            "arrow_files": _digest(_arrow_files(self.spec)),
+            "shuffled_files": _digest(_shuffled(self.spec, cursor.epoch)) if shuffle else None,
             **super().save_at(cursor, round_, batch),
         }
 
@@ -61,15 +63,15 @@ class _DocumentedStanding(Standing):
         taken = cut.before(cursor.position)
         if not taken:
             return 0, -1
-        order = self.pipeline.order.at(cursor.epoch, self.pipeline.source.layout)
+        order = self.spec.order.at(cursor.epoch, self.spec.source.layout)
         at = int(order.sequence(cut.locals(taken - 1, taken))[0])
-        starts, _ = _file_places(self.pipeline, cursor.epoch)
+        starts, _ = _file_places(self.spec, cursor.epoch)
         place = int(np.searchsorted(starts, at, side="right")) - 1
         return place, at - int(starts[place])
 
     def state_in(self, state: Any) -> Any:
         """The documented form, with lists of files and none of the core's fields, as a state of the core."""
-        if not isinstance(state, Mapping) or states.KEY in state or "current_file_index" not in state:
+        if not isinstance(state, Mapping) or KEY in state or "current_file_index" not in state:
             return state
         counts_next = _check_keys(state)
         try:
@@ -78,11 +80,11 @@ class _DocumentedStanding(Standing):
             share = Cut(shard, shards)
         except (TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
-        if shards != self.pipeline.cut.count:
+        if shards != self.spec.cut.count:
             cause = "the documented form does not say how rows were cut into shards: it fits the same number of them"
-            raise CheckpointMismatchError("shard_config", shards, self.pipeline.cut.count, cause)
+            raise CheckpointMismatchError("shard_config", shards, self.spec.cut.count, cause)
         pipeline, epoch = self._with_seed(state["shuffle_seed"]), self.shared.epoch
-        self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.pipeline))
+        self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.spec))
         self._check_lengths(state.get("file_lengths"))
         if pipeline.order.shuffle is not None:
             self._check_files("shuffled_files", state["shuffled_files"], _shuffled(pipeline, epoch))
@@ -91,17 +93,19 @@ class _DocumentedStanding(Standing):
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
         over = taken >= share.before(pipeline.rows)  # of this shard: others may have a row more
         _log.warning("this state names its files but says nothing of their contents: only the names were compared.")
-        return states.save(states.identity(pipeline), Cursor(epoch, pipeline.rows if over else taken * shards))
+        return save(pipeline, Cursor(epoch, pipeline.rows if over else taken * shards))
 
-    def _with_seed(self, saved: Any) -> Pipeline:
+    def _with_seed(self, saved: Any) -> PipelineSpec:
         """The pipeline with the seed of a state, if its own was drawn; a mismatch if the user chose another."""
-        order = self.pipeline.order
+        leaf = self.spec.base
+        order = leaf.order
         current = order.shuffle.seed if order.shuffle else None
         if saved == current:
-            return self.pipeline
-        if order.shuffle is None or not self.pipeline.seed_drawn or not isinstance(saved, int):
+            return self.spec
+        if order.shuffle is None or not leaf.seed_drawn or not isinstance(saved, int):
             raise CheckpointMismatchError("shuffle_seed", saved, current, "shuffle() differs")
-        return replace(self.pipeline, order=replace(order, shuffle=replace(order.shuffle, seed=saved)))
+        order = replace(order, shuffle=replace(order.shuffle, seed=saved))
+        return replace(self.spec, node=Node(replace(leaf, order=order)))
 
     def _check_files(self, name: str, saved: Any, current: list[str]) -> None:
         """Files by name, not by folder: data that has only moved is still the same data."""
@@ -115,7 +119,7 @@ class _DocumentedStanding(Standing):
             )
 
     def _check_lengths(self, saved: Any) -> None:
-        current = np.diff(self.pipeline.source.layout.file_starts).tolist()
+        current = np.diff(self.spec.source.layout.file_starts).tolist()
         if saved is not None and saved != current:
             before, now = next((pair for pair in zip(saved, current, strict=False) if pair[0] != pair[1]), (None, None))
             raise CheckpointMismatchError("file_lengths", before, now, "a file has other rows than when it was saved")
@@ -166,12 +170,12 @@ class SimpleArrowIterableDataset(Dataset):
     """
 
     _default_scope = "files"
-    _standing_type = _DocumentedStanding
+    _iteration_type = _DocumentedIteration
 
     def __init__(
-        self, data: Pipeline | str | Sequence[str], cursor: Cursor | None = None, *, asked: bool = False
+        self, data: PipelineSpec | str | Sequence[str], cursor: Cursor | None = None, *, named: bool = False
     ) -> None:
-        super().__init__(data if isinstance(data, Pipeline) else from_files(data).pipeline, cursor, asked=asked)
+        super().__init__(data if isinstance(data, PipelineSpec) else from_files(data).pipeline, cursor, named=named)
 
     @property
     def arrow_files(self) -> list[str]:
@@ -210,7 +214,7 @@ def fast_load_iterable_dataset(
     return SimpleArrowIterableDataset(found.pipeline)
 
 
-def _file_places(pipeline: Pipeline, epoch: int) -> tuple[Any, Any]:
+def _file_places(pipeline: PipelineSpec, epoch: int) -> tuple[Any, Any]:
     """Sequence index at which the file at each place of the epoch begins; and which file that is."""
     order, layout = pipeline.order, pipeline.source.layout
     bounds = order.selection.boundaries(layout.file_starts)
@@ -221,11 +225,11 @@ def _file_places(pipeline: Pipeline, epoch: int) -> tuple[Any, Any]:
     return units.starts, owners[units.permuted]
 
 
-def _arrow_files(pipeline: Pipeline) -> list[str]:
+def _arrow_files(pipeline: PipelineSpec) -> list[str]:
     return [file.path for file in pipeline.source.files]
 
 
-def _shuffled(pipeline: Pipeline, epoch: int) -> list[str]:
+def _shuffled(pipeline: PipelineSpec, epoch: int) -> list[str]:
     files = _arrow_files(pipeline)
     return [files[i] for i in _file_places(pipeline, epoch)[1]]
 

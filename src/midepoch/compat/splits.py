@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from midepoch.errors import CheckpointMismatchError, StateError
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.leaf import Leaf
 
 _LISTED_FILES = 64
 
@@ -23,7 +23,7 @@ Shard = dict[str, Any]
 class Splits:
     """Shards as the state reports them: runs of blocks of one file, of at least so many bytes or rows."""
 
-    pipeline: Pipeline
+    leaf: Leaf
     target_bytes: int
     target_rows: int | None
     seed: int
@@ -36,13 +36,13 @@ class Splits:
 
     @property
     def filter(self) -> str | None:
-        access = self.pipeline.source.access
+        access = self.leaf.source.access
         return access.filter.text if access is not None and access.filter is not None else None
 
     @cached_property
     def _bounds(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """First block of each shard, and the number of blocks."""
-        source, found = self.pipeline.source, [0]
+        source, found = self.leaf.source, [0]
         starts, row_bytes = source.layout.block_starts, source.bytes_per_row
         for first, stop in zip(source.file_blocks[:-1].tolist(), source.file_blocks[1:].tolist(), strict=True):
             for block in range(first + 1, stop + 1):
@@ -54,7 +54,7 @@ class Splits:
 
     def shard(self, number: int) -> Shard:
         """A shard in the documented form."""
-        source = self.pipeline.source
+        source = self.leaf.source
         first, stop = self._bounds[number : number + 2].tolist()
         file = int(source.file_blocks.searchsorted(first, side="right")) - 1
         start, end = source.layout.block_starts[[first, stop]].tolist()
@@ -79,8 +79,8 @@ class Splits:
     def _ends(self, epoch: int, lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The last position at which a row of each shard may stand."""
         if (epoch, lanes) not in self._known:
-            order = replace(self.pipeline.order, lanes=lanes)
-            uses = order.at(epoch, self.pipeline.source.layout).uses()
+            order = replace(self.leaf.order, lanes=lanes)
+            uses = order.at(epoch, self.leaf.source.layout).uses()
             last = np.zeros(int(self._bounds[-1]), dtype=np.int64)
             np.maximum.at(last, uses.blocks, uses.last)
             self._known.clear()  # of one epoch at a time
@@ -90,7 +90,7 @@ class Splits:
     @cached_property
     def files(self) -> list[str] | str:
         """Names and contents of the files, to say later which of them have changed; just a digest of very many."""
-        files = self.pipeline.source.files
+        files = self.leaf.source.files
         if len(files) > _LISTED_FILES:
             text = "\n".join(f"{file.fingerprint}" for file in files)
             return f"{len(files)} files {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
@@ -102,7 +102,7 @@ class Splits:
         shards = state.get("completed_shards", [])
         if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
             raise StateError("the state is damaged: 'completed_shards' is not a list of shards.")
-        data = self.pipeline.source.fingerprint
+        data = self.leaf.source.fingerprint
         for name, key, now in (
             ("filters", "_filters", self.filter),
             ("partitioning", "_partitioning", self.partitioning),
@@ -111,7 +111,7 @@ class Splits:
                 raise self.mismatch(state, name, state[key], now)
         if state.get("data") != data:
             raise self.mismatch(state, "files", None, None, "the files differ" + self._changed(state.get("_files")))
-        if self.pipeline.order.shuffle is not None and state.get("_shuffle_seed", self.seed) != self.seed:
+        if self.leaf.order.shuffle is not None and state.get("_shuffle_seed", self.seed) != self.seed:
             raise self.mismatch(state, "shuffle_seed", state["_shuffle_seed"], self.seed)
         if shards and state.get("_split", self.sizes) != self.sizes:
             raise self.mismatch(state, "split_bytes, split_rows", state["_split"], self.sizes)

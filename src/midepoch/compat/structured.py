@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
 from typing import Any
 
-from midepoch import state as states
 from midepoch.checks import whole
 from midepoch.compat.splits import Splits
 from midepoch.dataset import Dataset
@@ -17,10 +16,12 @@ from midepoch.errors import CheckpointMismatchError
 from midepoch.load import DEFAULT_CACHE_BYTES, from_files
 from midepoch.loader import Loader
 from midepoch.order.keys import check_seed
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.leaf import Leaf
 from midepoch.progress import shown
 from midepoch.resumable import Resumable
 from midepoch.sources.files import PathLike
+from midepoch.state.format import KEY, check
+from midepoch.state.saved import one_of
 from midepoch.world import find_world
 
 _log = logging.getLogger("midepoch")
@@ -102,7 +103,7 @@ class StructuredDataset(Resumable):
             index_dir=index_dir,
         ).with_format(OUTPUTS[output_format])
         if shuffle or shuffle_buffer_size is not None:
-            dataset = dataset.shuffle(shuffle_seed, "window", _window(dataset.pipeline, shuffle_buffer_size))
+            dataset = dataset.shuffle(shuffle_seed, "window", _window(dataset.pipeline.base, shuffle_buffer_size))
         mine, of = _ranks(num_ranks, rank)
         loader = dataset.loader(
             batch_size,
@@ -115,7 +116,7 @@ class StructuredDataset(Resumable):
             rank=mine,
             world_size=of,
         )
-        splits = Splits(dataset.pipeline, target_bytes, target_rows, shuffle_seed, partitioning)
+        splits = Splits(dataset.pipeline.base, target_bytes, target_rows, shuffle_seed, partitioning)
         made = cls(dataset, loader, splits, num_workers)
         return StructuredLoader(loader, made, show_progress), made
 
@@ -180,7 +181,7 @@ class StructuredDataset(Resumable):
         Raises CheckpointMismatchError, and changes nothing, if the data, the seed or the splits differ.
         """
         self.check_state(state)
-        state = states.one_of(state, self._loader.cut)
+        state = one_of(state, self._loader.cut)
         self._loader.load_state_dict(state)
         # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
         epoch = state["epoch"]
@@ -195,11 +196,11 @@ class StructuredDataset(Resumable):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
-        state = states.one_of(state, self._loader.cut)
-        if isinstance(state, Mapping) and states.KEY not in state and "completed_shards" in state:
+        state = one_of(state, self._loader.cut)
+        if isinstance(state, Mapping) and KEY not in state and "completed_shards" in state:
             cause = "it was saved by another library, and does not say at which row to go on"
             raise self._splits.mismatch(state, "state", None, None, cause)
-        states.check(state)
+        check(state)
         self._splits.check(state)
         try:
             self._loader.check_state(state)
@@ -254,11 +255,11 @@ class StructuredLoader(Resumable):
         self._loader.close()
 
 
-def _window(pipeline: Pipeline, buffer: int | None) -> int | None:
+def _window(leaf: Leaf, buffer: int | None) -> int | None:
     """How many blocks hold as many rows as a shuffle buffer."""
     if buffer is None:
         return None
-    rows = pipeline.rows / max(1, len(pipeline.source.layout.block_starts) - 1)
+    rows = leaf.rows / max(1, len(leaf.source.layout.block_starts) - 1)
     return max(1, -(-whole(buffer, "create_dataloader(shuffle_buffer_size=…)", 1) // max(1, int(rows))))
 
 

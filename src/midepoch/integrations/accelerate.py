@@ -7,7 +7,6 @@ loader = prepare(accelerator, ds.loader(batch_size=32))
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import length_hint
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +18,6 @@ from accelerate.utils import send_to_device
 
 from midepoch.integrations.states import for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
-from midepoch.loader.common import AnyLoader
 from midepoch.stats import Stats
 
 _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
@@ -28,7 +26,7 @@ _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     """A loader whose batches lie on the accelerator's device. Made by ``prepare``."""
 
-    def __init__(self, accelerator: Accelerator, loader: AnyLoader) -> None:
+    def __init__(self, accelerator: Accelerator, loader: Loader) -> None:
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
@@ -42,6 +40,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         place = self._accelerator.device if self._accelerator.device_placement else None
         self.begin()
         coming: Any = self
+        delivered = 0
         try:
             batches = iter(self.loader)
             begun = self._delivered = self.loader.state_dict()
@@ -54,13 +53,16 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
                     batch = send_to_device(batch, place, non_blocking=self._accelerator.non_blocking)
                 # The last thing before the batch is delivered, see Loader. After the last batch the loader itself is
                 # at the next epoch by now.
+                delivered += 1
                 self._delivered = None if self.end_of_dataloader else state
                 yield batch
         finally:
             self.end()
-            if coming is not self and isinstance(self.loader, Loader) and not length_hint(batches):
-                # Left with the last batch looked at and not handed over: that is no end of the epoch.
-                self.loader.load_state_dict(begun)
+            if coming is not self:
+                # Left with a batch looked at and not delivered: the loader is to continue before that one, or to begin
+                # again, by the same rule as its own passes.
+                continues = delivered > 1 and self.loader.pipeline.node.shuffled
+                self.loader.load_state_dict(self._delivered if continues and self._delivered is not None else begun)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -105,7 +107,7 @@ def _one(state: Any) -> Any:
     return state[0] if isinstance(state, list) else state
 
 
-def prepare(accelerator: Accelerator, loader: AnyLoader, *, name: str = "train") -> PreparedLoader:
+def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") -> PreparedLoader:
     """A loader for an Accelerate loop: batches on the device, its place in every ``save_state`` and ``load_state``.
 
     It cuts the data over the ranks already, so nothing is cut, dispatched or made even by repetition. ``name`` tells

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from midepoch.errors import CheckpointNotFoundError, WorldError
 from midepoch.integrations.passes import rest_or_next
 from midepoch.integrations.states import check_same_steps, for_all_ranks
-from midepoch.loader.common import AnyLoader
+from midepoch.loader import Loader
 
 _MOST_BEHIND = 8
 """Batches that may have been handed to Lightning and not trained on: one that it looks ahead, one that has failed."""
@@ -28,7 +28,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
     one begins with the eleventh batch. Another Trainer begins anew, unless it is given a checkpoint.
     """
 
-    def __init__(self, train: Callable[[], AnyLoader], val: Callable[[], Any] | None = None) -> None:
+    def __init__(self, train: Callable[[], Loader], val: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._make_train, self._make_val = train, val
         self._train: _Passes | None = None
@@ -79,7 +79,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
         """Whether Lightning ends an epoch by itself, behind a number of batches."""
         return self.trainer.fit_loop._data_fetcher.length is not None
 
-    def _check_ranks(self, loader: AnyLoader) -> None:
+    def _check_ranks(self, loader: Loader) -> None:
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         if (loader.cut.index, loader.cut.count) != (ranks["rank"], ranks["num_replicas"]):
             raise WorldError(
@@ -92,7 +92,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 class _Passes:
     """What Lightning takes for a DataLoader. It has no sampler, so none is replaced."""
 
-    def __init__(self, loader: AnyLoader, trained: Callable[[], int], counted: Callable[[], bool]) -> None:
+    def __init__(self, loader: Loader, trained: Callable[[], int], counted: Callable[[], bool]) -> None:
         self.loader, self._trained, self._counted = loader, trained, counted
         self._states: tuple[Any, ...] = (loader.state_dict(),)  # after each of the last batches delivered
         self._handed_over = self._trained_before = 0

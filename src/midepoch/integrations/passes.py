@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from midepoch.loader.common import AnyLoader
+from midepoch.loader import Loader
 
 
-def rest_or_next(loader: AnyLoader) -> Iterator[Any]:
+def rest_or_next(loader: Loader) -> Iterator[Any]:
     """What is left of the epoch that a loader is in; if nothing is, the next epoch.
 
     ``iter(loader)`` would begin again where its last pass began: to it, a loop that took the last batch and did not

@@ -8,11 +8,11 @@ from typing import Any
 
 from midepoch.checkpoint import disk
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, WorldError
-from midepoch.loader.common import AnyLoader
+from midepoch.loader import Loader
 from midepoch.sources.storage import atomic_write
 
 
-def for_all_ranks(loader: AnyLoader, state: Any) -> Any:
+def for_all_ranks(loader: Loader, state: Any) -> Any:
     """What restores every rank, of the state of this one. All ranks must call it: they may have to exchange theirs."""
     if loader.state_is_global or loader.cut.count == 1:
         return state

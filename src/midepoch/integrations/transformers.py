@@ -23,8 +23,6 @@ from midepoch.errors import CheckpointDamagedError
 from midepoch.integrations.passes import rest_or_next
 from midepoch.integrations.states import check_same_steps, for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
-from midepoch.loader.common import AnyLoader
-from midepoch.stream import Stream
 
 STATE_FILE = "midepoch.json"
 """In every ``checkpoint-N``: where in the data it was saved."""
@@ -33,7 +31,7 @@ STATE_FILE = "midepoch.json"
 class ResumableTraining:
     """What makes a Trainer resume exactly, to be mixed into one: ``class Mine(ResumableTraining, SFTTrainer)``.
 
-    Of a Dataset or Stream as ``train_dataset`` a loader is made as ``TrainingArguments`` say, and ``loader_options``,
+    Of a Dataset as ``train_dataset`` a loader is made as ``TrainingArguments`` say, and ``loader_options``,
     for what they have no words for: ``{"ends": "pad", "audit": "runs/7"}``. Other datasets are left to the Trainer,
     and so is evaluation.
     """
@@ -44,9 +42,9 @@ class ResumableTraining:
     def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._options = dict(loader_options or {})
         super().__init__(*rest, **named)
-        if isinstance(self.train_dataset, AnyLoader):  # type: ignore[attr-defined]
+        if isinstance(self.train_dataset, Loader):  # type: ignore[attr-defined]
             raise TypeError(
-                "train_dataset must be a Dataset or Stream, not a loader: give what is special about the "
+                "train_dataset must be a Dataset, not a loader: give what is special about the "
                 "loader as loader_options, {'ends': 'pad'} for one."
             )
 
@@ -60,7 +58,7 @@ class ResumableTraining:
         return super().train(resume_from_checkpoint, *rest, **named)  # type: ignore[misc]
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
-        if not isinstance(self.train_dataset, Dataset | Stream):
+        if not isinstance(self.train_dataset, Dataset):
             return super().get_train_dataloader()  # type: ignore[misc]
         loader = self._make_loader(self.train_dataset)
         if self._checkpoint is not None:
@@ -75,7 +73,7 @@ class ResumableTraining:
         batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
         return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=own)
 
-    def _make_loader(self: Any, data: Dataset | Stream) -> AnyLoader:
+    def _make_loader(self: Any, data: Dataset) -> Loader:
         args = self.args
         options = {
             "num_workers": args.dataloader_num_workers,
@@ -93,7 +91,7 @@ class ResumableTraining:
             options |= {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
         return data.loader(self._train_batch_size, **{**options, **self._options})
 
-    def _go_on(self: Any, loader: AnyLoader, path: Path) -> None:
+    def _go_on(self: Any, loader: Loader, path: Path) -> None:
         saved = read_state(path)
         if not isinstance(saved, dict) or not saved.keys() >= {"data", "total_batch"}:
             raise CheckpointDamagedError(f"{path} is not what was written there.")
@@ -105,7 +103,7 @@ class ResumableTraining:
         found = getattr(dataloader, "dataset", None)
         return found.rows if isinstance(found, _Batches) else super().num_examples(dataloader)  # type: ignore[misc]
 
-    def _to_be_skipped(self: Any, loader: AnyLoader) -> int:
+    def _to_be_skipped(self: Any, loader: Loader) -> int:
         """How many batches the Trainer, which counts steps, is going to throw away when a run goes on."""
         if self._checkpoint is None:
             return 0
@@ -115,7 +113,7 @@ class ResumableTraining:
         steps = self.args.max_steps if length is None else max(1, math.ceil(length / accumulated))
         return int(self.state.global_step % steps * accumulated)
 
-    def _trained_with(self: Any) -> AnyLoader | None:
+    def _trained_with(self: Any) -> Loader | None:
         """The loader of the run that is under way. (Others are made where somebody wants a look at a batch.)"""
         found = getattr(self.callback_handler.train_dataloader, "dataset", None)
         return found.loader if isinstance(found, _Batches) else None
@@ -148,7 +146,7 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
     It counts steps by what it takes from the loader, so these keep its count right; making them costs nothing.
     """
 
-    def __init__(self, loader: AnyLoader, to_be_skipped: Callable[[AnyLoader], int]) -> None:
+    def __init__(self, loader: Loader, to_be_skipped: Callable[[Loader], int]) -> None:
         self.loader, self._to_be_skipped = loader, to_be_skipped
         self._begun = False
 
@@ -165,12 +163,12 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
     def rows(self) -> int:
         """Of an epoch, on all ranks; of a stream, at most."""
         loader = self.loader
-        if isinstance(loader, Loader):
+        if loader.pipeline.has_positions:
             return loader.pipeline.rows
         return len(loader) * loader.options.batch_size * loader.cut.count
 
 
-def _length(loader: AnyLoader) -> int | None:
+def _length(loader: Loader) -> int | None:
     """Batches of an epoch, if that is known."""
     try:
         return len(loader)

@@ -1,9 +1,9 @@
-"""The batches of one rank in one epoch: which positions, read in chunks, presented."""
+"""Making the batches of a plan: rows read in chunks, transformed, presented."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from operator import sub
 from time import perf_counter
@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.engine import Engine
 from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
-from midepoch.order import Cut, epoch_end
-from midepoch.pipeline import Pipeline
+from midepoch.loader.plans import Made, Plan
+from midepoch.pipeline.engine import Engine
+from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
 from midepoch.spent import Spent
 from midepoch.transforms import Batch
@@ -26,62 +26,6 @@ Int64Array = npt.NDArray[np.int64]
 
 _CHUNK_BYTES = 1 << 20
 _AHEAD_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Global batches from a position of an epoch on: batch g is the positions [start + g·B, start + (g+1)·B).
-
-    ``padded``: the last one is as large as the others, with padding behind the end of the epoch.
-    """
-
-    epoch: int
-    start: int
-    end: int
-    global_batch: int
-    padded: bool = False
-
-    @staticmethod
-    def make(pipeline: Pipeline, options: Options, epoch: int, start: int) -> Plan:
-        return Plan.of(epoch, start, pipeline.rows, options.batch_size * pipeline.cut.count, options.ends)
-
-    @staticmethod
-    def of(epoch: int, start: int, rows: int, global_batch: int, ends: str | None) -> Plan:
-        return Plan(epoch, start, epoch_end(start, rows, global_batch, ends == "drop"), global_batch, ends == "pad")
-
-    def __len__(self) -> int:
-        return -(-(self.end - self.start) // self.global_batch)
-
-    def bounds(self, step: int) -> tuple[int, int]:
-        first = self.start + step * self.global_batch
-        return first, min(first + self.global_batch, self.end)
-
-    def reach(self, step: int) -> int:
-        """The position at which a batch ends, counting its padding."""
-        return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
-
-    def share(self, cut: Cut) -> int:
-        """How many batches one rank gets: all, unless no row of the last one is its."""
-        if not len(self):
-            return 0
-        last = len(self) - 1
-        return last + bool(len(cut.positions(self.bounds(last)[0], self.reach(last))))
-
-    def left_out(self, ranks: int) -> int:
-        """How many ranks the last batch has no row for."""
-        return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
-
-
-class Made(NamedTuple):
-    """A batch as far as it is made: ``value`` is presented (or collated). ``empty``: no row of it is left."""
-
-    step: int
-    value: Any
-    skipped: int
-    empty: bool = False
-    rows: int = 0
-    spent: Spent | None = None
-    """What a worker has spent since it last told."""
 
 
 class Read(NamedTuple):
@@ -106,31 +50,31 @@ class Read(NamedTuple):
                 column.touch(start, stop)
 
 
-def only_numbers(pipeline: Pipeline) -> bool:
+def only_numbers(leaf: Leaf) -> bool:
     """Whether all columns that are read hold numbers, or lists of numbers."""
-    schema = pipeline.source.schema
-    for name in pipeline.head.values():
+    schema = leaf.source.schema
+    for name in leaf.head.values():
         kind = schema.field(name).type
         while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind):
             kind = kind.value_type
         if number_dtype(kind) is None and not pa.types.is_boolean(kind):
             return False
-    return not pipeline.source.decoded.intersection(pipeline.head.values())
+    return not leaf.source.decoded.intersection(leaf.head.values())
 
 
 class BatchMaker:
     """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
 
-    def __init__(self, pipeline: Pipeline, options: Options, spent: Spent | None = None) -> None:
+    def __init__(self, leaf: Leaf, options: Options, spent: Spent | None = None) -> None:
         self.spent = Spent() if spent is None else spent
         plain = options.collate_fn is None or options.collate_columns
-        self.format = pipeline.format or ("torch" if plain else "python")
-        as_read = not pipeline.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
-        self.decodes_only = as_read and pipeline.source.fetched and only_numbers(pipeline)
+        self.format = leaf.format or ("torch" if plain else "python")
+        as_read = not leaf.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
+        self.decodes_only = as_read and leaf.source.fetched and only_numbers(leaf)
         """Whether blocks have to be decoded and nothing else is to do: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
         self._engine = Engine(
-            pipeline, shared=shared, readers=options.num_workers if self.decodes_only else 0, spent=self.spent
+            leaf, shared=shared, readers=options.num_workers if self.decodes_only else 0, spent=self.spent
         )
         self._options = options
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
@@ -139,13 +83,17 @@ class BatchMaker:
     @property
     def direct(self) -> bool:
         """Whether there is nothing to do but to copy rows from where they lie, so far as three of them can tell."""
-        rows = len(self._engine.pipeline.order.selection)
+        rows = len(self._engine.leaf.order.selection)
         some = np.unique(np.array([0, rows // 2, rows - 1]))
         return self._whole and rows > 0 and self._engine.locate(some) is not None
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
         """Chunks of batches, of steps first, first + stride, …"""
-        cut = self._engine.pipeline.cut
+        cut = self._engine.leaf.cut
         rows = -(-plan.global_batch // cut.count)
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps of a read
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed at once
@@ -197,8 +145,7 @@ class BatchMaker:
 
     def _other_padding(self, plan: Plan, read: Read) -> Batch:
         """Padding from further on in the epoch, where all the rows that it was to be made of are passed over."""
-        batch = read.batch
-        assert batch is not None
+        batch = Batch({}, np.zeros(0, np.int64), np.zeros(0, np.int64), True)
         for start in range(0, plan.end, max(1, read.asked)):
             positions = np.arange(start, min(start + max(1, read.asked), plan.end))
             batch = self._engine.read(self._engine.chosen(plan.epoch, positions))
@@ -216,24 +163,27 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            return Made(read.step, columns, 0, not read.asked, read.asked)
+            return Made(columns, plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            return Made(read.step, read.columns, missing, rows=length)
-        batch = self._engine.transform(plan.epoch, read.batch)
-        skipped = _skipped(read, batch)
+            return Made(read.columns, plan.cursor(read.step), length, missing)
+        return self.present(plan, read, self._engine.transform(plan.epoch, read.batch))
+
+    def present(self, plan: Plan, read: Read, batch: Batch) -> Made:
+        """Present a batch after all steps."""
+        cursor, skipped = plan.cursor(read.step), _skipped(read, batch)
         if not len(batch) and read.genuine is not None and not skipped:
             batch = self._other_padding(plan, read)
         if not len(batch):
-            return Made(read.step, None, skipped, empty=True)
+            return Made(None, cursor, 0, skipped, empty=True)
         began = perf_counter()
         value = self._presented(plan, read, _marked(batch, read.genuine))
         self.spent.present += perf_counter() - began
-        return Made(read.step, value, skipped, rows=len(batch))
+        return Made(value, cursor, len(batch), skipped)
 
     def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:
         if self._options.collate_fn is None:

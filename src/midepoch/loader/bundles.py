@@ -12,12 +12,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from midepoch.engine import Engine
-from midepoch.flow.rows import Bundle, Made, Sizes, make_good, most_rows
 from midepoch.loader.options import Options
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
 from midepoch.order import Cut
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.engine import Engine
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.rows import Bundle, Made, Sizes, make_good, most_rows
 from midepoch.spent import Parcel, Spent
 from midepoch.transforms import Batch
 from midepoch.transforms.features import Encoded
@@ -39,7 +39,7 @@ class _Asked:
 class BundlePool(Pool):
     """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
 
-    def __init__(self, leaves: Sequence[Pipeline], options: Options, spent: Spent) -> None:
+    def __init__(self, leaves: Sequence[Leaf], options: Options, spent: Spent) -> None:
         self._spent, self.skipped = spent, 0
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
@@ -123,7 +123,7 @@ class BundlePool(Pool):
 
 @dataclass(frozen=True)
 class _BundleJob:
-    leaves: tuple[Pipeline, ...]
+    leaves: tuple[Leaf, ...]
     slots: int
 
     def run(self, connection: Connection, number: int) -> None:
@@ -131,7 +131,7 @@ class _BundleJob:
 
 
 class _BundleWorker(Worker):
-    def __init__(self, connection: Connection, number: int, slots: int, leaves: tuple[Pipeline, ...]) -> None:
+    def __init__(self, connection: Connection, number: int, slots: int, leaves: tuple[Leaf, ...]) -> None:
         super().__init__(connection, number, slots)
         self._leaves = leaves
         self._engines: dict[int, Engine] = {}

@@ -15,7 +15,8 @@ import weakref
 from collections import deque
 
 from midepoch.ending import join
-from midepoch.loader.batches import BatchMaker, Made, Plan, Read
+from midepoch.loader.batches import BatchMaker, Read
+from midepoch.loader.plans import Made, Plan
 
 _TOUCHED = 256
 """Batches whose pages are touched ahead after a page had to be read from disk."""
@@ -33,7 +34,7 @@ class DirectBatches:
         self._faults = _faults()
         self._keep = 0  # reads to have located at least, before the next one is made
 
-    def next(self, step: int) -> Made | None:  # noqa: ARG002
+    def next(self) -> Made | None:
         """The next step, or None at the end."""
         if len(self._located) <= self._keep:
             self._look_ahead()

@@ -10,10 +10,10 @@ from typing import Any
 
 from midepoch import agreement
 from midepoch.errors import WorldError
-from midepoch.loader.batches import Plan
 from midepoch.loader.options import Options
+from midepoch.loader.plans import Plan
 from midepoch.order import Cut
-from midepoch.state import OF_ONE_RANK
+from midepoch.state.format import OF_ONE_RANK
 
 _made, _loaders = agreement.Occasions(), agreement.Occasions()
 _log = logging.getLogger("midepoch")

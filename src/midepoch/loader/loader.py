@@ -1,396 +1,396 @@
-"""The Loader: batches of every epoch, and the cursor behind the last one handed over."""
+"""The Loader: batches of every epoch, and the cursor after the last one delivered."""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from midepoch import state as states
 from midepoch.audit.ledger import Ledger
 from midepoch.checks import whole
-from midepoch.ending import silent_at_exit
-from midepoch.errors import MidepochError
-from midepoch.loader.batches import BatchMaker, Made, Plan
-from midepoch.loader.common import AnyLoader
-from midepoch.loader.direct import DirectBatches
-from midepoch.loader.equal import Counterparts, check_reach
-from midepoch.loader.options import Options, check_goes_on
-from midepoch.loader.pinned import pinner
-from midepoch.loader.threads import ThreadedBatches
-from midepoch.loader.workers import WorkerPool
+from midepoch.loader.equal import Counterparts, EqualSteps, check_reach
+from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.measured import Measured
+from midepoch.loader.options import Options
+from midepoch.loader.passes import Pass, Start
+from midepoch.loader.plans import BatchSource, Plan, batches_of
+from midepoch.loader.sources import Sources
 from midepoch.order import Cut
-from midepoch.pipeline import Pipeline
-from midepoch.resumable import HasState
-from midepoch.seeds import draw_global_seed
-from midepoch.state import Cursor
-from midepoch.transforms import finish
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Deal, Share
+from midepoch.pipeline.length import estimated_length, known_length
+from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.state import saved as states
 
-_Source = DirectBatches | ThreadedBatches | WorkerPool
+Self = TypeVar("Self", bound="Loader")
+_log = logging.getLogger("midepoch")
 
 
-class Loader(AnyLoader):
+class _Left(NamedTuple):
+    """A pass that was left before its end: where it began, the cursor after its last batch, and its batches."""
+
+    start: Cursor
+    cursor: Cursor | Deal
+    batches: int
+
+
+class Loader(Measured):
     """Batches of a dataset, epoch after epoch. Made by ``Dataset.loader``.
 
-    Each ``iter()`` goes through one epoch: from its beginning, or from where a loaded state left off. When it has been
-    gone through, the next ``iter()`` is the next epoch. A ``break`` moves nothing, unless the last batch was out.
+    Each ``iter()`` is a pass over one epoch: from its beginning, or from where a loaded state left off. When the last
+    batch was delivered, the next ``iter()`` is the next epoch. After a ``break``:
+
+    - A pass of which one batch was asked for was a look: the next ``iter()`` begins where it began.
+    - If the data is shuffled, the next ``iter()`` continues after the last batch, as a resume from the state would.
+    - If it is not, as for validation, the next ``iter()`` begins the epoch again, and says so once in the log.
+
+    ``set_epoch`` begins an epoch at its beginning in any case; ``next(loader)`` continues in any case.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        spec: PipelineSpec,
         options: Options,
         cursor: Cursor,
         *,
-        asked: bool = False,
+        named: bool = False,
         counterparts: Counterparts | None = None,
+        equal: EqualSteps | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        super().__init__(options)
-        self._pipeline, self._cursor = pipeline, cursor
-        self._counterparts = counterparts
-        self._ledger = ledger
-        self._stood = cursor  # behind the last batch handed over, or where a state was loaded, whatever epoch is named
-        self._how = "fresh"
-        self._asked = asked  # the epoch was named by set_epoch
-        self._namings = 0  # how often one was
-        self._delivered: Cursor | None = None
-        self._identity = states.identity(pipeline)
-        self._iterator: weakref.ref[_Batches] | None = None
-        self._pool: WorkerPool | None = None
-        self._maker: BatchMaker | None = None
+        self._spec, self._options, self._cursor = spec, options, cursor
+        self._counterparts, self.ledger = counterparts, ledger
+        super().__init__(options.num_workers)
+        self.stood: Cursor | Deal = cursor
+        """After the last batch delivered, or where a state was loaded, whatever epoch is named."""
+        self.how = "fresh"
+        self.delivered: Cursor | Deal | None = None
+        """After the last batch delivered; None if that is where the next pass begins."""
+        self._named, self.namings = named, 0  # whether set_epoch named the epoch, and how often it was called
+        self._left: _Left | None = None
+        self._looked = self._warned = False
+        self.iterator: weakref.ref[Pass] | None = None
+        self._sources = Sources(options, equal, self.meter.spent)
+        self._packed = (0, 0)
         self.skipped = 0
-        """Rows passed over so far under ``on_error="skip"``, on this rank."""
-        check_reach(self._plan(Cursor()), options, pipeline.cut)
-        if cursor.position:  # of a state that was loaded into the dataset
-            self._how = "loaded"
+        """Rows skipped so far under ``on_error="skip"``, on this rank."""
+        if spec.has_positions:
+            check_reach(Plan.make(spec, options, Cursor()), options, spec.cut)
+        elif cursor.begun:
+            check_known(cursor, Share.of(spec.lanes, spec.cut), spec.lanes)
+        if cursor.begun:  # of a state that was loaded into the dataset
+            self.how = "loaded"
             if ledger is not None:
-                self._begin_record(ledger, self._plan(cursor), load=True)
+                self.begin_record(ledger, cursor, load=True)
+
+    # Its size
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
-        return self._plan(Cursor()).share(self._pipeline.cut)
-
-    def __repr__(self) -> str:
-        at, cut = self._where(), self._pipeline.cut
-        return (
-            f"Loader({self._pipeline.rows:,} rows; batch_size={self._options.batch_size}; "
-            f"num_workers={self._options.num_workers}; rank {cut.index} of {cut.count}; "
-            f"at epoch {at.epoch}, position {at.position:,})"
-        )
+        """Return the batches of an epoch on this rank. Raises TypeError where that is not known before running."""
+        spec = self._spec
+        if spec.has_positions:
+            return Plan.make(spec, self._options, Cursor()).share(spec.cut)
+        known = known_length(spec.node)
+        if known is None or not (spec.state_is_global or spec.node.is_rows):
+            raise TypeError(
+                f"the number of batches is not known before the dataset has run ({spec.node.text}): estimated_len "
+                "learns it from what was seen"
+            )
+        return batches_of(spec, self._options, known)
 
     @property
-    def pipeline(self) -> Pipeline:
+    def estimated_len(self) -> int | None:
+        """About how many batches an epoch has; None while nothing is known."""
+        spec = self._spec
+        if spec.has_positions:
+            return len(self)
+        if spec.epoch_outputs:  # they were counted
+            return batches_of(spec, self._options, spec.epoch_outputs)
+        found = estimated_length(spec.node, self._where(), spec.lanes)
+        return None if found is None else max(1, round(found / (self._options.batch_size * spec.cut.count)))
+
+    # What it is
+
+    @property
+    def pipeline(self) -> PipelineSpec:
         """The frozen description of what it loads."""
-        return self._pipeline
+        return self._spec
+
+    @property
+    def options(self) -> Options:
+        """How batches are made."""
+        return self._options
+
+    @property
+    def ends(self) -> str | None:
+        """What becomes of the last global batch if it is not full."""
+        return self._options.ends
 
     @property
     def cut(self) -> Cut:
-        """Which share of every global batch this rank gets: ``index`` of ``count``."""
-        return self._pipeline.cut
-
-    def _epoch(self) -> int:
-        at = self._where()
-        return at.epoch + 1 if self._over(at) else at.epoch
-
-    @property
-    def position(self) -> int:
-        """How many rows of the epoch all ranks together have been handed."""
-        at = self._where()
-        return 0 if self._over(at) else at.position
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. The one a loaded state is in is gone on with where it was left; any other starts anew."""
-        epoch = whole(epoch, "set_epoch")
-        self._pass = None
-        self._namings += 1
-        if self._how == "fresh" and not self._cursor.position:
-            self._stood = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
-        if epoch != self._cursor.epoch:
-            self._cursor, self._delivered = Cursor(epoch), None
-        elif self._delivered is not None and self._delivered.epoch != epoch:
-            self._delivered = None
-        self._asked = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where to go on: just behind the last batch handed over. The same on every rank; under 1 KB, JSON-able."""
-        self._draw_seed()
-        return states.save(self._identity, self._where(), self._pipeline.global_seed)
-
-    def load_state_dict(self, state: Mapping[str, Any], *, allow: Collection[str] = ()) -> None:
-        """Go on from a state, saved by any rank, with any batch size, number of workers and world size.
-
-        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
-        ``allow=["pipeline"]`` lets a field differ all the same, which is recorded in ``changes`` and in the state.
-        """
-        resumed = self._resumed(state, allow)
-        self.close()
-        pipeline = states.adopt(resumed, self._pipeline)
-        identity = states.identity(pipeline)
-        # No call among these: a signal handler that saves must not see half of them.
-        self._pipeline, self._identity, self._maker, self._asked = pipeline, identity, None, False
-        self._cursor = self._stood = resumed.cursor
-        self._delivered, self._how = None, "loaded"
-        if self._counterparts is not None:
-            self._counterparts.loaded()
-        if self._ledger is not None:  # now, not with the first batch: there may be nothing left to deliver
-            self._begin_record(self._ledger, self._plan(self._cursor), load=True)
-
-    def _begin_record(self, ledger: Ledger, plan: Plan, *, load: bool = False) -> None:
-        ledger.begin(
-            self._pipeline,
-            how=self._how,
-            stood=self._stood,
-            epoch=plan.epoch,
-            start=plan.start,
-            end=plan.end,
-            global_batch=plan.global_batch,
-            ends=self._options.ends,
-            workers=self._options.num_workers,
-            waited=self._meter.waited,
-            load=load,
-        )
-
-    def _draw_seed(self) -> None:
-        """Fix what the global generators are seeded from while functions run: at the first pass, or the first state."""
-        if self._pipeline.global_seed is None and (self._pipeline.has_functions or self._options.collate_fn):
-            seed = draw_global_seed(self._pipeline.source.fingerprint)
-            self._pipeline = replace(self._pipeline, global_seed=seed)
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
-        self._resumed(state)
-
-    def _resumed(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> states.Resumed:
-        return states.load_global(state, self._pipeline, allow)
+        """The share of every global batch that this rank gets: ``index`` of ``count``."""
+        return self._spec.cut
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What was allowed to differ at resumes since the run began."""
-        return self._pipeline.changes
+        """What was changed at resumes since the run began: what was allowed to differ, and the weights of mixes."""
+        return self._spec.changes
+
+    @property
+    def packing_efficiency(self) -> float | None:
+        """The share of all places in packed sequences that hold tokens, of what this process packed; None without."""
+        live = self._live()
+        tokens, places = self._packed
+        if live is not None and isinstance(live.source, LaneBatches):
+            tokens, places = tokens + live.source.packed[0], places + live.source.packed[1]
+        return tokens / places if places else None
+
+    def __repr__(self) -> str:
+        at, spec = self._where(), self._spec
+        lanes = f"{spec.lanes} lanes; " if not spec.has_positions else ""
+        return (
+            f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
+            f"batch_size={self._options.batch_size}; num_workers={self._options.num_workers}; "
+            f"rank {spec.cut.index} of {spec.cut.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
+        )
+
+    # The cursor
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, as far as that is known. Setting it is ``set_epoch``."""
+        at = self._where()
+        return at.epoch + 1 if self._is_over(at) else at.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """How many rows of the epoch have been delivered to all ranks together."""
+        at = self._where()
+        return 0 if self._is_over(at) else at.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
+        epoch = whole(epoch, "set_epoch")
+        live, left = self._live(), self._left
+        batches = left.batches if left is not None else live.delivered if live is not None else 0
+        self._pass = self._left = None
+        self.namings += 1
+        if self.how == "fresh" and not self._cursor.begun:
+            self.stood = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
+        if epoch != self._cursor.epoch or batches > 1:
+            self._cursor, self.delivered = Cursor(epoch), None
+        elif self.delivered is not None and _resolved(self.delivered).epoch != epoch:
+            self.delivered = None
+        self._named = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch delivered: flat and JSON-able.
+
+        Where positions can be computed it is the same on every rank, and under 1 KB. Elsewhere it has a few integers
+        for each lane of this rank.
+        """
+        self._draw_seed()
+        return states.save(self._spec, self._where())
+
+    def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
+        """Continue from a state, or the list of those of all ranks, with any batch size, workers and world size.
+
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
+        ``allow=["pipeline"]`` lets a field differ, which is recorded in ``changes`` and in the state. Weights of a mix
+        may be changed, and sources be added or left out: the others continue where they were.
+        """
+        found = self._resumed(state, allow)
+        self._end_iteration()
+        self._sources.forget()
+        spec = found.spec.for_processes(self.cut.count) if found.spec.has_positions else found.spec
+        # No call among these: a signal handler that saves must not see half of them.
+        self._spec, self._named, self._left = spec, False, None
+        self._cursor = self.stood = found.cursor
+        self.delivered, self.how = None, "loaded"
+        if self._counterparts is not None:
+            self._counterparts.loaded()
+        if self.ledger is not None:  # now, not with the first batch: there may be nothing left to deliver
+            self.begin_record(self.ledger, self._cursor, load=True)
+
+    def check_state(self, state: Any) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        self._resumed(state, ())
+
+    def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
+        found = states.load_global(state, self._spec, allow)
+        check_known(found.cursor, Share.of(found.spec.lanes, self._spec.cut), found.spec.lanes)
+        return found
+
+    @property
+    def state_is_global(self) -> bool:
+        """True if the state of one rank restores every rank: not if each runs lanes of its own."""
+        return self._spec.state_is_global
+
+    @property
+    def takes_states_of_all_ranks(self) -> bool:
+        """True if the list of the states of all ranks restores any number of them."""
+        return not self._spec.has_positions
+
+    def _draw_seed(self) -> None:
+        """Fix the seed of the global generators while functions run: at the first pass, or the first state."""
+        if self._spec.node.has_functions or self._options.collate_fn is not None:
+            self._spec = self._spec.seeded()
 
     def _where(self) -> Cursor:
-        return self._delivered or self._cursor
+        return self._cursor if self.delivered is None else _resolved(self.delivered)
 
-    def _plan(self, cursor: Cursor) -> Plan:
-        return Plan.make(self._pipeline, self._options, cursor.epoch, cursor.position)
+    def plan(self, cursor: Cursor) -> Plan | None:
+        """Return the steps from a cursor on, where positions can be computed."""
+        return Plan.make(self._spec, self._options, cursor) if self._spec.has_positions else None
 
-    def _over(self, cursor: Cursor) -> bool:
-        return cursor.position > 0 and not len(self._plan(cursor))
+    def _is_over(self, cursor: Cursor) -> bool:
+        """Return whether nothing is left of the epoch, as far as that is known."""
+        if (plan := self.plan(cursor)) is None:
+            return cursor.lanes_ended
+        return cursor.position > 0 and not len(plan)
+
+    # Passes
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()
-        batches = _Batches(self, *self._next_plan())
-        self._iterator = weakref.ref(batches)
+        self._draw_seed()
+        batches = Pass(self, self.next_start())
+        self.iterator = weakref.ref(batches)
         return batches
 
-    def _next_plan(self) -> tuple[Plan, bool]:
-        """What the next pass goes through, and whether it is the epoch after the one that the cursor is in."""
+    def next_start(self) -> Start:
+        """Return where the next pass begins."""
+        left, self._left, restart = self._left, None, None
+        if left is not None:
+            at = _resolved(left.cursor)
+            self._named, self._cursor, self._looked = False, at, left.batches == 1
+            if self._looked or not self._spec.node.shuffled:
+                restart = left.start if self._looked else Cursor(at.epoch)
+            if restart is not None and self._spec.has_positions and not self._is_over(at):
+                self.restarted(restart)
+                restart = None
         cursor, rolled = self._cursor, False
-        if self._over(cursor) and not self._asked:
-            # A state saved behind the last batch: going on means the next epoch, not an empty one.
+        if self._is_over(cursor) and not self._named:
+            # After the last batch: to continue means the next epoch, not an empty one.
             cursor, rolled = Cursor(cursor.epoch + 1), True
-        self._delivered = cursor if rolled else None
-        plan = self._plan(cursor)
-        check_reach(plan, self._options, self._pipeline.cut)
-        return plan, rolled
+        self.delivered = cursor if rolled else None
+        if (plan := self.plan(cursor)) is not None:
+            check_reach(plan, self._options, self.cut)
+        return Start(cursor, rolled, None if rolled else restart)
 
-    def _epoch_over(self, plan: Plan, rolled: bool) -> None:
+    def restarted(self, cursor: Cursor) -> Cursor:
+        """Begin again at a cursor: the pass before was left there, and is not to be continued."""
+        if not self._looked and not self._warned:
+            self._warned = True
+            _log.warning(
+                "epoch %d begins again at its first row: the last pass was left before its end, and the data is not "
+                "shuffled. Use next(loader) or a state to continue, or set_epoch() to choose an epoch.", cursor.epoch,
+            )  # fmt: skip
+        self._cursor, self.delivered = cursor, None
+        return cursor
+
+    def left(self, batches: Pass) -> None:
+        """Note that a pass was left before its end."""
+        assert self.delivered is not None
+        self._left = _Left(batches.start, self.delivered, batches.delivered)
+
+    def may_roll(self, start: Cursor, rolled: bool) -> bool:
+        """Return whether a pass that finds nothing left continues with the next epoch.
+
+        Not if an epoch was named, nor where other ranks may have something left.
+        """
+        alone = self.state_is_global or self._options.ends != "uneven"
+        return start.begun and not rolled and not self._named and alone
+
+    def rolled_to(self, epoch: int) -> Cursor:
+        """Begin another epoch."""
+        self.delivered = Cursor(epoch)
+        return Cursor(epoch)
+
+    def epoch_over(self, end: Cursor, rolled: bool) -> None:
         """Move to the next epoch; past one that was rolled over to, so that naming it does not repeat it.
 
         Until the next epoch is named or begun, a state is that after the last batch: naming the finished epoch after a
         resume, as a loop that saves its own epoch number does, repeats nothing.
         """
-        if self._cursor.epoch not in (plan.epoch, plan.epoch - rolled):
-            self._delivered = None  # another epoch was named while this one was gone through
+        if not self._spec.has_positions and end.position:
+            self._spec = replace(self._spec, epoch_outputs=end.position)
+        elif not self._spec.has_positions:
+            _log.warning("epoch %d of %r has nothing in it: do its filters leave anything?", end.epoch, self)
+        if self._cursor.epoch not in (end.epoch, end.epoch - rolled):
+            self.delivered = None  # another epoch was named while this one was iterated
             return
-        end = Cursor(plan.epoch, plan.end)
-        self._cursor = end if rolled else Cursor(plan.epoch + 1)
-        self._delivered, self._asked = end if plan.end else None, False
+        self._cursor = end if rolled else Cursor(end.epoch + 1)
+        self.delivered, self._named = end if end.position else None, False
 
-    def _source(self, plan: Plan) -> _Source:
-        options = self._options
-        self._draw_seed()
-        self._maker = self._maker or BatchMaker(self._pipeline, options, self._meter.spent)
-        if self._maker.direct:
-            return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
-        if not options.num_workers or self._maker.decodes_only:
-            return ThreadedBatches(self._maker, plan, options.prefetch)
-        if self._pool is None or not self._pool.is_here:
-            self._pool = WorkerPool(self._pipeline, options)
-        self._pool.begin(plan)
-        return self._pool
+    def compare(self, start: Cursor, *, first: bool) -> None:
+        """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
+        if self._counterparts is None:
+            return
+        if first:
+            self._counterparts.check_identity(self._spec.identity)
+            return
+        at = {"epoch": start.epoch}
+        lanes = start.lanes
+        if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
+            at["position"] = start.position  # the same on all ranks, unless one of them has nothing left
+        self._counterparts.check_pass(self._spec.identity, at)
+
+    def begin_record(self, ledger: Ledger, cursor: Cursor, *, load: bool = False) -> None:
+        """Record that a pass begins at a cursor, or that a state was loaded there."""
+        ledger.begin(
+            self._spec,
+            cursor,
+            how=self.how,
+            stood=_resolved(self.stood),
+            end=self.plan(cursor),
+            batch_size=self._options.batch_size,
+            ends=self._options.ends,
+            workers=self._options.num_workers,
+            waited=self.meter.waited,
+            load=load,
+        )
+
+    def open(self, cursor: Cursor, plan: Plan | None) -> BatchSource:
+        """Open the batches from a cursor on."""
+        return self._sources.open(self._spec, cursor, plan)
+
+    def leave_source(self, source: BatchSource | None) -> None:
+        """Close the source of a pass that has ended; workers go with it unless they are persistent."""
+        if isinstance(source, LaneBatches):
+            self._packed = (self._packed[0] + source.packed[0], self._packed[1] + source.packed[1])
+        self._sources.leave(source)
+
+    def close_workers(self) -> None:
+        """Stop the workers, and forget what they were making."""
+        self._sources.close()
+
+    def _live(self) -> Pass | None:
+        return self.iterator() if self.iterator is not None else None
 
     def _end_iteration(self) -> None:
-        live = self._iterator() if self._iterator is not None else None
+        live = self._live()
         if live is not None:
             live.close()
-        self._iterator = self._pass = None
+        self.iterator = self._pass = None
 
     def close(self) -> None:
-        """End threads and workers now; they also end with the loader, and with the process however it ends."""
+        """Stop threads and workers now; they also end with the loader, and with the process however it ends."""
         self._end_iteration()
-        self._close_pool()
+        self.close_workers()
 
-    def _close_pool(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-
-    def _shown(self) -> tuple[dict[str, Any], float | None]:
-        rows, at = self._pipeline.rows, self.position
-        return {"rows": f"{rows:,}", "at": f"epoch {self.epoch}, position {at:,} of {rows:,}"}, at / max(1, rows)
-
-    @silent_at_exit
-    def __del__(self) -> None:
-        if getattr(self, "_pool", None) is not None:
-            self._close_pool()
-
-
-class _Batches(HasState):
-    """One pass over (the rest of) an epoch."""
-
-    _closed = True  # until it has begun
-
-    def __init__(self, loader: Loader, plan: Plan, rolled: bool) -> None:
-        self._loader, self._ledger = loader, loader._ledger
-        self._meter = loader.meter
-        self._begin(plan, rolled)
-        pipeline, options = loader._pipeline, loader._options
-        self._format = pipeline.format or "torch" if options.collate_fn is None else "python"
-        self._pin = pinner() if options.pin_memory else None
-
-    def _begin(self, plan: Plan, rolled: bool) -> None:
-        self._plan, self._rolled = plan, rolled
-        self._meter.begin()
-        self._named = self._loader._namings
-        self._source: _Source | None = None
-        self._step = self._out = 0  # made, and handed over
-        self._closed = self._over = False
-        self._failure: BaseException | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the loader: just behind the last batch handed over."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state into the loader, and go on from there with this iterator."""
-        self._loader.load_state_dict(state)
-        self._begin(*self._loader._next_plan())
-        self._loader._iterator = weakref.ref(self)
-
-    def __iter__(self) -> _Batches:
+    def __enter__(self: Self) -> Self:
         return self
 
-    def __length_hint__(self) -> int:
-        """Batches left."""
-        return 0 if self._over else max(0, self._plan.share(self._loader._pipeline.cut) - self._step)
-
-    def __next__(self) -> Any:
-        if self._meter.due:
-            self._meter.call_hooks()
-        asked = perf_counter()
-        if self._over:
-            raise StopIteration
-        check_goes_on(self._failure, self._closed)
-        loader, ledger, recorded = self._loader, self._ledger, -1
-        try:
-            while (made := self._next()) is not None:
-                value = None if made.empty else finish(made.value, self._format)
-                if self._pin is not None:
-                    value = self._pin(value)
-                if made.spent is not None:
-                    self._meter.spent.add(made.spent)
-                if not made.empty:
-                    self._meter.handed(asked, made.rows, value)
-                cursor = Cursor(self._plan.epoch, self._plan.bounds(made.step)[1])
-                if ledger is not None:
-                    if not made.step:  # the entries of a pass begin with its first batch
-                        loader._begin_record(ledger, self._plan)
-                    recorded = ledger.end
-                    ledger.step(made.skipped, self._meter.waited)
-                # The cursor moves here and nowhere else: with the batch. Python handles signals at calls, and there is
-                # none from here to the caller's loop, so no interrupt comes between the two.
-                loader.skipped += made.skipped
-                self._out = made.step + 1
-                loader._delivered = loader._stood = cursor
-                loader._how = "on"
-                if not made.empty:
-                    return value
-                recorded = -1
-                self._refuse_to_drift(made)
-        except BaseException as problem:
-            if ledger is not None and recorded >= 0:
-                ledger.take_back(recorded)
-            self._fail(problem)
-            raise
-        self.close()
-        raise StopIteration
-
-    def _refuse_to_drift(self, made: Made) -> None:
-        """A rank that passes over a whole batch would be a step ahead of the others from then on."""
-        cut = self._loader._pipeline.cut
-        if cut.count > 1 and made.skipped:
-            first, stop = self._plan.bounds(made.step)
-            raise MidepochError(
-                f'on_error="skip" left rank {cut.index} of {cut.count} no row of the batch at positions {first:,} to '
-                f"{stop - 1:,}: it would run a step ahead of the other ranks. Use larger batches, or shuffle by rows."
-            )
-
-    def _next(self) -> Made | None:
-        if self._step >= len(self._plan):
-            self._over = True
-            if self._ledger is not None:
-                self._ledger.finish(self._meter.waited)
-            self._loader._epoch_over(self._plan, self._rolled)
-            return None
-        if self._step < 2 and self._loader._counterparts is not None:
-            self._compare(self._loader._counterparts)
-        if self._source is None:
-            self._source = self._loader._source(self._plan)
-        made = self._source.next(self._step)
-        self._step += 1
-        return made
-
-    def _compare(self, counterparts: Counterparts) -> None:
-        """Compare this rank with the others: what it loads, and at the second batch also from where."""
-        loader, plan = self._loader, self._plan
-        if self._step == 0:
-            counterparts.check_identity(loader._identity)
-        else:
-            counterparts.check_pass(loader._identity, {"epoch": plan.epoch, "position": plan.start})
-
-    def _fail(self, problem: BaseException) -> None:
-        """Nothing comes after this: the batch that was not handed over would be passed over. Workers go, too: a signal
-        may have come between a message and its book-keeping.
-        """
-        self._failure = problem
-        self._loader._close_pool()
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_if_complete(self, loader: Loader) -> None:
-        """The end was not asked for, but nothing of it is left for this rank: the next pass is the next epoch's."""
-        if self._out >= self._plan.share(loader._pipeline.cut) and self._named == loader._namings:
-            if self._ledger is not None:
-                self._ledger.finish(self._meter.waited)
-            loader._epoch_over(self._plan, self._rolled)
 
-    def close(self) -> None:
-        """Stop; workers go too unless they are persistent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._out and not self._over and self._failure is None:
-            self._end_if_complete(self._loader)
-        if isinstance(self._source, WorkerPool):
-            if not self._loader._options.persistent_workers:
-                self._loader._close_pool()
-        elif self._source is not None and not self._source.close():
-            self._loader._maker = None  # a thread may come back to it
-        self._source = None
-
-    @silent_at_exit
-    def __del__(self) -> None:
-        self.close()
+def _resolved(cursor: Cursor | Deal) -> Cursor:
+    return cursor.cursor() if isinstance(cursor, Deal) else cursor

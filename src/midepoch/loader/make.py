@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from midepoch.agreement import connected
 from midepoch.audit.ledger import ledger_of
 from midepoch.checks import whole
-from midepoch.loader.equal import Counterparts
+from midepoch.errors import WorldError
+from midepoch.loader.equal import Counterparts, EqualSteps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, ends_of
 from midepoch.order import Cut
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.seeds import check_agreed
-from midepoch.state import Cursor, identity
 from midepoch.world import find_world, groups_of
 
 _log = logging.getLogger("midepoch")
 
 
 def make_loader(
-    pipeline: Pipeline,
+    spec: PipelineSpec,
     cursor: Cursor,
     *,
-    asked: bool,
+    named: bool,
     batch_size: Any,
     num_workers: Any,
     prefetch: Any,
@@ -38,17 +39,24 @@ def make_loader(
     audit: Any,
     **options: Any,
 ) -> Loader:
-    """A loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
-    if not pipeline.rows:
+    """Return a loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
+    if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
     batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-    is_shard = pipeline.cut.count > 1  # of which the rows are known already
-    cut, together = cut_of(pipeline.cut, rank, world_size, data_parallel)
+    is_shard = spec.cut.count > 1  # of which the rows are known already
+    cut, together = cut_of(spec.cut, rank, world_size, data_parallel)
     ends = ends_of(drop_last, ends)
-    if ends is None and not (together and cut.count > 1):  # those would wait for one that is left without a batch
-        ends = "uneven"
-    check_agreed(pipeline.seed_alone, cut.count)
-    ahead = ahead_for(batch_size * pipeline.source.bytes_per_row) if prefetch is None else prefetch
+    check_agreed(spec.seed_alone, cut.count)
+    spec = replace(spec, cut=cut)
+    if spec.has_positions or not cursor.begun:
+        spec = spec.for_processes(cut.count)
+    if spec.has_positions and spec.source.fetched and not (is_shard or spec.lanes_chosen or cursor.begun):
+        spec = replace(spec, lanes=cut.count)
+    agreed = not spec.has_positions and _is_agreed(spec, together, ends)
+    if ends is None and (not spec.has_positions or not (together and cut.count > 1)):
+        ends = "uneven"  # those that train together would wait for one that is left without a batch
+    row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
+    ahead = ahead_for((batch_size if spec.has_positions else 1024) * row_bytes) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
         num_workers=whole(num_workers, "loader(num_workers=…)"),
@@ -56,32 +64,36 @@ def make_loader(
         ends=ends,
         **options,
     )
-    pipeline = replace(pipeline, cut=cut)
-    if ends == "pad" and PADDING in (pipeline.known_columns or ()):
+    if ends == "pad" and PADDING in (spec.node.known_columns or ()):
         raise ValueError(f'there is a column {PADDING!r} already, which ends="pad" marks padding rows with: rename it')
+    if spec.has_positions:
+        _check_drop(spec.rows, chosen, cut.count, drop_last)
+    ledger = ledger_of(audit)
+    if ledger is not None:
+        ledger.prepare(cut)
+    counterparts = _counterparts_of(cut, together, data_parallel, spec, chosen)
+    equal = None
+    if agreed and counterparts is not None:
+        equal = EqualSteps(cut, spec.identity, groups_of(data_parallel).cut, counterparts.check_refusal)
+    return Loader(spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger)
+
+
+def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> None:
     try:
-        check_drop(pipeline.rows, chosen, cut.count)
+        check_drop(rows, options, ranks)
     except ValueError as problem:
         if not drop_last:
             raise
         _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
-    settled = is_shard or pipeline.lanes_given or pipeline.lanes_kept or cursor.position
-    if pipeline.source.fetched and not settled:
-        pipeline = replace(pipeline, order=replace(pipeline.order, lanes=cut.count))
-    ledger = ledger_of(audit)
-    if ledger is not None:
-        ledger.prepare(cut)
-    counterparts = counterparts_of(cut, together, data_parallel, identity(pipeline), chosen)
-    return Loader(pipeline, chosen, cursor, asked=asked, counterparts=counterparts, ledger=ledger)
 
 
-def counterparts_of(
-    cut: Cut, together: bool, data_parallel: Any, belongs: Mapping[str, Any], options: Options
+def _counterparts_of(
+    cut: Cut, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
 ) -> Counterparts | None:
-    """The loaders of the other ranks that this one is compared with, if there are any."""
+    """Return the loaders of the other ranks that this one is compared with, if there are any."""
     if not together or (cut.count == 1 and data_parallel is None):
         return None
-    return Counterparts(cut, belongs, options, groups_of(data_parallel).all)
+    return Counterparts(cut, spec.identity, options, groups_of(data_parallel).all)
 
 
 def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
@@ -93,3 +105,29 @@ def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: 
     if shard.count > 1:
         raise ValueError(f"the dataset is already shard {shard.index} of {shard.count}: leave out rank and world_size")
     return Cut(world.rank, world.size), not given or world.size == connected()
+
+
+def _is_agreed(spec: PipelineSpec, together: bool, ends: str | None) -> bool:
+    """Return whether ranks that run lanes of their own agree on equally many steps. Raise WorldError if they cannot."""
+    cut = spec.cut
+    groups = Share.of(spec.lanes, cut).lanes.count
+    if groups == 1 or ends == "uneven" or (ends is None and not together):
+        return False
+    if ends is None:
+        raise WorldError(
+            f"{cut.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
+            'would wait for the others. Say what is to become of them: loader(…, ends="drop") ends the epoch on all '
+            'ranks where one has no full batch left, ends="pad" goes on with batches that are marked as padding, '
+            'ends="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
+        )
+    if not together or connected() < cut.count:
+        if connected():
+            remedy = "Say which of them cut the data with data_parallel= instead of rank= and world_size="
+        else:
+            remedy = "Initialise one of them"
+        raise WorldError(
+            f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or "
+            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. {remedy}, or use "
+            'with_lanes(1), which lets every rank run everything, or ends="uneven".'
+        )
+    return True

@@ -46,7 +46,7 @@ class Meter:
         """A pass begins, with the next batch."""
         self._last = None
 
-    def handed(self, asked: float, rows: int, batch: Any) -> None:
+    def delivered(self, asked: float, rows: int, batch: Any) -> None:
         """A batch that was asked for at a time is handed over now."""
         now = perf_counter()
         last, self._last = self._last, now

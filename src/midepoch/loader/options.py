@@ -27,7 +27,7 @@ def ends_of(drop_last: bool, ends: str | None) -> str | None:
     return "drop" if drop_last else ends
 
 
-def check_goes_on(failure: BaseException | None, closed: bool) -> None:
+def check_continues(failure: BaseException | None, closed: bool) -> None:
     """Raise MidepochError if an iteration has failed or was ended."""
     if failure is not None:
         raise MidepochError("this iteration has failed; load the last state, or iterate again") from failure

@@ -22,7 +22,7 @@ import pyarrow as pa
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.spawned import Packed, packed, without_main
 from midepoch.loader.transport import Receiver, Sender
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.leaf import Leaf
 
 _CHECK = 2.0
 """Seconds between looks at whether the process at the other end is still there, for when its end of the pipe was
@@ -178,11 +178,11 @@ class Pool:
         self._processes = []
 
 
-def default_start_method(pipelines: Sequence[Pipeline]) -> str | None:
+def default_start_method(leaves: Sequence[Leaf]) -> str | None:
     """The platform's, but never a fork of a process that runs JAX, or talks to an object store: the threads of either
     would deadlock the child.
     """
-    accesses = [pipeline.source.access for pipeline in pipelines]
+    accesses = [leaf.source.access for leaf in leaves]
     remote = any(access is not None and access.store.forked_is_fatal for access in accesses)
     return "spawn" if remote or "jax" in sys.modules else None
 

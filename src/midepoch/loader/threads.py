@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from midepoch.ending import join
-from midepoch.loader.batches import BatchMaker, Made, Plan
+from midepoch.loader.batches import BatchMaker
+from midepoch.loader.plans import Made, Plan
 
 
 class ThreadedBatches:
@@ -31,7 +32,7 @@ class ThreadedBatches:
         self._thread: threading.Thread | None = None
         self._over = False
 
-    def next(self, step: int) -> Made | None:  # noqa: ARG002
+    def next(self) -> Made | None:
         """The next step, or None at the end. Raises what reading raised."""
         while not self._chunk:
             if self._over:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.shared import unnamed_file
+from midepoch.iteration.shared import unnamed_file
 
 _ALIGN = 64
 _INLINE = 16 << 10

@@ -8,10 +8,11 @@ from multiprocessing.connection import Connection
 
 import pyarrow as pa
 
-from midepoch.loader.batches import BatchMaker, Made, Plan
+from midepoch.loader.batches import BatchMaker
 from midepoch.loader.options import Options
+from midepoch.loader.plans import Made, Plan
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
-from midepoch.pipeline import Pipeline
+from midepoch.pipeline.leaf import Leaf
 from midepoch.spent import Parcel
 
 _MORE = b"+"
@@ -20,23 +21,24 @@ _MORE = b"+"
 class WorkerPool(Pool):
     """Worker w of W makes the steps g ≡ w (mod W) of the plan it was last given."""
 
-    def __init__(self, pipeline: Pipeline, options: Options) -> None:
+    def __init__(self, leaf: Leaf, options: Options) -> None:
         self._run = 0
         # Telling a worker to go on wakes it, which costs 60 µs: half of what it may make ahead is asked for at a time.
         self._credit_step = max(1, options.prefetch // 2)
         self._owed = [0] * options.num_workers
-        method = options.multiprocessing_context or default_start_method([pipeline])
-        super().__init__(_BatchJob(pipeline, options), options.num_workers, method)
+        method = options.multiprocessing_context or default_start_method([leaf])
+        super().__init__(_BatchJob(leaf, options), options.num_workers, method)
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan) -> WorkerBatches:
         """Drop whatever is under way and make this plan's batches."""
         self._run += 1
         self._owed = [0] * len(self._mine)
         for number, unread in enumerate(self._unread):
             unread.clear()
             self._tell(number, pickle.dumps((self._run, plan)))
+        return WorkerBatches(self, len(plan))
 
-    def next(self, step: int) -> Made:
+    def step(self, step: int) -> Made:
         """The given step; steps must be asked for in order. Raises what the worker raised, or WorkerError."""
         number = step % len(self._mine)
         while True:
@@ -52,19 +54,38 @@ class WorkerPool(Pool):
         return made  # type: ignore[no-any-return]
 
 
+class WorkerBatches:
+    """The batches of a plan, made by a pool."""
+
+    def __init__(self, pool: WorkerPool, steps: int) -> None:
+        self._pool, self._steps, self._next = pool, steps, 0
+
+    def next(self) -> Made | None:
+        """Return the next batch and the cursor after it; None at the end."""
+        if self._next >= self._steps:
+            return None
+        made = self._pool.step(self._next)
+        self._next += 1
+        return made
+
+    def close(self) -> bool:
+        """Leave the workers to the pool."""
+        return True
+
+
 @dataclass(frozen=True)
 class _BatchJob:
-    pipeline: Pipeline
+    leaf: Leaf
     options: Options
 
     def run(self, connection: Connection, number: int) -> None:
-        _Worker(connection, self.pipeline, self.options, number).live()
+        _Worker(connection, self.leaf, self.options, number).live()
 
 
 class _Worker(Worker):
-    def __init__(self, connection: Connection, pipeline: Pipeline, options: Options, number: int) -> None:
+    def __init__(self, connection: Connection, leaf: Leaf, options: Options, number: int) -> None:
         super().__init__(connection, number, options.prefetch)
-        self._pipeline, self._options = pipeline, options
+        self._leaf, self._options = leaf, options
         self._run, self._credit = 0, 0
         self._plan: Plan | None = None
         self._parcel: Parcel
@@ -77,7 +98,7 @@ class _Worker(Worker):
             run, plan, self._plan = self._run, self._plan, None
             try:
                 if maker is None:
-                    maker = BatchMaker(self._pipeline, self._options)
+                    maker = BatchMaker(self._leaf, self._options)
                     self._parcel = Parcel(maker.spent)
                 self._make(run, plan, maker)
             except MainIsGone:

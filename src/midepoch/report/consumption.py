@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from midepoch.audit import Run
@@ -38,6 +39,7 @@ def of_run(run: Run) -> dict[str, Any]:
                 "repeated": proof.repeated,
                 "never": proof.never,
                 "dropped": proof.dropped,
+                "filtered": proof.filtered,
                 "pending": proof.pending,
                 "skipped": proof.skipped,
                 "again": proof.again,
@@ -64,7 +66,11 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*run.generations, *(one for one in run.every if _key(one) not in kept)]:
         about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
-        here, made = found[one.shape.epoch], max(map(one.made, one.steps))
+        here = found[one.shape.epoch]
+        if one.lanes:
+            here += _lane_pieces(run, one, about, _key(one) in kept)
+            continue
+        made = max(map(one.made, one.steps))
         gone = one.shape.start if _key(one) not in kept else one.until
         if _key(one) in kept:
             for piece in pieces_of(one):
@@ -73,6 +79,18 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
         if made > gone:
             here.append({**about, "from": gone, "to": made, "share": 1.0, "again": True})
     return found
+
+
+def _lane_pieces(run: Run, one: Generation, about: dict[str, Any], kept: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the sources that a pass consumed, counted over all lanes."""
+    lanes = run.lanes_of(one)
+    begin = lanes.rows_before(one)
+    reached = begin + lanes.rows_of(one, one.kept_steps if kept else 0)
+    made = begin + lanes.rows_of(one, max(one.steps.values()))
+    if reached > begin:
+        yield {**about, "from": begin, "to": reached, "share": 1.0, "again": False}
+    if made > reached:
+        yield {**about, "from": reached, "to": made, "share": 1.0, "again": True}
 
 
 def _pass(one: Generation, start: int, kept: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from midepoch.checkpoint.health import health
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
+from midepoch.pipeline.spec import PipelineSpec
 from midepoch.report.consumption import of_run
 from midepoch.report.quality import quality
 
@@ -68,22 +69,23 @@ def collect(
 
 def _title(dataset: Dataset | None) -> str:
     assert dataset is not None
-    source = dataset.pipeline.source
+    source, files = dataset.pipeline.node.leaves[0].source, dataset.num_files
     first = source.name(source.files[0]) if source.files else "a dataset"
-    return first if len(source.files) == 1 else f"{Path(first).parent.name or first} ({len(source.files):,} files)"
+    return first if files == 1 else f"{Path(first).parent.name or first} ({files:,} files)"
 
 
 def _layout(ds: Dataset) -> dict[str, Any]:
-    source = ds.pipeline.source
+    sources = [leaf.source for leaf in ds.pipeline.node.leaves]
     files = [
         {"name": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size}
+        for source in sources
         for file in source.files
     ]
     return {
-        "rows": len(ds),
+        "rows": ds.pipeline.rows,
         "files": len(files),
-        "blocks": len(source.layout.block_starts) - 1,
-        "bytes": sum(file.size for file in source.files),
+        "blocks": sum(len(source.layout.block_starts) - 1 for source in sources),
+        "bytes": sum(file["bytes"] for file in files),
         "columns": [{"name": field.name, "type": str(field.type)} for field in ds.schema],
         "list": _fewer(files),
     }
@@ -91,14 +93,14 @@ def _layout(ds: Dataset) -> dict[str, Any]:
 
 def _layout_of_run(run: Run) -> dict[str, Any]:
     """As far as the ledger tells: the data itself need not be here."""
-    order = run.order
-    rows, names = np.diff(order.layout.file_starts), order.about["files"]
-    files = [
-        {"name": names[i] if i < len(names) else f"file {i}", "rows": int(count), "blocks": None, "bytes": None}
-        for i, count in enumerate(rows)
-    ]
+    files = []
+    for source in run.order.sources:
+        names = source.about["files"]
+        for i, count in enumerate(np.diff(source.layout.file_starts)):
+            name = names[i] if i < len(names) else f"file {i}"
+            files.append({"name": name, "rows": int(count), "blocks": None, "bytes": None})
     return {
-        "rows": order.about["rows"],
+        "rows": sum(source.rows for source in run.order.sources),
         "files": len(files),
         "blocks": None,
         "bytes": None,
@@ -124,24 +126,26 @@ def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
     """What the ledger tells, and its data; more of that if the dataset is given, and is the one."""
-    order, last = run.order, run.generations[-1].shape
-    mine = ds is not None and ds.pipeline.source.fingerprint == order.about["data"]
+    sources, last = run.order.sources, run.generations[-1].shape
+    mine = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
+        source.about["data"] for source in sources
+    }
     if ds is not None and not mine and len(run.streams) == 1:
         raise StateError(
             f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
-            f"{order.about['data']}."
+            f"{', '.join(source.about['data'] for source in sources)}."
         )
-    labels = _labels(ds, label, order.order.selection) if ds is not None and mine and label is not None else None
-    shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
-    return {
-        **of_run(run),
-        "data": _layout(ds) if ds is not None and mine else _layout_of_run(run),
-        "shuffle": {**shuffle, "label": label if labels is not None else None},
-    }
+    found = {**of_run(run), "data": _layout(ds) if ds is not None and mine else _layout_of_run(run), "shuffle": None}
+    if len(sources) == 1:  # of several, batches are as well mixed as their weights say
+        order = sources[0]
+        labels = _labels(ds, label, order.order.selection) if ds is not None and mine and label is not None else None
+        shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
+        found["shuffle"] = {**shuffle, "label": label if labels is not None else None}
+    return found
 
 
 def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:
-    if not len(ds):
+    if not ds.pipeline.has_positions or not len(ds):
         return None
     order = ds.pipeline.order
     labels = None if label is None else _labels(ds, label, order.selection)
@@ -151,7 +155,11 @@ def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | Non
 def _labels(ds: Dataset, label: str, selection: Selection) -> Callable[[Int64Array], Any]:
     """The values of a column at rows of a selection of the files."""
     everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
-    plain = Dataset(replace(ds.pipeline, order=everything)).select_columns([label]).with_format("arrow")
+    plain = (
+        Dataset(PipelineSpec.of(replace(ds.pipeline.base, order=everything)))
+        .select_columns([label])
+        .with_format("arrow")
+    )
     return lambda rows: plain[selection.source_rows(rows).tolist()][label].to_pylist()
 
 

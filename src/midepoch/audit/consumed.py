@@ -1,0 +1,279 @@
+"""What passes over lanes have consumed of their sources, and the proof that what they consumed tiles the data.
+
+In every lane, a pass consumes the rows from the cursor where it began to the cursor after its last step. The run is
+exact if each pass begins where the pass before it was left: then the intervals tile the lane.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from midepoch.audit.lanes import LaneTrack, LeafPlace, places
+from midepoch.audit.orders import KnownOrder
+from midepoch.audit.passes import Generation
+from midepoch.order import Cut
+from midepoch.pipeline.cursor import At
+
+
+class Delivery(NamedTuple):
+    """A row at a step: which rank got it, at which position of which epoch.
+
+    Of several sources, ``source`` is the number of its own. ``part``: which tokens or outputs of the row, if not all.
+    Rows that became nothing are among those of the step that looked at them.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    rank: int
+    row: int
+    source: int = 0
+    part: str = ""
+
+
+class Interval(NamedTuple):
+    """Rows of one source that were consumed: those with the numbers ``first`` to ``stop`` of a lane, in an epoch of it.
+
+    ``begins``, ``ends``: what was out of the first row (or group) before, and is out of the row after the last.
+    """
+
+    leaf: int
+    epoch: int
+    lane: Cut
+    first: int
+    stop: int
+    begins: tuple[tuple[str, int], ...] = ()
+    ends: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def touched(self) -> int:
+        """Rows that something was made of, those in progress included."""
+        return self.stop - self.first + bool(self.ends)
+
+
+class LaneCounts(NamedTuple):
+    """Counts of rows of an epoch, in one lane or several."""
+
+    once: int = 0
+    repeated: int = 0
+    never: int = 0
+    dropped: int = 0
+    pending: int = 0
+    filtered: int = 0
+
+    def plus(self, other: LaneCounts) -> LaneCounts:
+        """Return the sums."""
+        return LaneCounts(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class LaneRun:
+    """The lanes of a run, read with its order."""
+
+    def __init__(self, order: KnownOrder) -> None:
+        assert order.tree is not None
+        self._tree, self._sources = order.tree, order.sources
+        self._rows = [source.rows for source in order.sources]
+
+    def owner(self, one: Generation, lane: int) -> LaneTrack | None:
+        """Return the record of a lane: of the ranks that share it, the one that came farthest."""
+        tracks = [track for track in one.tracks.values() if lane in track.begin]
+        return max(tracks, key=lambda track: track.delivered, default=None)
+
+    def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
+        """Return where a cursor is in each source."""
+        found = places(self._tree, at, one.shape.epoch, Cut(lane, one.lanes))
+        return [place if place.row >= 0 else place._replace(row=self._total(place)) for place in found]
+
+    def _total(self, place: LeafPlace) -> int:
+        return place.lane.before(self._rows[place.leaf])
+
+    def intervals(self, one: Generation, lane: int, first: int, stop: int) -> Iterator[Interval]:
+        """Yield what the steps number first to stop of a pass consumed in a lane."""
+        track = self.owner(one, lane)
+        if track is None:
+            return
+        begin = self.places(one, lane, track.at(lane, first))
+        end = self.places(one, lane, track.at(lane, stop))
+        for a, b in zip(begin, end, strict=True):
+            if (a.epoch, a.lane) == (b.epoch, b.lane):
+                if a[3:6] != b[3:6]:
+                    yield Interval(a.leaf, a.epoch, a.lane, a.row, b.row, a.part, b.part)
+                continue
+            # The source was iterated again in between, once: mixes draw a chunk at a time.
+            yield Interval(a.leaf, a.epoch, a.lane, a.row, self._total(a), a.part)
+            yield Interval(b.leaf, b.epoch, b.lane, 0, b.row, (), b.part)
+
+    def rows_before(self, one: Generation) -> int:
+        """Return the rows of the sources that come before the beginning of a pass, in all lanes."""
+        found = 0
+        for lane in range(one.lanes):
+            if (track := self.owner(one, lane)) is not None:
+                begin = self.places(one, lane, track.begin[lane])
+                found += sum(self._total(place) if place.run else place.row for place in begin)
+        return found
+
+    def rows_of(self, one: Generation, steps: int) -> int:
+        """Return the rows that the first steps of a pass consumed, in all lanes."""
+        return sum(self._consumed(one, lane, steps)[0] for lane in range(one.lanes))
+
+    def _consumed(self, one: Generation, lane: int, steps: int) -> tuple[int, int]:
+        """Return the rows that the first steps of a pass consumed in a lane, and how many of them became nothing.
+
+        Of sources that a mix iterates again, the first time is counted.
+        """
+        track = self.owner(one, lane)
+        if track is None:
+            return 0, 0
+        steps = min(steps, track.delivered + track.finished)
+        total = filtered = 0
+        begin = self.places(one, lane, track.begin[lane])
+        for a, b in zip(begin, self.places(one, lane, track.at(lane, steps)), strict=True):
+            if a.run:
+                continue  # iterated again: only the first time counts
+            rows = (self._total(b) if b.run else b.row + bool(b.part)) - a.row - bool(a.part)
+            total += rows
+            if b.kept is not None and not b.run:
+                filtered += max(0, rows - b.kept + a.inside)  # a row in progress is made again on resume
+        return total, filtered
+
+    def counts(self, passes: Sequence[Generation], lane: int, over: bool) -> LaneCounts:
+        """Count the rows of a lane in an epoch, by the passes that are kept.
+
+        ``over``: the run has gone on to another epoch, so that what is left will not come.
+        """
+        once = repeated = never = dropped = filtered = 0
+        before: list[LeafPlace] | None = None
+        last: tuple[Generation, LaneTrack, int] | None = None
+        for one in passes:
+            track = self.owner(one, lane)
+            if track is None:
+                continue
+            steps = min(track.delivered, one.kept_steps)
+            if before is None:
+                before = [place._replace(row=0, part=(), run=0) for place in self.places(one, lane, track.begin[lane])]
+            more, gap = self._joint(one, lane, before, track.begin[lane])
+            rows, became_nothing = self._consumed(one, lane, steps)
+            repeated, never, once, filtered = (
+                repeated + more,
+                never + gap,
+                once + rows - 2 * more,
+                filtered + became_nothing,
+            )
+            before, last = self.places(one, lane, track.at(lane, steps)), (one, track, steps)
+        if last is None or before is None:
+            return LaneCounts()
+        one, track, steps = last
+        if track.finished and steps == track.delivered:
+            # What was consumed after the last batch became nothing, or was too little for a batch.
+            rest, nothing = (
+                a - b
+                for a, b in zip(self._consumed(one, lane, steps + 1), self._consumed(one, lane, steps), strict=True)
+            )
+            if one.shape.ends == "drop":
+                dropped += rest
+            else:
+                once, filtered = once + rest, filtered + nothing
+            dropped += self._left(one, lane, track.at(lane, steps + 1))
+            return LaneCounts(once, repeated, never, dropped, 0, filtered)
+        left = self._left(one, lane, track.at(lane, steps))
+        return LaneCounts(once, repeated, never + (left if over else 0), dropped, 0 if over else left, filtered)
+
+    def _left(self, one: Generation, lane: int, at: At) -> int:
+        """Return the rows of a lane that come after a cursor, of sources that are not iterated again."""
+        found = self.places(one, lane, at)
+        return sum(self._total(place) - place.row - bool(place.part) for place in found if not place.run)
+
+    def _joint(self, one: Generation, lane: int, before: list[LeafPlace], at: At) -> tuple[int, int]:
+        """Return the rows repeated and left out between where a lane was and where a pass begins."""
+        repeated = never = 0
+        for a, b in zip(before, self.places(one, lane, at), strict=True):
+            if (a.run, a.row, a.part) == (b.run, b.row, b.part):
+                continue
+            difference = b.row - a.row
+            if (b.run, b.row, b.part) < (a.run, a.row, a.part):
+                repeated += max(1, -difference + bool(a.part)) if a.run == b.run else b.row + 1
+            else:
+                never += max(1, difference + bool(b.part)) if a.run == b.run else self._total(a) - a.row
+        return repeated, never
+
+    def deliveries(self, one: Generation, number: int, step: int) -> Iterator[Delivery]:
+        """Yield the rows of step ``number`` of a pass, which is ``step`` of the run."""
+        for lane in range(one.lanes):
+            track = self.owner(one, lane)
+            if track is None or track.delivered <= number:
+                continue
+            rank = next(rank for rank, other in one.tracks.items() if other is track)
+            for each in self.intervals(one, lane, number, number + 1):
+                each = self._with_groups(one, lane, each, number + 1)
+                positions = each.lane.locals(each.first, each.first + each.touched)
+                rows = self._sources[each.leaf].at(each.epoch).chosen(positions)
+                for i, (position, row) in enumerate(zip(positions.tolist(), rows.tolist(), strict=True)):
+                    begins = each.begins if i == 0 else ()
+                    ends = each.ends if i == each.stop - each.first else ()
+                    yield Delivery(step, one.shape.epoch, position, rank, row, each.leaf, _part(begins, ends))
+
+    def _with_groups(self, one: Generation, lane: int, found: Interval, step: int) -> Interval:
+        """Return an interval with all rows of a group that it ends in: any of them may be in its outputs."""
+        if not any(kind == "group" for kind, _ in found.ends):
+            return found
+        track = self.owner(one, lane)
+        assert track is not None
+
+        def next_row(step: int) -> int:
+            place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == found.leaf)
+            return place.row if (place.epoch, place.lane) == (found.epoch, found.lane) else self._total(place)
+
+        steps = range(step, track.delivered + track.finished + 1)
+        after = bisect_right(steps, found.stop, key=next_row)
+        end = next_row(steps[after]) if after < len(steps) else found.stop + 1
+        return found._replace(stop=max(end - 1, found.stop))
+
+    def steps_of_row(self, one: Generation, before: int, row: int, source: int) -> Iterator[Delivery]:
+        """Yield the steps of a pass that consumed a row. ``before``: steps of the run before the pass."""
+        for lane in range(one.lanes):
+            track = self.owner(one, lane)
+            steps = 0 if track is None else min(track.delivered, one.kept_steps)
+            for each in self.intervals(one, lane, 0, steps):
+                if each.leaf != source:
+                    continue
+                position = int(self._sources[source].at(each.epoch).positions(np.array([row]))[0])
+                number = position // each.lane.count
+                inside = each.first <= number < each.first + each.touched
+                if position % each.lane.count != each.lane.index or not inside:
+                    continue
+                at = (each.epoch, each.lane, number)
+                for step in range(self._first_step(one, lane, source, at, steps), steps):
+                    found = [each for each in self.deliveries(one, step, before + step + 1) if each.row == row]
+                    if not (here := [each for each in found if each.source == source]):
+                        break
+                    yield from here
+
+    def _first_step(self, one: Generation, lane: int, leaf: int, at: tuple[int, Cut, int], steps: int) -> int:
+        """Return the number of the first step of a pass that consumed a row of a lane, by bisection."""
+        track = self.owner(one, lane)
+        assert track is not None
+        places = self.places(one, lane, track.at(lane, steps))
+        last = next(place for place in places if place.leaf == leaf)
+
+        def reached(step: int) -> bool:
+            place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == leaf)
+            if (place.epoch, place.lane) != at[:2]:
+                return place.run >= last.run and (last.epoch, last.lane) != at[:2]
+            return place.row + bool(place.part) > at[2]
+
+        return bisect_left(range(1, steps + 1), True, key=reached)
+
+
+def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]) -> str:
+    """Say which part of a row a step got."""
+    first = dict(begins)
+    last = dict(ends)
+    found = []
+    for kind in dict.fromkeys([*first, *last]):
+        until = "the end" if kind not in last else f"{last[kind]:,}"
+        found.append(f"{'outputs of its group' if kind == 'group' else kind} {first.get(kind, 0):,} to {until}")
+    return ", ".join(found)

@@ -1,0 +1,248 @@
+"""The cursors of lanes in a ledger: written as differences from step to step, and read back.
+
+A step of a pipeline whose positions cannot be computed is followed by ``(12,0,-340)``: for each lane of the rank, by
+how much each integer of its cursor has grown; lanes are separated by ``|``, and ``=[[…]]`` is a cursor in full. The
+cursors are those of the state (see ``midepoch.pipeline``), with one integer more where rows may become nothing: how
+many of those before it became something.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order import Cut
+from midepoch.pipeline.cursor import At, LaneCursors, RowAt
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
+from midepoch.pipeline.passes import BORROWING, place_of
+from midepoch.transforms.packing import PackSpec
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def nested(at: At) -> At:
+    """Return a cursor as lists of numbers, with the count of rows that became something."""
+    if isinstance(at, RowAt):
+        return [*at, at.kept]
+    return [nested(inner) for inner in at] if isinstance(at, list) else at
+
+
+def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
+    for inner in at:
+        if isinstance(inner, list):
+            shape.append(len(values))
+            _flatten(inner, values, shape)
+            shape.append(-1)
+        else:
+            values.append(inner)
+    if isinstance(at, RowAt):
+        values.append(at.kept)
+
+
+class LaneRecorder:
+    """Writes the cursors of the lanes of a rank as differences."""
+
+    def __init__(self, lanes: LaneCursors | None, numbers: Sequence[int], start: At) -> None:
+        known = {} if lanes is None else lanes.by_lane
+        self._numbers = numbers
+        self.begin = {number: nested(known[number].cursor if number in known else start) for number in numbers}
+        self._before: dict[int, tuple[list[Any], list[int]]] = {}
+        for number, at in self.begin.items():
+            values: list[Any] = []
+            shape: list[int] = []
+            _flatten(at, values, shape)
+            self._before[number] = (values, shape)
+
+    def record(self, lanes: LaneCursors) -> bytes:
+        """Return what to write after a step."""
+        texts = []
+        for number in self._numbers:
+            at = lanes.by_lane[number].cursor
+            values: list[Any] = []
+            shape: list[int] = []
+            _flatten(at, values, shape)
+            before, shape_before = self._before[number]
+            if values == before:
+                texts.append("")
+            elif shape == shape_before and len(values) == len(before):
+                texts.append(",".join([str(a - b) for a, b in zip(values, before, strict=True)]))
+            else:
+                texts.append("=" + json.dumps(nested(at), separators=(",", ":")))
+            self._before[number] = (values, shape)
+        return f"({'|'.join(texts)})".encode()
+
+
+_STEP = re.compile(rb"-(\d+)\.|(\.)|\(([^)]*)\)|(#)")
+
+
+@dataclass(frozen=True)
+class LaneTrack:
+    """The cursors of the lanes of a rank over the steps of a pass. ``begin``: by lane, where it began."""
+
+    begin: Mapping[int, At]
+    record: bytes
+
+    @cached_property
+    def _segments(self) -> dict[int, list[tuple[int, At, Int64Array]]]:
+        """By lane: (first step, a cursor as a template, the values of the cursor after each step from there on)."""
+        numbers = sorted(self.begin)
+        rows: dict[int, list[list[Any]]] = {}
+        found: dict[int, list[tuple[int, At, list[list[Any]]]]] = {}
+        for number in numbers:
+            values: list[Any] = []
+            _flatten(self.begin[number], values, [])
+            rows[number] = [values]
+            found[number] = [(0, self.begin[number], rows[number])]
+        step, open_step = 0, False
+        for skipped, dot, cursors, end in _STEP.findall(self.record):
+            if skipped or dot or end:
+                if open_step:
+                    _repeat(rows)
+                step, open_step = step + 1, True
+            elif open_step:
+                open_step = False
+                for number, text in zip(numbers, cursors.decode().split("|"), strict=True):
+                    if text.startswith("="):
+                        template = json.loads(text[1:])
+                        values = []
+                        _flatten(template, values, [])
+                        rows[number] = [values]
+                        found[number].append((step, template, rows[number]))
+                    elif text:
+                        rows[number].append(
+                            [a + int(b) for a, b in zip(rows[number][-1], text.split(","), strict=True)]
+                        )
+                    else:
+                        rows[number].append(rows[number][-1])
+        if open_step:
+            _repeat(rows)
+        return {
+            number: [
+                (first, template, np.array(values, dtype=np.float64 if _has_floats(values) else np.int64))
+                for first, template, values in segments
+            ]
+            for number, segments in found.items()
+        }
+
+    @cached_property
+    def delivered(self) -> int:
+        """Steps delivered."""
+        return sum(1 for skipped, dot, _, _ in _STEP.findall(self.record) if skipped or dot)
+
+    @property
+    def finished(self) -> bool:
+        """True if the end of the epoch was reached: its cursors are those after one step more."""
+        return b"#" in self.record
+
+    def at(self, lane: int, step: int) -> At:
+        """Return the cursor of a lane after so many steps."""
+        for first, template, values in reversed(self._segments[lane]):
+            if first <= step:
+                row = iter(values[min(step - first, len(values) - 1)].tolist())
+                return _filled(template, row)
+        raise AssertionError(step)
+
+
+def _repeat(rows: dict[int, list[list[Any]]]) -> None:
+    for values in rows.values():
+        values.append(values[-1])
+
+
+def _has_floats(values: list[list[Any]]) -> bool:
+    return any(isinstance(value, float) for value in values[0])
+
+
+def _filled(template: At, values: Iterator[Any]) -> At:
+    return [_filled(inner, values) if isinstance(inner, list) else next(values) for inner in template]
+
+
+def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
+    """Return the shape of a pipeline, as far as its cursors depend on it: enough to read them without its functions."""
+    stages = [_kind(stage) for stage in node.remembering]
+    base = node.base
+    if isinstance(base, Leaf):
+        return {"stages": stages, "leaf": first, "kept": base.may_drop_rows and not node.plain}
+    parts, number = [], first
+    for part in base.parts:
+        parts.append(tree_of(part, number))
+        number += len(part.leaves)
+    kind = "mix" if isinstance(base, Mix) else "concat" if isinstance(base, Concat) else "zip"
+    return {"stages": stages, kind: parts}
+
+
+def _kind(stage: Any) -> str:
+    if isinstance(stage, PackSpec) and stage.strategy == "concat":
+        return "tokens"
+    if isinstance(stage, Slice):
+        return "number"
+    return "outputs" if isinstance(stage, Local) and not stage.grouped else "group"
+
+
+class LeafPlace(NamedTuple):
+    """Where a lane is in one source: the epoch and the lane of the source, the row, and what was taken of the row.
+
+    ``kept``: rows that became something since the pass began, where some may become nothing. ``part``: what is out of
+    the row, or of the group that begins with it, by the kind of stage.
+    """
+
+    leaf: int
+    epoch: int
+    lane: Cut
+    row: int
+    kept: int | None
+    part: tuple[tuple[str, int], ...]
+    run: int = 0
+    """How often the source was iterated before, in this epoch of the mix."""
+    inside: bool = False
+    """Whether some of the outputs of the row itself are out."""
+
+
+def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Cut) -> list[LeafPlace]:
+    """Return where a cursor is in each source of a pipeline."""
+    return list(_places(tree, at, epoch, lane, (), 0))
+
+
+def _places(
+    tree: Mapping[str, Any], at: At, epoch: int, lane: Cut, part: tuple[tuple[str, int], ...], run: int
+) -> Iterator[LeafPlace]:
+    for kind in reversed(tree["stages"]):
+        at, count = at
+        if count and kind != "number":
+            part = ((kind, int(count)), *part)
+    if "leaf" in tree:
+        row, outputs, *kept = at
+        if outputs:
+            part = (("outputs", int(outputs)), *part)
+        count = (int(kept[0]) if kept else 0) if tree["kept"] else None  # a cursor of a state has no count
+        yield LeafPlace(tree["leaf"], epoch, lane, int(row), count, part, run, outputs > 0)
+    elif "mix" in tree:
+        for inner, (again, stage, cursor) in zip(tree["mix"], at[2], strict=True):
+            where = place_of(int(again), int(stage), epoch, lane)
+            yield from _places(inner, cursor, *where, part, run + int(again) + (stage == BORROWING))
+    elif "concat" in tree:
+        number, cursor = int(at[0]), at[1]
+        for other, inner in enumerate(tree["concat"]):
+            if other == number:
+                yield from _places(inner, cursor, epoch, lane, part, run)
+            else:
+                yield from _whole(inner, epoch, lane, other < number, run)
+    else:
+        for inner, cursor in zip(tree["zip"], at, strict=True):
+            yield from _places(inner, cursor, epoch, lane, part, run)
+
+
+def _whole(tree: Mapping[str, Any], epoch: int, lane: Cut, over: bool, run: int) -> Iterator[LeafPlace]:
+    """Yield the sources of a part that is over, or has not begun. A row of -1 is the end."""
+    if "leaf" in tree:
+        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, None, (), run)
+    for kind in ("mix", "concat", "zip"):
+        for inner in tree.get(kind, ()):
+            yield from _whole(inner, epoch, lane, over, run)

@@ -1,0 +1,370 @@
+"""The Dataset: a frozen pipeline and a cursor. Every method returns a new one; only the cursor moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from midepoch import html
+from midepoch.checks import whole
+from midepoch.dataset.rows import Rows
+from midepoch.iteration.access import RandomAccess
+from midepoch.iteration.iterators import BatchIterator, RowIterator
+from midepoch.iteration.state import IterationState, register_with_torch
+from midepoch.pipeline.chunk import real
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.length import estimated_length, known_length
+from midepoch.pipeline.node import Node, StageSpec
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.read.blocks import plain_schema
+from midepoch.resumable import Resumable
+from midepoch.transforms import FilterExpression, Function, Step
+from midepoch.transforms.features import import_datasets
+from midepoch.transforms.formats import check_format
+
+if TYPE_CHECKING:
+    from midepoch.loader import Loader
+
+Self = TypeVar("Self", bound="Dataset")
+
+_LOOK = 64
+"""Rows to look at for the columns that a map makes: the first ones may be skipped."""
+
+
+class Dataset(Rows, Resumable):
+    """Rows of one source or of several, in an order, through some steps; iterable and resumable.
+
+    Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
+    the epoch, or where a loaded state left off; a ``break`` moves nothing.
+
+    Where every row of one source becomes one row, positions can be computed: the dataset has a length and can be
+    indexed. After ``filter``, ``flat_map``, ``batch``, ``pack``, ``mix`` and the like it has neither, and
+    ``estimated_len`` learns the length from what was seen.
+    """
+
+    _iteration_type: type[IterationState] = IterationState
+
+    def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
+        self._iteration = self._iteration_type(spec, cursor or Cursor(), named)
+        self._access: RandomAccess | None = None
+        register_with_torch(Dataset)
+
+    # The pipeline
+
+    @property
+    def pipeline(self) -> PipelineSpec:
+        """The frozen description of this dataset."""
+        return self._iteration.spec
+
+    def __len__(self) -> int:
+        """Return the rows of an epoch (of this shard). Raises TypeError where that is not known before running."""
+        spec = self.pipeline
+        known = spec.rows if spec.has_positions else known_length(spec.node)
+        if known is None or not (spec.state_is_global or spec.node.is_rows):
+            raise TypeError(
+                f"the length of this dataset is not known before it has run ({spec.node.text}): estimated_len learns "
+                "it from what was seen"
+            )
+        return spec.cut.before(known)
+
+    @property
+    def estimated_len(self) -> int | None:
+        """About how many rows an epoch has (of this shard); None while nothing is known.
+
+        Where ``len()`` is not known, it is the number of the last epoch that was iterated; until then, what is left is
+        taken to be like what was seen. Part of the state.
+        """
+        spec = self.pipeline
+        if spec.has_positions:
+            return len(self)
+        found: float | None = spec.epoch_outputs or estimated_length(spec.node, self._iteration.cursor(), spec.lanes)
+        return None if found is None else round(found / spec.cut.count)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of the data as it is read, without the columns that are never read."""
+        node = self.pipeline.node
+        if isinstance(node.base, Leaf):
+            schema = plain_schema(node.base.source.schema)
+            fields = [schema.field(old).with_name(new) for new, old in node.base.head.items()]
+            return pa.schema(fields, metadata=schema.metadata)
+        return pa.schema({name: column.kind for name, column in Node(node.base).known.columns.items()})
+
+    @property
+    def features(self) -> Any:
+        """The ``datasets.Features`` of the data as it is read."""
+        datasets = import_datasets("features are a thing of Hugging Face's")
+        leaf = self.pipeline.base
+        features = datasets.Features.from_arrow_schema(plain_schema(leaf.source.schema))
+        return datasets.Features({new: features[old] for new, old in leaf.head.items()})
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a row. Where only running a function tells, this runs the first rows."""
+        known, spec = self._columns, self.pipeline
+        if known is not None:
+            return list(known)
+        if spec.has_positions:
+            return self._by_number().columns(self.epoch, min(len(self), _LOOK))
+        deal = self._iteration_type(spec, Cursor(self.epoch)).open_lanes(Cursor(self.epoch)).take(1)
+        return list(real(deal.items).columns) if deal is not None else []
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``iter()`` is over. Setting it is ``set_epoch``."""
+        return self._iteration.shared.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """How many rows of the epoch have been delivered to all shards together."""
+        return self._iteration.cursor().position
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What was changed at resumes since the run began: what was allowed to differ, and the weights of mixes."""
+        return self.pipeline.changes
+
+    @property
+    def num_files(self) -> int:
+        """The files of all sources."""
+        return self.pipeline.files
+
+    def __repr__(self) -> str:
+        spec = self.pipeline
+        leaf = spec.node.base if isinstance(spec.node.base, Leaf) else None
+        parts = [f"{len(self):,} rows" if spec.has_positions else spec.node.text]
+        parts.append(f"{self.num_files} file{'s' * (self.num_files != 1)}")
+        if not isinstance(spec.node.base, Leaf):
+            parts.append(f"{len(spec.node.base.parts)} parts")
+        if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
+            window = f", window={shuffle.window}" if shuffle.scope == "window" else ""
+            parts.append(f"shuffled by {shuffle.scope} (seed={shuffle.seed}{window})")
+        if spec.lanes > 1 and not spec.has_positions:
+            parts.append(f"{spec.lanes} lanes")
+        if spec.cut.count > 1:
+            parts.append(f"shard {spec.cut.index} of {spec.cut.count}")
+        if leaf is not None and leaf.has_map:
+            parts.append(f"maps: {', '.join(step.name for step in leaf.steps if isinstance(step, Function))}")
+        parts.append(f"columns: {', '.join(self._columns)}" if self._columns is not None else "columns: from a map")
+        if spec.format:
+            parts.append(f"format={spec.format}")
+        at = self._iteration.cursor()
+        if at != Cursor():
+            of = f" of {spec.rows:,}" if spec.has_positions else ""
+            parts.append(f"at epoch {at.epoch}, position {at.position:,}{of}")
+        return f"{type(self).__name__}({'; '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        spec, at, about = self.pipeline, self._iteration.cursor(), self.estimated_len
+        shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
+        fields = ", ".join(f"{field.name} ({field.type})" for field in self.schema)[:2000]
+        shown = {
+            "rows": f"{'' if spec.has_positions else 'about '}{about or 0:,}" if about is not None else None,
+            "files": f"{self.num_files:,}",
+            "order": f"shuffled by {shuffle.scope}, seed {shuffle.seed}" if shuffle is not None else None,
+            "steps": None if spec.node.text == "none" else spec.node.text,
+            "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
+            "columns": fields,
+        }
+        share = min(1.0, at.position / about) if about and at.position else None
+        return html.table(type(self).__name__, {name: text for name, text in shown.items() if text}, share)
+
+    # Steps
+
+    @property
+    def _is_begun(self) -> bool:
+        return self._iteration.start.begun
+
+    @property
+    def _functions(self) -> int:
+        return self.pipeline.node.functions
+
+    @property
+    def _input_format(self) -> str:
+        return self.pipeline.format or "python"
+
+    @property
+    def _lists(self) -> tuple[str, ...] | None:
+        return self.pipeline.node.known.lists
+
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        return self.pipeline.node.known_columns
+
+    def with_format(self: Self, kind: str | None) -> Self:
+        """Rows and batches as "python" (the default), "numpy", "torch", "arrow" or "jax"."""
+        return self._derive(replace(self.pipeline, format=check_format(kind)))
+
+    def _with_step(self: Self, step: Step) -> Self:
+        node = self.pipeline.node
+        if isinstance(step, FilterExpression) and isinstance(node.base, Leaf) and not (node.base.tail or node.stages):
+            step.columns(self.schema)
+        return self._with_node(node.with_step(step))
+
+    def _with_stage(self: Self, stage: StageSpec) -> Self:
+        node = self.pipeline.node
+        return self._with_node(Node(node.base, (*node.stages, stage)))
+
+    def _with_node(self: Self, node: Node) -> Self:
+        _ = node.known_columns  # a wrong column is an error here, not in an hour
+        spec = self.pipeline
+        lanes = spec.lanes if spec.lanes_chosen or node.has_positions else 1  # not those that shard() chose
+        if spec.lanes_chosen:
+            self._check_lanes(lanes, node)
+        keeps = spec.has_positions and node.has_positions
+        return self._derive(replace(spec, node=node, lanes=lanes), same_positions=keeps)
+
+    def _derive(self: Self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:
+        """Return a dataset at the same epoch and position; raise ValueError if a loaded position meant other rows."""
+        start = self._iteration.start
+        if start.begun and not same_positions:
+            raise ValueError(
+                f"a state was loaded (position {start.position:,}), and this would change which rows come next. Slice, "
+                "shuffle and add steps first, then load the state."
+            )
+        return type(self)(spec, start._replace(epoch=self.epoch), named=self._iteration.shared.named)
+
+    # Reading
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return row i of this epoch's order as ``list(ds)[i]`` would give it; a slice or list gives columns."""
+        if not self.pipeline.has_positions:
+            raise TypeError(
+                f"this dataset has no positions to index by ({self.pipeline.node.text}), and its length is an estimate "
+                "(estimated_len): iterate it, or index the dataset that it is made of"
+            )
+        return self._by_number().get(key, self.epoch, len(self))
+
+    def _by_number(self) -> RandomAccess:
+        if self._access is None:
+            spec = self._iteration.seeded
+            self._access = RandomAccess(spec.leaf, spec.groups or spec.cut.count)
+        return self._access
+
+    def __getitems__(self, keys: Sequence[int]) -> Any:
+        """Raise: torch asks a map-style dataset for batches in this way, and this one is iterable."""
+        raise TypeError(
+            "DataLoader took this dataset for a map-style one, because torch was imported after it was made. "
+            "Import torch first, or use ds.loader(batch_size, num_workers=…)."
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        here, self._pass = self._iteration, None
+        return here.follow(RowIterator(here.start_from(here.begin()), here))
+
+    def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
+        """Iterator over batches of the current epoch as columns; the state follows as for rows."""
+        here, size = self._iteration, whole(batch_size, "iter", 1)
+        return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
+
+    def loader(
+        self,
+        batch_size: int,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        data_parallel: Any = None,
+        ends: str | None = None,
+        audit: Any = None,
+        multiprocessing_context: str | None = None,
+        collate_columns: bool = False,
+    ) -> Loader:
+        """Batches of every epoch, prepared ahead by threads or worker processes; owns its own cursor.
+
+        ``batch_size`` rows for each rank. Rank and world size come from the shard, are given, or found: from
+        ``torch.distributed``, JAX, Ray Train or the launcher. Where only some ranks cut the data (tensor, context,
+        pipeline parallelism), ``data_parallel`` says which: a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+
+        ``ends``: the last global batch, if it is not full, is left out ("drop", as ``drop_last=True``), filled up with
+        rows marked by a column ``is_padding`` ("pad"), or delivered as it is, to some ranks maybe not at all
+        ("uneven"). By default it is delivered as it is, but ranks that train together are never left without a batch:
+        that is an error which asks for a choice.
+
+        A batch is a dict of columns, as torch tensors unless ``with_format`` chose otherwise; ``collate_fn`` gets a
+        list of rows instead, or with ``collate_columns`` such a batch. ``prefetch`` batches are made ahead by each
+        worker: 2 to 8, by their size, unless given. ``audit``: a folder (or ``midepoch.audit.Ledger``) to record in
+        what was delivered, for ``midepoch audit``.
+
+        Workers run everything up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
+        ``zip``; the main process runs what follows, and ``collate_fn`` after such steps or after batched functions.
+        """
+        from midepoch.loader.make import make_loader
+
+        here = self._iteration
+        return make_loader(
+            self.pipeline,
+            here.start._replace(epoch=self.epoch),
+            named=here.shared.named,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            rank=rank,
+            world_size=world_size,
+            data_parallel=data_parallel,
+            ends=ends,
+            audit=audit,
+            multiprocessing_context=multiprocessing_context,
+            collate_columns=collate_columns,
+        )
+
+    # The cursor
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
+        self._iteration.set_epoch(whole(epoch, "set_epoch"))
+        self._pass = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last row delivered: flat, small and JSON-able."""
+        return self._iteration.save()
+
+    def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
+        """Continue from a state, or from the list of those of all shards.
+
+        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
+        ``allow=["pipeline"]`` lets a field differ, which is recorded in ``changes`` and in the state. Weights of a mix
+        may be changed, and sources be added or left out: the others continue where they were.
+        """
+        self._iteration.load(state, allow)
+        self._access = self._pass = None
+
+    def check_state(self, state: Any) -> None:
+        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        self._iteration.check(state)
+
+    @property
+    def state_is_global(self) -> bool:
+        """True if the state of one shard restores every shard: not if each skips rows, or runs lanes, of its own."""
+        return self.pipeline.state_is_global and not self.pipeline.skips_rows
+
+    @property
+    def takes_states_of_all_ranks(self) -> bool:
+        """True if the list of the states of all shards restores any number of them."""
+        return not self.pipeline.has_positions
+
+    # Pickling: the spec and the cursor, never the engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"iteration": self._iteration}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._iteration, self._access = state["iteration"], None
+        register_with_torch(Dataset)

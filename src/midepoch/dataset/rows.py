@@ -1,0 +1,165 @@
+"""Which rows a dataset has, in which order, and which of them this process gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from midepoch.checks import whole
+from midepoch.dataset.steps import Steps
+from midepoch.order import Cut, Selection, Shuffle
+from midepoch.order.keys import check_seed
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Node, Slice, Window
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.seeds import check_agreed, draw_seed
+from midepoch.sources.splits import bound_of
+
+Self = TypeVar("Self", bound="Rows")
+
+
+class Rows(Steps):
+    """The methods of a dataset that choose rows, order and share. Every call returns a new dataset."""
+
+    _default_scope: str | None = None
+
+    @property
+    def pipeline(self) -> PipelineSpec:
+        """The frozen description of this dataset."""
+        raise NotImplementedError
+
+    @property
+    def _is_begun(self) -> bool:
+        """True if a state was loaded that is not at the beginning of an epoch."""
+        raise NotImplementedError
+
+    def _derive(self: Self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:
+        raise NotImplementedError
+
+    def slice(
+        self: Self, start: int | str | None = None, stop: int | str | None = None, step: int | None = None
+    ) -> Self:
+        """Only the rows ``[start:stop:step]``, chosen before any shuffle: no row moves from one slice to another.
+
+        Bounds may be percentages: ``ds.slice(None, "80%")`` and ``ds.slice("80%")`` are two parts of a dataset. Slice
+        before steps that change the number of rows.
+        """
+        chosen = self._selection("slice")
+        first, last = (bound_of(bound, len(chosen)) for bound in (start, stop))
+        return self._with_selection(chosen.slice(first, last, step))
+
+    def take(self: Self, n: int) -> Self:
+        """The first n rows, before any shuffle.
+
+        After a step that changes the number of rows: the first n rows of every epoch's order, made in one lane.
+        """
+        n = whole(n, "take")
+        return self.slice(0, n) if self.pipeline.has_positions else self._with_stage(Slice(0, n))
+
+    def skip(self: Self, n: int) -> Self:
+        """All but the first n rows, before any shuffle.
+
+        After a step that changes the number of rows: without the first n rows of every epoch's order, which are made
+        and left out.
+        """
+        n = whole(n, "skip")
+        return self.slice(n, None) if self.pipeline.has_positions else self._with_stage(Slice(n))
+
+    def select(self: Self, indices: Iterable[int]) -> Self:
+        """The rows with these numbers, in this order, before any shuffle."""
+        return self._with_selection(self._selection("select").select(indices))
+
+    def _selection(self, what: str) -> Selection:
+        if not self.pipeline.has_positions:
+            raise TypeError(
+                f"{what}: the rows of this dataset have no numbers before it has run ({self.pipeline.node.text}). "
+                f"Call {what}() before the steps that change the number of rows; take() and skip() work after them, too"
+            )
+        return self.pipeline.base.order.selection
+
+    def _with_selection(self: Self, selection: Selection) -> Self:
+        leaf = self.pipeline.base
+        return self._with_leaf(replace(leaf, order=replace(leaf.order, selection=selection)))
+
+    def shuffle(self: Self, seed: int | None = None, scope: str | None = None, window: int | None = None) -> Self:
+        """Shuffle, in another order every epoch, by a permutation that is computed and never stored.
+
+        ``scope``: "rows" permutes all rows; "window" permutes blocks, then rows within windows of ``window`` blocks;
+        "files" permutes whole files. The default is "rows" where files are mapped, and "window" where blocks have to be
+        fetched or decoded, each of which then is read once an epoch; windows then take 256 MB in memory, or less if
+        ``cache_bytes`` is small. Without a seed one is drawn. Whatever was not given is taken over from the state on
+        resume.
+
+        After a step that changes the number of rows, rows are shuffled within windows of ``window`` rows (10,000), and
+        a resume makes one window again. Shuffling first permutes all rows and costs nothing on resume.
+        """
+        if not self.pipeline.has_positions:
+            return self._shuffle_outputs(seed, scope, window)
+        spec, leaf, drawn, agreed = self.pipeline, self.pipeline.base, seed is None, False
+        if seed is None:
+            seed, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
+        check_agreed(drawn and not agreed, spec.cut.count)
+        defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
+        scope = scope or self._default_scope or ("window" if leaf.source.fetched else "rows")
+        aligned = leaf.source.fetched and scope == "window"
+        window = leaf.source.window_in_cache if window is None else window
+        order = replace(leaf.order, shuffle=Shuffle(seed, scope, window, aligned))
+        return self._with_leaf(replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=defaults))
+
+    def _shuffle_outputs(self: Self, seed: int | None, scope: str | None, window: int | None) -> Self:
+        if seed is None or scope not in (None, "window"):
+            raise ValueError(
+                "shuffle after a step that changes the number of rows needs a seed, and its scope is 'window': "
+                "shuffle(seed=0, window=10_000). Shuffle first to permute all rows"
+            )
+        size = 10_000 if window is None else whole(window, "shuffle(window=…)", 1)
+        return self._with_stage(Window(size, check_seed(seed)))
+
+    def with_lanes(self: Self, lanes: int) -> Self:
+        """Cut every epoch into this many lanes, whose rows come in turn.
+
+        The order is a function of the number of lanes. A cluster whose world size divides it reads and makes every row
+        on one rank only, and its order is the same for all such sizes: choose a number that all your world sizes
+        divide. Without this, a loader chooses its world size where blocks have to be fetched or decoded, or where steps
+        change the number of rows, and 1 elsewhere.
+        """
+        lanes = whole(lanes, "with_lanes", 1)
+        self._check_lanes(lanes, self.pipeline.node)
+        return self._derive(replace(self.pipeline, lanes=lanes, lanes_chosen=True), same_positions=False)
+
+    def _check_lanes(self, lanes: int, node: Node) -> None:
+        if lanes > 1 and not node.cuts_alike:
+            raise ValueError(
+                "with_lanes: this dataset has one lane. After take() or skip(), and for a zip of datasets that are "
+                "not equally many rows one for one, more lanes would mean other rows"
+            )
+
+    def shard(self: Self, num_shards: int, index: int, mode: str = "auto") -> Self:
+        """One of ``num_shards`` equal parts (by one row at most) of every epoch, without overlap or gap.
+
+        "example": every num_shards-th row. "file": a run of whole files for each shard; where the cut falls into a
+        file, its two neighbours read a part of it each, so that all shards stay equally long. "auto": "file" where
+        there are at least as many files as shards. The state stays global: any shard's restores all, on any number of
+        shards. After steps that change the number of rows, each shard makes a lane of its own, and lanes are of about
+        the same size.
+        """
+        if mode not in ("auto", "file", "example"):
+            raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
+        spec = self.pipeline
+        if spec.cut.count > 1:
+            raise ValueError(f"the dataset is already shard {spec.cut.index} of {spec.cut.count}")
+        cut = Cut(index, num_shards)
+        check_agreed(spec.seed_alone, num_shards)
+        if not spec.has_positions:
+            return self._derive(replace(spec, cut=cut))
+        if num_shards > spec.rows > 0:
+            raise ValueError(f"{spec.rows} rows cannot be cut into {num_shards} shards")
+        by_file = mode == "file" or (mode == "auto" and spec.files >= num_shards > 1)
+        # A position that a state was loaded for is one of that state's lanes: they stay. So do lanes that were given.
+        kept = self._is_begun or spec.lanes_chosen
+        lanes = spec.lanes if kept else num_shards if by_file else 1
+        return self._derive(replace(spec, lanes=lanes, cut=cut))
+
+    def _with_leaf(self: Self, leaf: Leaf) -> Self:
+        return self._derive(replace(self.pipeline, node=Node(leaf)), same_positions=False)

@@ -1,0 +1,311 @@
+"""The steps of a dataset: what is done to rows, one call each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from midepoch.checks import whole
+from midepoch.errors import ColumnError
+from midepoch.pipeline.node import Rebatch, StageSpec
+from midepoch.transforms import (
+    Cast,
+    FilterExpression,
+    FilterRows,
+    FlatMap,
+    Function,
+    Map,
+    RemoveColumns,
+    RenameColumns,
+    SelectColumns,
+    Step,
+    Unbatch,
+)
+from midepoch.transforms.cast import types_by_name
+from midepoch.transforms.columns import check_columns
+from midepoch.transforms.packing import PackSpec
+from midepoch.transforms.tokenize import Tokenize
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+Self = TypeVar("Self", bound="Steps")
+
+
+class Steps:
+    """The methods of a dataset that add a step. Every call returns a new dataset."""
+
+    def _with_step(self: Self, step: Step) -> Self:
+        raise NotImplementedError
+
+    def _with_stage(self: Self, stage: StageSpec) -> Self:
+        raise NotImplementedError
+
+    @property
+    def _functions(self) -> int:
+        """How many functions there are already, which tells their generators apart."""
+        raise NotImplementedError
+
+    @property
+    def _input_format(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        """The columns, or None where only running a map would tell."""
+        raise NotImplementedError
+
+    @property
+    def _lists(self) -> tuple[str, ...] | None:
+        """The columns that hold lists, or None where only running a map would tell."""
+        raise NotImplementedError
+
+    def map(
+        self: Self,
+        function: Callable[..., Any],
+        batched: bool = False,
+        batch_size: int = 1000,
+        *,
+        drop_last_batch: bool = False,
+        one_to_one: bool = True,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        remove_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Self:
+        """Apply a function to each row (or, ``batched``, to groups of rows); what it returns is put into the row.
+
+        The function gets a dict (or the values of ``input_columns``), then, if asked for, the row's number in the
+        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and
+        the row (``batched``: a list of each). It must return one row for each row, unless ``one_to_one=False``: then
+        (``batched`` only) the rows are what it returns, more or fewer, and nothing else, and the result is a stream.
+        ``on_error="skip"`` drops rows on which it raises.
+
+        With ``drop_last_batch`` (``batched`` only) a last group of fewer than ``batch_size`` rows, in each lane, is
+        left out, and the result is a stream. Behind ``with_format("arrow")`` a function gets an Arrow table and may
+        return one: its columns take the place of all others.
+        """
+        if drop_last_batch and not batched:
+            raise ValueError("drop_last_batch=True needs batched=True")
+        if not one_to_one and not batched:
+            raise ValueError("one_to_one=False needs batched=True; flat_map takes a function of one row")
+        step = Map(
+            **self._function(function, "map", batched, batch_size, with_indices, with_generator, input_columns),
+            remove_columns=names_of(remove_columns or ()),
+            fn_kwargs=dict(fn_kwargs or {}),
+            on_error=_on_error(on_error),
+            one_to_one=one_to_one,
+            drop_last=drop_last_batch,
+        )
+        if self._columns is not None:
+            check_columns(step.remove_columns, self._columns, f"map({step.name})")
+        return self._with_step(step)
+
+    def filter(
+        self: Self,
+        condition: Callable[..., Any] | pc.Expression,
+        batched: bool = False,
+        batch_size: int = 1000,
+        *,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Self:
+        """Only the rows for which a function of a row (see ``map``), or a pyarrow expression, is true: a ``Stream``.
+
+        Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows at once. Null is not true.
+        """
+        compute = sys.modules.get("pyarrow.compute")  # whoever has an expression has imported it: 50 ms
+        if compute is not None and isinstance(condition, compute.Expression):
+            return self._with_step(FilterExpression(condition))
+        step = FilterRows(
+            **self._function(condition, "filter", batched, batch_size, with_indices, with_generator, input_columns),
+            fn_kwargs=dict(fn_kwargs or {}),
+            on_error=_on_error(on_error),
+        )
+        return self._with_step(step)
+
+    def flat_map(
+        self: Self,
+        function: Callable[..., Any],
+        *,
+        with_indices: bool = False,
+        with_generator: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+    ) -> Self:
+        """Put the rows that a function returns (a list of dicts, maybe empty) in the place of a row: a ``Stream``."""
+        step = FlatMap(
+            **self._function(function, "flat_map", False, 1, with_indices, with_generator, input_columns),
+            fn_kwargs=dict(fn_kwargs or {}),
+            on_error=_on_error(on_error),
+        )
+        return self._with_step(step)
+
+    def unbatch(self: Self, columns: str | Sequence[str] | None = None) -> Self:
+        """A row for each element of lists (of all columns that hold lists, or of these); other columns are repeated.
+
+        Behind a map, which may make lists of anything, the columns have to be named.
+        """
+        if columns is not None:
+            names = names_of(columns)
+            if self._columns is not None:
+                check_columns(names, self._columns, "unbatch")
+            return self._with_step(Unbatch(names))
+        lists = self._lists
+        if lists is None:
+            raise ColumnError(
+                "unbatch: which columns hold lists is not known before a map has run. Name them: unbatch(['tokens'])."
+            )
+        if not lists:
+            raise ColumnError(f"unbatch: none of the columns {', '.join(self._columns or ())} holds lists.")
+        return self._with_step(Unbatch(lists, given=False))
+
+    def tokenize(
+        self: Self,
+        tokenizer: Any,
+        column: str = "text",
+        *,
+        output: str = "input_ids",
+        batch_size: int = 1000,
+        **options: Any,
+    ) -> Self:
+        """Put the tokens of a text in its place: ``column`` becomes ``output``, by a Hugging Face tokenizer.
+
+        ``options`` go to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize in
+        processes of their own, each with one thread.
+        """
+        if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
+            raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
+        unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
+        if unknown and hasattr(tokenizer, "encode_batch"):
+            raise TypeError(
+                f"tokenize: {', '.join(unknown)}: a tokenizer of tokenizers is told so itself (enable_truncation, "
+                "enable_padding), one of transformers takes it here"
+            )
+        made = self._function(Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column)
+        removed = () if column == output else (column,)
+        rowwise = not options.get("padding") and not made["function"].pads  # to the longest of a group
+        return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
+
+    def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
+        """Only these columns; the others are not even read."""
+        return self._with_step(SelectColumns(names_of(column_names)))
+
+    def remove_columns(self: Self, column_names: str | Sequence[str]) -> Self:
+        """All columns but these."""
+        return self._with_step(RemoveColumns(names_of(column_names)))
+
+    def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
+        """Columns under new names."""
+        return self._with_step(RenameColumns(tuple(column_mapping.items())))
+
+    def cast(self: Self, columns: Mapping[str, Any] | pa.Schema) -> Self:
+        """Columns as values of these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
+
+        What a function makes has the type of its values, which may differ between batches; after a cast it has not.
+        """
+        return self._with_step(Cast(types_by_name(columns)))
+
+    def batch(self: Self, size: int, drop_last: bool = False) -> Self:
+        """Each ``size`` rows as one row that holds a list of every column."""
+        return self._with_stage(Rebatch(whole(size, "batch", 1), drop_last))
+
+    def pack(
+        self: Self,
+        length: int,
+        column: str = "input_ids",
+        strategy: str = "concat",
+        eos: int | None = None,
+        *,
+        pad: int = 0,
+        extra: Mapping[str, int] | None = None,
+        drop_remainder: bool = False,
+        cu_seqlens: bool = False,
+        window: int = 1024,
+        dtype: str | None = None,
+    ) -> Self:
+        """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
+
+        "concat" puts them one after the other and cuts; the last sequence of each lane is padded. "best_fit" keeps
+        documents whole where it can: each ``window`` of them goes into as few sequences as best-fit-decreasing finds,
+        each padded. ``eos`` is put behind every document. ``extra``: other columns with a value for each token, and
+        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens.
+        ``dtype`` of the tokens: as they come, unless given.
+
+        A row has ``column``, ``position_ids`` (from 0 in every piece), ``segment_ids`` (1, 2, … for the pieces, 0 for
+        padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
+        """
+        spec = PackSpec(
+            whole(length, "pack(length=…)", 1),
+            column,
+            strategy,
+            None if eos is None else whole(eos, "pack(eos=…)"),
+            _integer(pad, "pad"),
+            {name: _integer(value, f"extra {name}") for name, value in (extra or {}).items()},
+            drop_remainder,
+            cu_seqlens,
+            whole(window, "pack(window=…)", 1),
+            None if dtype is None else np.dtype(dtype).name,
+        )
+        if self._columns is not None:
+            check_columns(list(spec.pads), self._columns, "pack")
+        return self._with_stage(spec)
+
+    def _function(
+        self,
+        function: Any,
+        kind: str,
+        batched: bool,
+        batch_size: int,
+        with_indices: bool,
+        with_generator: bool,
+        input_columns: str | Sequence[str] | None,
+    ) -> dict[str, Any]:
+        """The arguments that maps and filters have in common, checked."""
+        if not callable(function):
+            expression = " or a pyarrow expression" if kind == "filter" else ""
+            raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
+        used = None if input_columns is None else names_of(input_columns)
+        if used is not None and self._columns is not None:
+            name = getattr(function, "__name__", type(function).__name__)
+            check_columns(used, self._columns, f"{kind}({name})")
+        return {
+            "function": function,
+            "number": self._functions,
+            "batched": batched,
+            "batch_size": whole(batch_size, f"{kind}(batch_size=…)", 1),
+            "with_indices": with_indices,
+            "with_generator": with_generator,
+            "input_columns": used,
+            "input_format": self._input_format,
+        }
+
+
+def functions_in(steps: Sequence[Step]) -> int:
+    return sum(isinstance(step, Function) for step in steps)
+
+
+def _on_error(given: str) -> str:
+    if given not in ("raise", "skip"):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {given!r}")
+    return given
+
+
+def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _integer(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"pack({what}=…) must be a whole number, got {value!r}")
+    return value

@@ -1,0 +1,152 @@
+"""Rows of one share of an epoch, where positions can be computed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.iteration.iterators import Rows
+from midepoch.order import Cut
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.engine import Engine
+from midepoch.pipeline.groups import GroupedRows
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.rows import BundlesHere
+from midepoch.transforms import Batch
+
+Int64Array = npt.NDArray[np.int64]
+
+_FIRST_CHUNK = 32
+_CHUNK_BYTES = 4 << 20
+"""Read in one call. Fewer would make the cost of a call count."""
+_SLOW = 0.02
+"""Seconds: while a chunk's maps take longer than this, fewer rows are mapped ahead of the one delivered."""
+_AHEAD = 8192
+
+
+class Share:
+    """The rows of one share of an epoch, by their own numbers, and the cursors after them."""
+
+    def __init__(self, rows: int, cut: Cut, cursor: Cursor) -> None:
+        self._rows, self.cut, self._start = rows, cut, cursor.position
+        self.epoch = cursor.epoch
+        self.first = cut.before(cursor.position)  # own rows already delivered
+        self.total = cut.before(rows)  # own rows of the epoch
+
+    def cursor(self, delivered: int) -> Cursor:
+        """Return the cursor after own rows up to number ``delivered``."""
+        if delivered == self.first:
+            return Cursor(self.epoch, self._start)
+        return Cursor(self.epoch, min(self._start + (delivered - self.first) * self.cut.count, self._rows))
+
+    @property
+    def end(self) -> Cursor:
+        """The cursor of all shards when one of them has found that nothing is left for it."""
+        return Cursor(self.epoch, self._rows)
+
+
+class Lookahead:
+    """The rows at a share's own numbers, thousands at a time: fewer would make the order cost more than reading."""
+
+    def __init__(self, engine: Engine, share: Share) -> None:
+        self._engine, self._share = engine, share
+        self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.cut.locals(0, 0)), 0
+
+    def take(self, first: int, stop: int) -> Int64Array:
+        """Return row numbers of the dataset before it was shuffled, for own numbers first to stop."""
+        if not self._first <= first <= stop <= self._first + len(self._rows):
+            last = min(max(stop, first + self._size), self._share.total)
+            self._rows = self._engine.chosen(self._share.epoch, self._share.cut.locals(first, last))
+            self._first, self._size = first, min(_AHEAD, 4 * (last - first))
+        return self._rows[first - self._first : stop - self._first]
+
+
+class PositionRows:
+    """The rows of one share. Functions that get groups get them at fixed positions, whatever is asked for."""
+
+    def __init__(self, leaf: Leaf, cut: Cut, cursor: Cursor, groups: int) -> None:
+        self._share = Share(leaf.rows, cut, cursor)
+        self._grouped: GroupedRows | None = None
+        if leaf.group is not None:
+            bundles = BundlesHere([leaf], shared=cut.count > 1)
+            self._engine = bundles.engines[0]
+            self._grouped = GroupedRows(bundles, cursor.epoch, groups)
+        else:
+            self._engine = Engine(leaf, shared=cut.count > 1)
+        self._ahead = Lookahead(self._engine, self._share)
+        self._next = self._share.first  # own number of the next row
+        self._pieces: list[tuple[Batch, int]] = []  # read and not yet delivered, the first one last
+        self._size = 1 if leaf.has_map else _FIRST_CHUNK
+
+    @property
+    def end(self) -> Cursor:
+        """The cursor of all shards at the end of the epoch."""
+        return self._share.end
+
+    def rows(self) -> Rows | None:
+        """Return the next rows, as many as are quick to make; None at the end."""
+        while self._next < self._share.total:
+            found = self._chunk()
+            if found is not None and found.values:
+                return found
+        return None
+
+    def _chunk(self) -> Rows | None:
+        first = self._next
+        started = time.perf_counter()
+        if self._grouped is not None:
+            stop = min(first + self._size, self._share.total)
+            batch = self._grouped.read(self._share.cut.locals(first, stop))
+            values = self._engine.rows(batch)
+        else:
+            if not self._pieces:
+                last = min(first + self._size, self._share.total)
+                self._engine.reached(self._share.epoch, self._share.cursor(first).position)
+                self._pieces = self._engine.read_pieces(self._ahead.take(first, last))[::-1]
+            (read, count), pieces = self._pieces[-1], self._pieces[:-1]
+            stop, started = first + count, time.perf_counter()
+            try:
+                batch = self._engine.transform(self._share.epoch, read)
+                values = self._engine.rows(batch)
+            except Exception:
+                if count < 2:
+                    raise
+                self._halve(read, count)
+                return None
+            self._pieces = pieces
+        if time.perf_counter() - started < _SLOW:
+            self._size = min(2 * self._size, self._engine.chunk_rows(_CHUNK_BYTES))
+        self._next = stop
+        if len(batch) == stop - first:
+            return Rows(values, lambda taken: self._share.cursor(first + taken))
+        numbers = (batch.places + first + 1).tolist()  # own numbers after each row: some are missing
+        return Rows(values, lambda taken: self._share.cursor(numbers[taken - 1] if taken else first))
+
+    def _halve(self, read: Batch, count: int) -> None:
+        """Put rows of which one fails back as two pieces: those before it are delivered first."""
+        half = count // 2
+        cut = int(read.places.searchsorted(half))
+        rest = read.slice(cut, len(read))
+        halves = [(replace(rest, places=rest.places - half), count - half), (read.slice(0, cut), half)]
+        self._pieces, self._size = [*self._pieces[:-1], *halves], 1
+
+    def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:
+        """Return the next ``size`` rows as columns, and the cursor after them. Batches without a row are left out."""
+        while True:
+            first, stop = self._next, min(self._next + size, self._share.total)
+            if stop - first < (size if drop_last else 1):
+                return None
+            if self._grouped is not None:
+                batch = self._grouped.read(self._share.cut.locals(first, stop))
+            else:
+                self._engine.reached(self._share.epoch, self._share.cursor(first).position)
+                batch = self._engine.transform(self._share.epoch, self._engine.read(self._ahead.take(first, stop)))
+            columns = self._engine.columns(batch) if len(batch) else None
+            cursor = self._share.cursor(first + size)  # as if it were full: other shards may have had a full one
+            self._next = stop
+            if columns is not None:
+                return columns, cursor

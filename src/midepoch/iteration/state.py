@@ -1,0 +1,254 @@
+"""The one mutable part of a dataset: its epoch and its cursor, in the main process and in torch's workers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from midepoch.iteration.iterators import BatchIterator, RowIterator, RowSource, Start
+from midepoch.iteration.lanes import LaneRows
+from midepoch.iteration.positions import PositionRows
+from midepoch.iteration.shared import Note, SharedCell, worker_share
+from midepoch.order import Cut
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Lanes, Share
+from midepoch.pipeline.rows import BundlesHere
+from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.state import saved as states
+from midepoch.state.format import check_worker
+
+_Iterator = TypeVar("_Iterator", RowIterator, BatchIterator)
+_log = logging.getLogger("midepoch")
+
+
+class IterationState:
+    """An epoch, where ``iter()`` starts in it, and what was delivered last.
+
+    ``spec`` is replaced as a whole when a state is loaded that brings a drawn seed, lanes or groups along.
+    """
+
+    def __init__(self, spec: PipelineSpec, cursor: Cursor, named: bool = False) -> None:
+        self.spec = spec
+        self.shared = SharedCell(cursor.epoch, named)
+        self.start = cursor
+        self._round = self._batch = 0
+        self._latest: RowIterator | BatchIterator | None = None
+        self._delivered: Cursor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self.spec, "shared": self.shared, "start": self.start}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        IterationState.__init__(self, state["spec"], Cursor())
+        self.shared, self.start = state["shared"], state["start"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Name the epoch that ``iter()`` is over. One that a loaded state is in is resumed where it was left."""
+        if epoch != self.shared.epoch:
+            self.shared.epoch, self.start = epoch, Cursor(epoch)
+            self._latest, self._delivered = None, None
+        self.shared.named = True
+
+    def cursor(self) -> Cursor:
+        """Return the cursor after the last row delivered, or where ``iter()`` will start."""
+        if self._latest is not None:
+            return self._latest.cursor
+        return self._delivered or self.start._replace(epoch=self.shared.epoch)
+
+    def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
+        """Return this process's share of the epoch; in a DataLoader worker, its share of the shard."""
+        return worker_share(self.spec.cut)
+
+    def save(self) -> dict[str, Any]:
+        """Return the state after the last row delivered."""
+        live = self._latest
+        return self.save_at(self.cursor(), *((live.round, live.batch) if live else (self._round, self._batch)))
+
+    def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
+        """Return the state at a cursor, for the iterators of this dataset."""
+        process, worker = self.share()
+        spec = self.spec
+        if not cursor.begun:
+            spec = spec.for_processes(process.count)
+        state = states.save(self._seeded(spec), cursor)
+        if worker is not None:
+            state["worker"], state["workers"], state["shards"] = worker
+            if spec.has_positions:
+                state["round"], state["batch"] = round_, batch
+        if spec.skips_rows:
+            state["shard"], state["shards"] = spec.cut.index, spec.cut.count
+        return state
+
+    @property
+    def seeded(self) -> PipelineSpec:
+        """The spec as it is run: with the seed of the global generators, drawn when it is first asked for."""
+        return self._seeded(self.spec)
+
+    def _seeded(self, spec: PipelineSpec) -> PipelineSpec:
+        if not spec.node.has_functions:
+            return spec
+        if self.shared.global_seed is None:
+            self.shared.global_seed = spec.seeded().global_seed
+        return replace(spec, global_seed=self.shared.global_seed)
+
+    def load(self, state: Any, allow: Collection[str] = ()) -> None:
+        """Continue from a state, or raise and change nothing."""
+        self._adopt(self._resume(state, allow))
+        self._latest, self._delivered = None, None
+
+    def check(self, state: Any) -> None:
+        """Raise what loading a state would raise; one of a worker of any number of them passes."""
+        found = states.load(self._given(state), self.spec)
+        if found.worker is None:
+            check_known(found.cursor, Share.of(found.spec.lanes, self.spec.cut), found.spec.lanes)
+
+    def _resume(self, state: Any, allow: Collection[str] = ()) -> states.Resumed:
+        found = states.load(self._given(state), self.spec, allow)
+        process, worker = self.share()
+        check_worker(found.worker, worker)
+        check_known(found.cursor, Share.of(found.spec.lanes, process), found.spec.lanes)
+        return found
+
+    def _given(self, state: Any) -> Any:
+        """Return a state, or a list with one of each rank."""
+        return list(map(self.state_in, state)) if isinstance(state, (list, tuple)) else self.state_in(state)
+
+    def state_in(self, state: Any) -> Any:
+        """Convert a state: a hook for interfaces whose states look different."""
+        return state
+
+    def _adopt(self, found: states.Resumed) -> None:
+        """Move to the cursor of a state. One at the end of an epoch leaves alone another epoch that was named."""
+        cursor, (process, worker) = found.cursor, self.share()
+        self.spec, self.start, self._round, self._batch = found.spec, cursor, found.round, found.batch
+        if found.spec.global_seed is not None:
+            self.shared.global_seed = found.spec.global_seed
+        ended, named = self._ended(process, cursor), self.shared.named
+        if worker is not None:
+            # The epoch is shared with the main process, which may have named another one for the pass after this.
+            if not ended and not named:
+                self.shared.epoch = cursor.epoch
+        elif not ended or not named:
+            self.shared.epoch = cursor.epoch
+        elif self.shared.epoch != cursor.epoch:
+            self.start = Cursor(self.shared.epoch)
+
+    def _ended(self, share: Cut, cursor: Cursor) -> bool:
+        """Return whether nothing of the epoch is left at a cursor: not for this shard, nor for any other in its place.
+
+        Where positions cannot be computed: as far as that is known.
+        """
+        if not self.spec.has_positions:
+            return cursor.lanes_ended
+        rows, shards = self.spec.rows, self.spec.cut.count
+        first = share.index - share.index % shards  # the shares of this worker on all shards
+        shares = (Cut(first + shard, share.count) for shard in range(shards))
+        return cursor.position > 0 and all(each.before(cursor.position) >= each.before(rows) for each in shares)
+
+    def begin(self) -> Cursor:
+        """Return where ``iter()`` starts. At the end of an epoch that was not named, that is its beginning."""
+        cursor = self.start._replace(epoch=self.shared.epoch)
+        process, worker = self.share()
+        if worker is not None:
+            self.start = Cursor(cursor.epoch)  # in a worker a loaded state is for one iteration
+        elif self._ended(process, cursor) and not self.shared.named:
+            return Cursor(cursor.epoch)
+        return cursor
+
+    def start_from(self, cursor: Cursor) -> Start:
+        """Open the rows of this process at a cursor."""
+        process, worker = self.share()
+        if self.spec.has_positions or not cursor.begun:
+            self.spec = self.spec.for_processes(process.count)
+        late = None
+        if self.spec.has_positions and worker is not None:
+            if not cursor.position:  # any other position is one of the lanes that it was saved with
+                self.spec = replace(self.spec, lanes=self.worker_lanes(process.count))
+            at_end = self._ended(process, cursor)
+            note = Note(self._round, at_end, cursor.epoch)
+            self.shared.note(worker[0], note)
+            late = self._roll_over(note, worker[1]) if at_end else None
+        start = Start(cursor, self._open(cursor), self._round, self._batch, late)
+        self._round = self._batch = 0
+        return start
+
+    def _open(self, cursor: Cursor) -> RowSource:
+        spec, process = self._seeded(self.spec), self.share()[0]
+        if spec.has_positions:
+            return PositionRows(spec.leaf, process, cursor, spec.groups or process.count)
+        return LaneRows(self.open_lanes, cursor, spec.format or "python")
+
+    def open_lanes(self, cursor: Cursor) -> Lanes:
+        """Open the lanes of this process at a cursor."""
+        spec, process = self._seeded(self.spec), self.share()[0]
+        return spec.open(process, BundlesHere(spec.leaves, shared=process.count > 1), cursor)
+
+    def worker_lanes(self, shares: int) -> int:  # noqa: ARG002  (what a subclass decides by)
+        """Return the lanes that an epoch is cut into for all DataLoader workers of all shards."""
+        return self.spec.lanes
+
+    def _roll_over(self, mine: Note, workers: int) -> Callable[[], tuple[Cursor, RowSource, int] | None]:
+        """In a worker that resumes at its end: a new epoch begins if all workers are at theirs, or some are past it.
+
+        StatefulDataLoader asks for the first batch after all workers have loaded, so their notes are complete by then.
+        It continues with the worker after the last one, which is the first again only if all had the same number of
+        batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
+        """
+        shared, cut, rows = self.shared, self.spec.cut, self.spec.rows
+        size = max(1, self._batch)
+        even = len({-(-cut.within(Cut(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
+
+        def start(epoch: int, round_: int) -> tuple[Cursor, RowSource, int]:
+            return Cursor(epoch), self._open(Cursor(epoch)), round_
+
+        def decide() -> tuple[Cursor, RowSource, int] | None:
+            notes = shared.notes(workers)
+            ahead = max(notes)
+            if ahead.round > mine.round:
+                return start(ahead.epoch, ahead.round)
+            if not all(note.at_end for note in notes):
+                return None
+            if not shared.named:
+                shared.epoch = mine.epoch
+                if not even:
+                    return None
+            elif shared.epoch == mine.epoch:
+                return None  # the user asks for this very epoch, of which nothing is left
+            elif not even:
+                _log.warning("epoch %d begins with another worker than it would have without the resume", shared.epoch)
+            return start(shared.epoch, mine.round + 1)
+
+        return decide
+
+    def start_at(self, state: Any) -> Start:
+        """Open the rows where a state was saved, for an iterator that is given one as by StatefulDataLoader."""
+        found = self._resume(state)
+        self._adopt(found)
+        if self.share()[1] is None:
+            return self.start_from(self.begin())
+        self.start = Cursor(self.shared.epoch)
+        return self.start_from(found.cursor)
+
+    def follow(self, iterator: _Iterator) -> _Iterator:
+        """Take the state from an iterator from now on."""
+        self._latest, self._delivered = iterator, None
+        return iterator
+
+    def epoch_over(self, iterator: Any, cursor: Cursor) -> None:
+        """Note that an iterator has come to the end of an epoch: the next ``iter()`` starts at its beginning."""
+        if iterator is self._latest:  # not one that a newer one has replaced
+            self._latest, self._delivered, self.start = None, cursor, Cursor(cursor.epoch)
+
+
+_registered: set[type] = set()
+
+
+def register_with_torch(kind: type) -> None:
+    """Let torch's DataLoader see an iterable dataset, if torch has been imported; never import it for that."""
+    data = sys.modules.get("torch.utils.data")
+    if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
+        data.IterableDataset.register(kind)
+        _registered.add(kind)

@@ -1,0 +1,39 @@
+"""Batches of rows that batched functions make in groups at fixed positions: bundles of groups, here or by workers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from midepoch.loader.batches import BatchMaker, Read
+from midepoch.loader.plans import Made, Plan
+from midepoch.order import Cut
+from midepoch.pipeline.groups import GroupedRows
+from midepoch.pipeline.rows import Bundles
+
+
+class GroupedBatches:
+    """The steps of a plan in order. Workers make bundles ahead; the main process puts batches together."""
+
+    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, cut: Cut, groups: int) -> None:
+        self._maker, self._plan, self._cut, self._step = maker, plan, cut, 0
+        self._rows = GroupedRows(bundles, plan.epoch, groups)
+
+    def next(self) -> Made | None:
+        """Return the next batch and the cursor after it; None at the end."""
+        plan, step = self._plan, self._step
+        if step >= len(plan):
+            return None
+        positions = self._cut.positions(plan.bounds(step)[0], plan.reach(step))
+        genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
+        wanted = positions if genuine is None else positions % plan.end
+        if not len(wanted):
+            made = Made(None, plan.cursor(step), empty=True)
+        else:
+            read = Read(step, len(wanted), genuine=genuine)
+            made = self._maker.present(plan, read, self._rows.read(wanted))
+        self._step += 1
+        return made
+
+    def close(self) -> bool:
+        """Leave the workers to their pool."""
+        return True

@@ -1,0 +1,145 @@
+"""Batches out of lanes, where positions cannot be computed: as many steps as all ranks take, each with its batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from midepoch.errors import MidepochError
+from midepoch.loader.equal import EqualSteps
+from midepoch.loader.options import Options
+from midepoch.loader.plans import Made
+from midepoch.loader.present import Presenter
+from midepoch.order import Cut
+from midepoch.pipeline.chunk import Items
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Deal, Lanes
+from midepoch.pipeline.rows import Bundles
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.spent import Spent
+
+
+class LaneSteps:
+    """The steps of one rank. ``PADDING`` where others still have something and this one has not."""
+
+    PADDING = object()
+
+    def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None) -> None:
+        self._lanes, self._size, self._ends = lanes, options.batch_size, options.ends
+        self._full = options.batch_size * lanes.share.cut.count  # outputs of a step, of all ranks that share the lanes
+        self._equal = equal
+        self._ready: deque[Deal] = deque()
+        self._left, self._over = 0, False
+        self._failure: Exception | None = None
+        if equal is not None:
+            equal.begin()
+
+    def next(self) -> Any:
+        """Return the next deal, or PADDING, or None at the end."""
+        if self._equal is None:
+            return self._take()
+        while not self._left:
+            if self._over:
+                return None
+            self._agree(self._equal)
+        if self._failure is not None and not self._ready:
+            raise self._failure
+        self._left -= 1
+        return self._ready.popleft() if self._ready else self.PADDING
+
+    def _take(self) -> Deal | None:
+        deal = self._lanes.take(self._size)
+        if deal is None or (self._ends == "drop" and deal.total < self._full):
+            return None
+        return deal
+
+    def _agree(self, equal: EqualSteps) -> None:
+        """Look ahead, and agree. What fails ahead is raised where it comes, after the good steps before it."""
+        ahead = equal.ahead
+        try:
+            while len(self._ready) < ahead and (deal := self._take()) is not None:
+                self._ready.append(deal)
+        except Exception as problem:
+            if not self._ready:
+                raise
+            self._failure = problem
+        counts = equal.agree(len(self._ready) if self._failure is None else ahead)
+        self._left = min(counts) if self._ends == "drop" else max(counts)
+        self._over = self._left < ahead
+        while self._over and len(self._ready) > self._left:
+            self._ready.pop()
+
+
+class LaneBatches:
+    """The batches of a rank, made of the outputs of its lanes."""
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        options: Options,
+        bundles: Callable[[], Bundles],
+        cursor: Cursor,
+        equal: EqualSteps | None,
+        spent: Spent,
+    ) -> None:
+        self._spec, self._options, self._bundles, self._epoch = spec, options, bundles, cursor.epoch
+        self._presenter = Presenter(spec, options)
+        self._mine = bundles()
+        self._lanes = spec.open(spec.cut, self._mine, cursor)
+        self._steps = LaneSteps(self._lanes, options, equal)
+        self._spent, self._skipped = spent, self._count_skipped()
+        self._last: Items | None = None
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        """Tokens packed so far, and the places in sequences that they went into."""
+        return self._lanes.packing.tokens, self._lanes.packing.places
+
+    @property
+    def end(self) -> Cursor:
+        """The cursor at the end of the epoch: what is left of the lanes is left out."""
+        return self._lanes.cursor().at_end()
+
+    def next(self) -> Made | None:
+        """Return the next batch and the cursor after it; None at the end."""
+        while (deal := self._steps.next()) is not None:
+            began = perf_counter()
+            if deal is LaneSteps.PADDING:
+                # This rank is at its end, and others are not.
+                return Made(self._presenter.padding(self._something(), self._epoch), self.end)
+            rows = len(deal.items)
+            if rows:
+                self._last = deal.items
+                value = self._presenter.batch(deal.items, self._epoch)
+            elif self._options.ends == "pad":
+                value = self._presenter.padding(deal.some, self._epoch)
+            else:
+                continue  # all of it is for other ranks
+            self._spent.present += perf_counter() - began
+            before, self._skipped = self._skipped, self._count_skipped()
+            return Made(value, deal, rows, self._skipped - before)
+        return None
+
+    def close(self) -> bool:
+        """Leave the workers to their pool."""
+        return True
+
+    def _count_skipped(self) -> int:
+        return self._mine.skipped + self._lanes.packing.skipped
+
+    def _something(self) -> Items:
+        """Return some outputs to pad with: the last ones of this rank; after a resume the first of the epoch; or, where
+        its lanes have none at all, the first of another rank, which has one, or there would be no step.
+        """
+        if self._last is None:
+            beginning = Cursor(self._epoch)
+            deal = self._first(self._spec.cut, beginning) or self._first(Cut(), beginning)
+            if deal is None:
+                raise MidepochError('there is no output at all to pad with: use ends="drop".')
+            self._last = deal.some
+        return self._last
+
+    def _first(self, process: Cut, beginning: Cursor) -> Deal | None:
+        return self._spec.open(process, self._bundles(), beginning).take(1)

@@ -1,0 +1,196 @@
+"""One pass of a loader over (the rest of) an epoch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from midepoch.ending import silent_at_exit
+from midepoch.errors import MidepochError
+from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.options import check_continues
+from midepoch.loader.pinned import pinner
+from midepoch.loader.plans import BatchSource, Made
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Deal
+from midepoch.resumable import HasState
+from midepoch.transforms import finish
+
+if TYPE_CHECKING:
+    from midepoch.loader.loader import Loader
+
+
+class Start(NamedTuple):
+    """Where a pass begins. ``rolled``: in the epoch after the one that the loader was in.
+
+    ``restart``: where to begin instead, if anything is left of the epoch: that is not always known before.
+    """
+
+    cursor: Cursor
+    rolled: bool = False
+    restart: Cursor | None = None
+
+
+class Pass(HasState):
+    """Iterates the batches of a pass. The cursor of the loader moves with every batch."""
+
+    _closed = True  # until it has begun
+
+    def __init__(self, loader: Loader, start: Start) -> None:
+        self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
+        options = loader.options
+        self._format = loader.pipeline.format or "torch" if options.collate_fn is None else "python"
+        self._pin = pinner() if options.pin_memory else None
+        self._begin(start)
+
+    def _begin(self, start: Start) -> None:
+        self.start, self.rolled, self._restart = start
+        self._meter.begin()
+        self._namings = self._loader.namings
+        self._plan = self._loader.plan(self.start)
+        self.source: BatchSource | None = None
+        self._made = self.delivered = 0  # batches made, and delivered
+        self._closed = self._over = False
+        self._failure: BaseException | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader, after the last batch delivered."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state into the loader, and continue there with this iterator."""
+        self._loader.load_state_dict(state)
+        self._begin(self._loader.next_start())
+        self._loader.iterator = weakref.ref(self)
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __length_hint__(self) -> Any:
+        """Return the batches left, where that is known."""
+        if self._plan is None:
+            return NotImplemented
+        return 0 if self._over else max(0, self._plan.share(self._loader.cut) - self._made)
+
+    def __next__(self) -> Any:
+        if self._meter.due:
+            self._meter.call_hooks()
+        asked = perf_counter()
+        if self._over:
+            raise StopIteration
+        check_continues(self._failure, self._closed)
+        loader, ledger, recorded = self._loader, self._ledger, -1
+        try:
+            while (made := self._next()) is not None:
+                value = None if made.empty else finish(made.value, self._format)
+                if self._pin is not None:
+                    value = self._pin(value)
+                if made.spent is not None:
+                    self._meter.spent.add(made.spent)
+                if not made.empty:
+                    self._meter.delivered(asked, made.rows, value)
+                cursor = made.cursor
+                if ledger is not None:
+                    if isinstance(cursor, Deal):
+                        cursor = cursor.cursor()
+                    if not self.delivered:  # the entries of a pass begin with its first batch
+                        loader.begin_record(ledger, self.start)
+                    recorded = ledger.end
+                    ledger.step(made.skipped, self._meter.waited, cursor)
+                # The cursor moves here and nowhere else: with the batch. Python handles signals at calls, and there is
+                # none from here to the caller's loop, so no interrupt comes between the two.
+                loader.skipped += made.skipped
+                self.delivered += 1
+                loader.delivered = loader.stood = cursor
+                loader.how = "on"
+                if not made.empty:
+                    return value
+                recorded = -1
+                self._refuse_to_drift(made)
+        except BaseException as problem:
+            if ledger is not None and recorded >= 0:
+                ledger.take_back(recorded)
+            self._fail(problem)
+            raise
+        self.close()
+        raise StopIteration
+
+    def _refuse_to_drift(self, made: Made) -> None:
+        """Raise MidepochError if this rank skips a batch: it would be a step ahead of the others from then on."""
+        cut = self._loader.cut
+        if cut.count > 1 and made.skipped and self._plan is not None:
+            first, stop = self._plan.bounds(self._made - 1)
+            raise MidepochError(
+                f'on_error="skip" left rank {cut.index} of {cut.count} no row of the batch at positions {first:,} to '
+                f"{stop - 1:,}: it would run a step ahead of the other ranks. Use larger batches, or shuffle by rows."
+            )
+
+    def _next(self) -> Made | None:
+        """Return the next batch, or None at the end of the epoch, which the loader then leaves."""
+        loader = self._loader
+        while True:
+            if self._made < 2:
+                loader.compare(self.start, first=not self._made)
+            if self.source is None and (self._plan is None or len(self._plan)):
+                self.source = loader.open(self.start, self._plan)
+            made = None if self.source is None else self.source.next()
+            if made is not None:
+                if self._restart is not None:
+                    self._go_to(loader.restarted(self._restart))  # something is left: the pass before was not over
+                    continue
+                self._made += 1
+                return made
+            if not self._made and self._plan is None and loader.may_roll(self.start, self.rolled):
+                # Nothing is left of the epoch that the loader was in: continue with the next, not with an empty one.
+                self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
+                continue
+            self._over = True
+            if self._ledger is not None:
+                self._ledger.finish(self._meter.waited, self._end())
+            loader.epoch_over(self._end(), self.rolled)
+            return None
+
+    def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
+        self.start, self.rolled, self._restart = cursor, rolled, None
+        self._plan, self.source = self._loader.plan(cursor), None
+
+    def _end(self) -> Cursor:
+        """Return the cursor at the end of the epoch."""
+        if self._plan is not None:
+            return self._plan.end_cursor
+        assert isinstance(self.source, LaneBatches)
+        return self.source.end
+
+    def _fail(self, problem: BaseException) -> None:
+        """End the pass: a batch that was not delivered would be left out. Workers go, too: a signal may have come
+        between a message and its book-keeping.
+        """
+        self._failure = problem
+        self._loader.close_workers()
+        self.close()
+
+    def close(self) -> None:
+        """Stop; workers go too unless they are persistent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.delivered and not self._over and self._namings == self._loader.namings:
+            self._leave()
+        source, self.source = self.source, None
+        self._loader.leave_source(source)
+
+    def _leave(self) -> None:
+        """Note that the end was not asked for. If nothing is left for this rank, the next pass is the next epoch's."""
+        complete = self._plan is not None and self.delivered >= self._plan.share(self._loader.cut)
+        if complete and self._failure is None:
+            if self._ledger is not None:
+                self._ledger.finish(self._meter.waited, self._end())
+            self._loader.epoch_over(self._end(), self.rolled)
+        else:
+            self._loader.left(self)
+
+    @silent_at_exit
+    def __del__(self) -> None:
+        self.close()

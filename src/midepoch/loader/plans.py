@@ -1,0 +1,98 @@
+"""What the sources of batches share: the steps of one rank in one epoch, and the batch that each step delivers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from midepoch.loader.options import Options
+from midepoch.order import Cut, epoch_end
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Deal
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.spent import Spent
+
+
+class Made(NamedTuple):
+    """A batch, and the cursor after it. ``value`` is presented (or collated); ``empty``: no row of it is left."""
+
+    value: Any
+    cursor: Cursor | Deal
+    rows: int = 0
+    skipped: int = 0
+    empty: bool = False
+    spent: Spent | None = None
+    """The time that a worker has spent since its last report."""
+
+
+class BatchSource(Protocol):
+    """The batches of one rank from a cursor to the end of the epoch, in order. Used by one thread at a time."""
+
+    def next(self) -> Made | None:
+        """Return the next batch and the cursor after it; None at the end. Raises what making it raised."""
+
+    def close(self) -> bool:
+        """Stop. Return whether nothing of it is at work any more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Global batches from a position of an epoch on: batch g is the positions [start + g·B, start + (g+1)·B).
+
+    ``padded``: the last one is as large as the others, with padding after the end of the epoch.
+    """
+
+    epoch: int
+    start: int
+    end: int
+    global_batch: int
+    padded: bool = False
+
+    @staticmethod
+    def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
+        """Return the plan of a rank from a cursor on."""
+        batch = options.batch_size * spec.cut.count
+        return Plan.of(cursor.epoch, cursor.position, spec.rows, batch, options.ends)
+
+    @staticmethod
+    def of(epoch: int, start: int, rows: int, global_batch: int, ends: str | None) -> Plan:
+        return Plan(epoch, start, epoch_end(start, rows, global_batch, ends == "drop"), global_batch, ends == "pad")
+
+    def __len__(self) -> int:
+        return -(-(self.end - self.start) // self.global_batch)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        first = self.start + step * self.global_batch
+        return first, min(first + self.global_batch, self.end)
+
+    def cursor(self, step: int) -> Cursor:
+        """Return the cursor after a batch."""
+        return Cursor(self.epoch, min(self.start + (step + 1) * self.global_batch, self.end))
+
+    @property
+    def end_cursor(self) -> Cursor:
+        """The cursor after the last batch."""
+        return Cursor(self.epoch, self.end)
+
+    def reach(self, step: int) -> int:
+        """The position at which a batch ends, counting its padding."""
+        return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
+
+    def share(self, cut: Cut) -> int:
+        """How many batches one rank gets: all, unless no row of the last one is its."""
+        if not len(self):
+            return 0
+        last = len(self) - 1
+        return last + bool(len(cut.positions(self.bounds(last)[0], self.reach(last))))
+
+    def left_out(self, ranks: int) -> int:
+        """How many ranks the last batch has no row for."""
+        return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
+
+
+def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
+    """Return the batches of a rank, of so many outputs of all ranks."""
+    if options.ends == "uneven":
+        return -(-spec.cut.before(outputs) // options.batch_size)  # none of the last step, if it has no output for it
+    step = options.batch_size * spec.cut.count
+    return outputs // step if options.ends == "drop" else -(-outputs // step)

@@ -1,0 +1,85 @@
+"""The engine of a loader: opens the source of batches that fits a pipeline, and keeps workers between passes."""
+
+from __future__ import annotations
+
+from midepoch.ending import silent_at_exit
+from midepoch.loader.batches import BatchMaker
+from midepoch.loader.bundles import BundlePool
+from midepoch.loader.direct import DirectBatches
+from midepoch.loader.equal import EqualSteps
+from midepoch.loader.grouped import GroupedBatches
+from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.options import Options
+from midepoch.loader.plans import BatchSource, Plan
+from midepoch.loader.threads import ThreadedBatches
+from midepoch.loader.workers import WorkerPool
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.rows import Bundles, BundlesHere
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.spent import Spent
+
+
+class Sources:
+    """Opens sources of batches. Disposable: nothing of it is saved."""
+
+    def __init__(self, options: Options, equal: EqualSteps | None, spent: Spent) -> None:
+        self._options, self._equal, self._spent = options, equal, spent
+        self._maker: BatchMaker | None = None
+        self._pool: WorkerPool | None = None
+        self._bundles: BundlesHere | BundlePool | None = None
+
+    def open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
+        """Open the batches of a rank from a cursor on. ``plan``: its steps, where positions can be computed."""
+        options = self._options
+        if plan is None:
+            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._spent)
+        if self._maker is None:
+            self._maker = BatchMaker(spec.leaf, options, self._spent)
+        if self._maker.direct:
+            return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
+        if spec.base.group is not None:
+            return GroupedBatches(self._maker, self._make_bundles(spec), plan, spec.cut, spec.groups)
+        if not options.num_workers or self._maker.decodes_only:
+            return ThreadedBatches(self._maker, plan, options.prefetch)
+        if self._pool is None or not self._pool.is_here:
+            self._pool = WorkerPool(spec.leaf, options)
+        return self._pool.begin(plan)
+
+    def _make_bundles(self, spec: PipelineSpec) -> Bundles:
+        if isinstance(self._bundles, BundlePool) and not self._bundles.is_here:
+            self._bundles = None
+        if self._bundles is None:
+            leaves = (spec.leaf,) if spec.has_positions else spec.leaves
+            if self._options.num_workers and (spec.has_positions or not spec.node.plain):
+                self._bundles = BundlePool(leaves, self._options, self._spent)
+            else:
+                self._bundles = BundlesHere(leaves, shared=spec.cut.count > 1, spent=self._spent)
+        self._bundles.begin()
+        return self._bundles
+
+    def leave(self, source: BatchSource | None) -> None:
+        """Close a source; workers go with it unless they are persistent."""
+        if source is None:
+            return
+        if not source.close():
+            self._maker = None  # a thread may come back to it
+        if self._options.num_workers and not self._options.persistent_workers:
+            self.close()
+
+    def forget(self) -> None:
+        """Make new engines for the next source: the pipeline is another."""
+        self.close()
+        self._maker = None
+
+    def close(self) -> None:
+        """Stop the workers, and forget what they were making."""
+        pools = (self._pool, self._bundles)
+        self._pool = self._bundles = None
+        for pool in pools:
+            if pool is not None:
+                pool.close()
+
+    @silent_at_exit
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None) is not None or getattr(self, "_bundles", None) is not None:
+            self.close()

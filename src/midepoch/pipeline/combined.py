@@ -1,0 +1,114 @@
+"""Several flows as one, one after the other or side by side; and what all combinations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from midepoch.errors import ColumnError
+from midepoch.pipeline.chunk import Chunk, Flow, Intake, Items, Pieces, Refs, bytes_in, real
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.node import Concat, Mix
+from midepoch.transforms import Batch
+
+_FIRST, _MOST = 16, 4096
+_QUICK, _SLOW = 0.01, 0.05
+"""Seconds: chunks that took less than the one are made larger, those that took more than the other smaller."""
+_CHUNK_BYTES = 4 << 20
+
+
+class Growing:
+    """The number of outputs to make at a time: few at first, so that the first batch comes soon, and never more than
+    take a moment to make and a few megabytes to keep. The outputs do not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._size = _FIRST
+        self._began = 0.0
+
+    def next(self) -> int:
+        self._began = perf_counter()
+        return self._size
+
+    def made(self, items: Items) -> None:
+        """The chunk that was asked for last is made."""
+        took, size = perf_counter() - self._began, bytes_in(items)
+        if took > _SLOW or size > 2 * _CHUNK_BYTES:
+            self._size = max(1, self._size // 2)
+        elif took < _QUICK and 2 * size <= _CHUNK_BYTES:
+            self._size = min(2 * self._size, _MOST)
+
+
+def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
+    """Brings outputs of a part to the schema of all."""
+    schema = base.schema
+    as_read = schema.leaves_as_read(base.parts[number].known)
+
+    def conform(items: Items) -> Items:
+        if isinstance(items, Refs):
+            return replace(items, schema=schema, located=items.located if as_read else None)
+        return items.changed(schema.conform) if isinstance(items, Pieces) else schema.conform(items)
+
+    return conform
+
+
+class Concatenated:
+    """Cursor: [number of the part, its cursor]."""
+
+    def __init__(self, concat: Concat, open_part: Callable[[int, At], Flow], starts: Sequence[At], cursor: At) -> None:
+        self._concat, self._open, self._starts = concat, open_part, starts
+        self._number, inner = cursor
+        self._flow = open_part(self._number, inner)
+
+    def pull(self) -> Chunk | None:
+        while True:
+            chunk = self._flow.pull()
+            if chunk is not None:
+                return _numbered(chunk, self._concat, self._number)
+            if self._number + 1 >= len(self._starts):
+                return None
+            self._number += 1
+            self._flow = self._open(self._number, self._starts[self._number])
+
+
+def _numbered(chunk: Chunk, concat: Concat, number: int) -> Chunk:
+    items = conformer(concat, number)(chunk.items.told_apart(concat.tags[number] << 24))
+    return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
+
+
+class Zipped:
+    """Cursor: [cursor of each part]."""
+
+    def __init__(self, open_part: Callable[[int, At], Flow], cursor: At) -> None:
+        self._intakes = [Intake(open_part(number, inner), inner) for number, inner in enumerate(cursor)]
+        self._growing = Growing()
+        self._ended = False
+
+    def pull(self) -> Chunk | None:
+        if self._ended:
+            return None
+        size = self._growing.next()
+        taken = [intake.take(size) for intake in self._intakes]
+        count = min(each.count for each in taken)
+        self._ended = count < size
+        if not count:
+            return None
+        batches = [real(each.items()).slice(0, count) for each in taken]
+        columns: dict[str, Any] = {}
+        for batch in batches:
+            twice = columns.keys() & batch.columns.keys()
+            if twice:
+                raise ColumnError(f"zip: two of the parts have a column {min(twice)!r}: rename it in one of them.")
+            columns.update(batch.columns)
+        owned = all(batch.owned for batch in batches)
+        nullable = {name: paths for batch in batches for name, paths in batch.nullable.items()}
+        first = batches[0]
+        made = Batch(columns, first.rows, first.places, owned, nullable, first.ordinals)
+        self._growing.made(made)
+        return Chunk(
+            made,
+            lambda outputs: [each.at(outputs) for each in taken],
+            lambda outputs: [each.before(outputs) for each in taken],
+        )

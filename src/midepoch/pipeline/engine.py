@@ -1,0 +1,267 @@
+"""The Engine: runs a pipeline at positions. Open files and caches live here; disposable, never saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import CorruptBlockError
+from midepoch.order import EpochOrder, Uses
+from midepoch.pipeline.leaf import Leaf
+from midepoch.read import MIN_RUN, Reader, Rows
+from midepoch.read.columns import Located, is_plain
+from midepoch.sources.taking import taken
+from midepoch.spent import Spent
+from midepoch.transforms import (
+    Batch,
+    FilterExpression,
+    RunContext,
+    SelectColumns,
+    finish,
+    present,
+    present_rows,
+    run_steps,
+)
+from midepoch.transforms.features import Encoded
+from midepoch.transforms.formats import UnreadableError, readable
+from midepoch.transforms.generators import Generators
+
+Int64Array = npt.NDArray[np.int64]
+
+_log = logging.getLogger("midepoch")
+
+_CHUNK_ROWS = 4096
+_RUN_BYTES = 1 << 20
+"""Of rows that lie side by side, in one piece: what becomes Python objects at once stays in the processor's cache."""
+
+
+class Engine:
+    """``shared``: other processes of this machine run the same pipeline. ``readers``: threads to decode with, at least.
+
+    ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
+    """
+
+    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, spent: Spent | None = None) -> None:
+        self.leaf = leaf
+        self.spent = Spent() if spent is None else spent
+        self.skipped = 0
+        """Rows left out so far under ``on_error="skip"``."""
+        self._sharers, self._readers = max(leaf.cut.count, 2 if shared else 1), readers
+        self._reader: Reader | None = None
+        self._inherited: Reader | None = None
+        self._narrow: Engine | None = None
+        self._process = os.getpid()
+        self.generators = Generators(leaf.seed, leaf.global_seed or 0, leaf.path)
+        self._epoch: tuple[int, EpochOrder] | None = None
+        self._starts = leaf.source.layout.block_starts
+        self._run_rows = self.chunk_rows(_RUN_BYTES)
+        self._expects = leaf.source.fetched
+        nullable = leaf.source.nullable
+        self._nullable = {name: nullable[source_name] for name, source_name in leaf.head.items()}
+        self._names = list(leaf.head)
+        decoded = leaf.source.decoded if leaf.format != "arrow" or leaf.has_map else frozenset()
+        self._decoded = [name for name, source_name in leaf.head.items() if source_name in decoded]
+
+    def chunk_rows(self, most_bytes: int) -> int:
+        """How many rows to read at once: enough to spread the cost of a call, within a number of bytes."""
+        return int(max(1, min(_CHUNK_ROWS, most_bytes / max(1.0, self.leaf.source.bytes_per_row))))
+
+    def order(self, epoch: int) -> EpochOrder:
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self.leaf.order.at(epoch, self.leaf.source.layout))
+        return self._epoch[1]
+
+    def chosen(self, epoch: int, positions: Int64Array) -> Int64Array:
+        """Positions of an epoch to row numbers of the dataset before it was shuffled."""
+        return self.order(epoch).chosen(positions)
+
+    def reached(self, epoch: int, position: int) -> None:
+        """Rows from this position on are read next: where blocks have to be fetched, those that follow can be."""
+        if self._expects:
+            order = self.order(epoch)
+            self._open_reader().expect(epoch, position, lambda: self._uses(order))
+
+    def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
+        """When this share of the epoch reads which block (its own lanes, if it has any to itself), and when all do."""
+        uses, cut = order.uses(), self.leaf.cut
+        if self.leaf.order.lanes % cut.count:
+            return uses, uses
+        mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)
+        return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine]), uses
+
+    def passing(self, chosen: Int64Array) -> Int64Array | None:
+        """The places of those rows that pass an expression which is the first function, by its own columns alone.
+
+        None where rows may be missing, or lie side by side, so that nothing is spared.
+        """
+        first = self.leaf.tail[0]
+        together = int(chosen[-1]) - int(chosen[0]) == len(chosen) - 1
+        if not isinstance(first, FilterExpression) or together or self.leaf.on_error == "skip" or self._decoded:
+            return None
+        if self._narrow is None:
+            schema, head = self.leaf.source.schema, self.leaf.head
+            needed = first.columns(pa.schema([schema.field(old).with_name(new) for new, old in head.items()]))
+            before = self.leaf.steps[: len(self.leaf.steps) - len(self.leaf.tail)]
+            narrow = replace(self.leaf, steps=(*before, SelectColumns(tuple(needed))))
+            self._narrow = Engine(narrow, spent=self.spent)
+        pieces: list[Batch] = []
+        while (at := sum(map(len, pieces))) < len(chosen):
+            pieces += [piece for piece, _ in self._narrow.read_pieces(chosen[at:])]
+        return np.flatnonzero(first.mask(pieces))
+
+    def read_pieces(self, chosen: Int64Array) -> list[tuple[Batch, int]]:
+        """These rows, each piece with the number asked for: one piece, or views of blocks if they lie side by side.
+
+        Pieces stop before a block that cannot be read, unless it is the first: the good rows before it come first.
+        """
+        rows = self.leaf.order.selection.source_rows(chosen)
+        first, count = int(rows[0]), len(rows)
+        if count < MIN_RUN or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
+            return [(self.read(chosen), count)]
+        low, high = self._starts.searchsorted((first, first + count), side="right").tolist()
+        ends = [start - first for start in self._starts[low:high].tolist()]
+        if not ends or ends[-1] != count:
+            ends.append(count)
+        if len(ends) * MIN_RUN > count:
+            return [(self.read(chosen), count)]
+        pieces: list[tuple[Batch, int]] = []
+        at, reader = 0, self._open_reader()
+        for end in ends:
+            while at < end:
+                size = min(end - at, self._run_rows)
+                try:
+                    found = reader.read_run(first + at, size)
+                except CorruptBlockError:
+                    if pieces:
+                        return pieces
+                    raise
+                pieces.append((self._batch(found, chosen[at : at + size]), size))
+                at += size
+        return pieces
+
+    def _open_reader(self) -> Reader:
+        if self._reader is not None and self._process != os.getpid():
+            # A fork has the reader's locks but not its threads. Not freed either: that would wait for them.
+            self._inherited, self._reader = self._reader, None
+        if self._reader is None:
+            self._process = os.getpid()
+            wanted = list(self.leaf.head.values())
+            skip = self.leaf.on_error == "skip"
+            self._reader = Reader(
+                self.leaf.source,
+                wanted,
+                skip_corrupt=skip,
+                sharers=self._sharers,
+                threads=self._readers,
+                spent=self.spent,
+            )
+        return self._reader
+
+    @property
+    def plain(self) -> bool:
+        """Whether every column is values of one size, or text: then a batch cut from a larger one is the same batch."""
+        schema = self.leaf.source.schema
+        types = {name: schema.field(source_name).type for name, source_name in self.leaf.head.items()}
+        lists_with_nulls = (pa.types.is_fixed_size_list(kind) and self._nullable[name] for name, kind in types.items())
+        return not self._decoded and all(map(is_plain, types.values())) and not any(lists_with_nulls)
+
+    def locate(self, chosen: Int64Array) -> dict[str, Located] | None:
+        """Where rows lie, if all columns are plain numbers without a null and as read; else None."""
+        if self._decoded or any(self._nullable.values()):
+            return None
+        found = self._open_reader().locate(self.leaf.order.selection.source_rows(chosen))
+        return found and {name: found[source_name] for name, source_name in self.leaf.head.items()}
+
+    def check(self) -> None:
+        """Look, once a second, whether mapped files have changed: before rows that were located are copied."""
+        if self._reader is not None:
+            self._reader.check()
+
+    def read(self, chosen: Int64Array) -> Batch:
+        """Rows as they lie, before any step."""
+        return self._batch(self._open_reader().read(self.leaf.order.selection.source_rows(chosen)), chosen)
+
+    def _batch(self, found: Rows, chosen: Int64Array) -> Batch:
+        leaf = self.leaf
+        places = np.arange(len(chosen)) if found.kept is None else np.flatnonzero(found.kept)
+        if leaf.on_error == "skip":
+            found, places = self._only_readable(found, places)
+        self.skipped += len(chosen) - len(places)
+        columns: dict[str, Any] = dict(zip(self._names, found.batch.columns, strict=True))
+        columns.update(self._encoded(found))
+        return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
+
+    def _encoded(self, found: Rows) -> dict[str, Encoded]:
+        """The columns that ``datasets`` has to decode."""
+        schema, head = self.leaf.source.schema, self.leaf.head
+        return {n: Encoded(head[n], found.batch.column(self._names.index(n)), schema) for n in self._decoded}
+
+    def _only_readable(self, found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
+        """Without rows whose text is not UTF-8 or that do not decode: a block that opens can still hold such bytes.
+
+        Only asked for under on_error="skip", and row by row: it decodes everything once more.
+        """
+        encoded = self._encoded(found).values()
+        text = [c for c in found.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+        if not encoded and all(map(readable, text)):
+            return found, places
+        good = [
+            i
+            for i in range(found.batch.num_rows)
+            if all(readable(column.slice(i, 1)) for column in text) and all(column.decodes(i) for column in encoded)
+        ]
+        if len(good) == found.batch.num_rows:
+            return found, places
+        _log.warning("skipped %d rows that cannot be read or decoded", found.batch.num_rows - len(good))
+        kept = np.zeros(0, dtype=bool)  # not None: some are missing
+        columns = [taken(column, np.array(good, dtype=np.int64)) for column in found.batch.columns]
+        return Rows(pa.RecordBatch.from_arrays(columns, schema=found.batch.schema), True, kept), places[good]
+
+    def transform(self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None) -> Batch:
+        """All steps in turn; or only some, of those from the first function on."""
+        if not self.leaf.tail:
+            return batch
+        began = perf_counter()
+        leaf = self.leaf
+        run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
+        chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
+        found = run_steps(chosen, batch, run)
+        self.spent.functions += perf_counter() - began
+        return found
+
+    def _skip(self, rows: int) -> None:
+        self.skipped += rows
+
+    def _place(self, row: int) -> str:
+        source_row = self.leaf.order.selection.source_rows(np.array([row]))[0]
+        return self.leaf.source.place(int(source_row))
+
+    def rows(self, batch: Batch) -> list[Any]:
+        """One object a row, in the pipeline's format (Python dicts unless another was chosen)."""
+        try:
+            return present_rows(batch, self.leaf.format or "python")
+        except UnreadableError as problem:
+            raise self.named(problem) from problem.__cause__
+
+    def columns(self, batch: Batch) -> Any:
+        """The batch as columns, in the pipeline's format."""
+        kind = self.leaf.format or "python"
+        return finish(self.presented(batch, kind), kind)
+
+    def presented(self, batch: Batch, kind: str) -> Any:
+        """As ``present``. Errors name the file of the row."""
+        try:
+            return present(batch, kind)
+        except UnreadableError as problem:
+            raise self.named(problem) from problem.__cause__
+
+    def named(self, problem: UnreadableError) -> CorruptBlockError:
+        """The error with the file that the row is in."""
+        return problem if problem.row is None else CorruptBlockError(f"{self._place(problem.row)}: {problem}")

@@ -1,0 +1,65 @@
+"""The fields by which a state knows what it belongs to."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Mix, Node
+
+if TYPE_CHECKING:
+    from midepoch.pipeline.spec import PipelineSpec
+
+DEFAULTS = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False, "arguments": ""}
+"""Values that are left out of the description of a part."""
+
+
+def identity(spec: PipelineSpec) -> dict[str, Any]:
+    """Return the fields that a state of a pipeline is compared by."""
+    node = spec.node
+    if isinstance(node.base, Leaf):
+        found = leaf_identity(node.base) | {"lanes": spec.lanes, "pipeline": node.text}
+        if node.arguments or not spec.has_positions:
+            found["arguments"] = node.arguments
+        if spec.changes and spec.has_positions:
+            found["changes"] = json.dumps(spec.changes)
+        return found
+    return {
+        "data": node.digest,
+        "rows": sum(leaf.rows for leaf in node.leaves),
+        **DEFAULTS,
+        "lanes": spec.lanes,
+        "pipeline": node.text,
+        "arguments": node.arguments,
+        "parts": json.dumps(describe(node), separators=(",", ":")),
+    }
+
+
+def leaf_identity(leaf: Leaf) -> dict[str, Any]:
+    """Return the fields that the rows of one source are compared by."""
+    shuffle = leaf.order.shuffle
+    return {
+        "data": leaf.source.fingerprint,
+        "rows": leaf.rows,
+        "selection": leaf.order.selection.text,
+        "scope": shuffle.scope if shuffle else "none",
+        "seed": shuffle.seed if shuffle else None,
+        "window": shuffle.window if shuffle and shuffle.scope == "window" else None,
+        "lanes": leaf.order.lanes,
+        "aligned": bool(shuffle and shuffle.aligned),
+        "pipeline": leaf.text,
+    }
+
+
+def describe(node: Node) -> dict[str, Any]:
+    """Return what a node is, as far as a state depends on it: a tree of JSON-able dicts."""
+    base = node.base
+    if isinstance(base, Leaf):
+        found = leaf_identity(base) | {"pipeline": node.text, "arguments": node.arguments}
+        return {name: value for name, value in found.items() if name != "lanes" and value != DEFAULTS.get(name, ...)}
+    more: dict[str, Any] = {}
+    if isinstance(base, Mix):
+        more = {"weights": list(base.weights)} | ({"names": list(base.names)} if base.names else {})
+    more |= {"arguments": node.arguments} if node.arguments else {}
+    return {"pipeline": node.text, **more, "parts": [describe(part) for part in base.parts]}

@@ -1,0 +1,167 @@
+"""The lanes of a flow side by side: the next output is always that of the lane that has had the fewest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order import Cut
+from midepoch.pipeline.chunk import Intake, Items, Taken, at_mark, joined
+from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
+from midepoch.pipeline.node import Node
+from midepoch.pipeline.open import open_flow, start
+from midepoch.pipeline.rows import Bundles
+from midepoch.pipeline.stages import Packing
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which outputs a process gets: those of its lanes, or, where several share them, each ``cut.count``-th."""
+
+    lanes: Cut
+    cut: Cut
+
+    @staticmethod
+    def of(lanes: int, process: Cut) -> Share:
+        """``process`` of its world: the outputs that are its index modulo the count, if all lanes are dealt in turn."""
+        groups = gcd(lanes, process.count)
+        inner = Cut(process.index // groups, process.count // groups)
+        return Share(Cut(process.index % groups, groups), inner)
+
+
+class Lanes:
+    """The lanes of one process, from a cursor on."""
+
+    def __init__(self, spec: Node, lanes: int, share: Share, bundles: Bundles, cursor: Cursor) -> None:
+        self.share, self._start = share, cursor
+        self.packing = Packing()
+        self.numbers = share.lanes.positions(0, lanes).tolist()
+        fresh = LaneCursor(0, False, start(spec))
+        known = {} if cursor.lanes is None else cursor.lanes.by_lane
+        stands = [known.get(lane, fresh) for lane in self.numbers]
+        self.outputs = np.array([at.outputs for at in stands], dtype=np.int64)
+        self._started = int(self.outputs.sum())
+        self.live = [not at.ended for at in stands]
+        self.intakes = [
+            Intake(open_flow(spec, bundles, self.packing, cursor.epoch, Cut(lane, lanes), at.cursor), at.cursor)
+            for lane, at in zip(self.numbers, stands, strict=True)
+        ]
+
+    def take(self, count: int) -> Deal | None:
+        """The next ``count`` outputs of this process, fewer at the end; None if there are none for anybody.
+
+        Those that other processes get of the same lanes are made here, too, and left out.
+        """
+        wanted, before = count * self.share.cut.count, self.outputs.copy()
+        taken: list[tuple[int, Taken]] = []
+        while wanted and any(self.live):
+            for lane, quota in self._deal(wanted):
+                some = self.intakes[lane].take(quota)
+                if some.count < quota:
+                    self.live[lane] = False
+                if some.count:
+                    taken.append((lane, some))
+                self.outputs[lane] += some.count
+                wanted -= some.count
+        return Deal(self, self._start.epoch, before, taken) if taken else None
+
+    def cursor(self) -> Cursor:
+        """Return the cursor after all that was taken."""
+        stands = {
+            lane: LaneCursor(int(outputs), not live, intake.cursor)
+            for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
+        }
+        position = self.position(int(self.outputs.sum()))
+        return Cursor(self._start.epoch, position, LaneCursors(stands, self.share.lanes))
+
+    def position(self, outputs: int) -> int:
+        """Return the outputs of all processes together, when these lanes have had so many."""
+        return self._start.position + (outputs - self._started) * self.share.lanes.count
+
+    def _deal(self, count: int) -> list[tuple[int, int]]:
+        """How many of the next outputs are to come from each lane that has not ended, if all of them have enough."""
+        if len(self.live) == 1:
+            return [(0, count)]
+        live = np.flatnonzero(self.live)
+        had = self.outputs[live]
+        order = np.argsort(had, kind="stable")  # the lanes are in order: of equals the first comes first
+        rising = had[order]
+        # Filling up the lanes that have had the fewest, like water: ``level`` is how many each has had then.
+        needed = rising * np.arange(1, len(rising) + 1) - np.cumsum(rising)
+        filled = int(np.searchsorted(needed, count, side="right"))
+        level, over = divmod(count + int(rising[:filled].sum()), filled)
+        quotas = np.zeros(len(live), dtype=np.int64)
+        quotas[order[:filled]] = level - rising[:filled]
+        quotas[np.sort(order[:filled])[:over]] += 1
+        return [(int(lane), int(quota)) for lane, quota in zip(live, quotas, strict=True) if quota]
+
+
+class Deal:
+    """Outputs that were taken of the lanes together, and the cursor after each of them."""
+
+    def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Taken]]) -> None:
+        self._epoch, self._before, self._taken = epoch, before, taken
+        self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
+        self._position = lanes.position
+        self._marks = [intake.mark() for intake in lanes.intakes]
+        self.total = sum(some.count for _, some in taken)
+        """Outputs of all processes that share these lanes."""
+
+    @cached_property
+    def _lane_of(self) -> Int64Array:
+        """The lane of each output, in the order in which they come."""
+        lanes = np.concatenate([np.full(some.count, lane) for lane, some in self._taken])
+        return lanes if self._order is None else lanes[self._order]
+
+    @cached_property
+    def _order(self) -> Int64Array | None:
+        """In which order the outputs come; None: as they were taken."""
+        if len({lane for lane, _ in self._taken}) == 1:
+            return None
+        had, turns, lanes = self._before.tolist(), [], []
+        for lane, some in self._taken:
+            turns.append(np.arange(had[lane], had[lane] + some.count))
+            lanes.append(np.full(some.count, lane))
+            had[lane] += some.count
+        return np.lexsort((np.concatenate(lanes), np.concatenate(turns)))
+
+    @property
+    def some(self) -> Items:
+        """The first of the outputs of all processes that share these lanes."""
+        return self._taken[0][1].items().slice(0, 1)
+
+    @cached_property
+    def items(self) -> Items:
+        """The outputs of this process: maybe none, if all are of others."""
+        found = joined([some.items() for _, some in self._taken])
+        cut, order = self._share.cut, self._order
+        if cut.count > 1:
+            mine = np.arange(cut.index, self.total, cut.count)
+            order = mine if order is None else order[mine]
+        return found if order is None else found.keep(order)
+
+    def cursor(self, own: int | None = None) -> Cursor:
+        """Return the cursor after the first ``own`` outputs of this process, or after all.
+
+        Where processes share the lanes, it counts what the others get until each has had as many turns: it is the same
+        on all of them.
+        """
+        count = self.total if own is None else min(self.total, own * self._share.cut.count)
+        done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
+        stands = {}
+        for lane, number in enumerate(self._numbers):
+            mine, left = [some for at, some in self._taken if at == lane], done[lane]
+            cursor = mine[0].at(0) if mine else at_mark(self._marks[lane])
+            for some in mine:
+                if left:
+                    cursor, left = some.at(min(left, some.count)), max(0, left - some.count)
+            ended = count == self.total and not self._live[lane]
+            stands[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
+        position = self._position(int(self._before.sum()) + count)
+        return Cursor(self._epoch, position, LaneCursors(stands, self._share.lanes))

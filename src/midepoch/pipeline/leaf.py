@@ -1,0 +1,182 @@
+"""The leaf of a pipeline: one source, its order, and the steps that look at rows or groups of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from midepoch.order import Cut, Order
+from midepoch.sources import Source
+from midepoch.transforms import (
+    Cast,
+    ColumnStep,
+    FilterExpression,
+    FilterRows,
+    FlatMap,
+    Function,
+    Map,
+    RenameColumns,
+    Step,
+    Unbatch,
+)
+from midepoch.transforms.arguments import arguments_of
+
+ON_ERROR = ("raise", "skip")
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """All that decides which row of one source stands at a position. Immutable, and it pickles small.
+
+    ``seed_drawn``: the seed was not given by the user, so a resume takes over that of the state; ``seed_agreed``: all
+    ranks have the same all the same. ``cut``, ``format``, ``global_seed`` and ``path`` are set where it is run:
+    ``global_seed`` seeds the global random generators while functions run, ``path`` is explained in ``RunContext``.
+    """
+
+    source: Source
+    order: Order
+    steps: tuple[Step, ...] = ()
+    on_error: str = "raise"
+    seed_drawn: bool = False
+    seed_agreed: bool = False
+    defaults: frozenset[str] = frozenset()
+    """The settings of the shuffle ("scope", "window") that the user did not give: a resume takes over the state's."""
+    cut: Cut = field(default_factory=Cut)
+    format: str | None = None
+    global_seed: int | None = None
+    path: int = 0
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"on_error must be 'raise' or 'skip', got {self.on_error!r}")
+
+    @property
+    def seed_alone(self) -> bool:
+        """Whether the seed was drawn by this process alone."""
+        return self.seed_drawn and not self.seed_agreed
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch, over all shards."""
+        return len(self.order)
+
+    @property
+    def seed(self) -> int:
+        """What the generators of its functions are made from."""
+        return self.order.shuffle.seed if self.order.shuffle else 0
+
+    @cached_property
+    def head(self) -> dict[str, str]:
+        """The columns that the steps before the first function leave: name -> name in the source. No other is read."""
+        kept = {name: name for name in self.source.schema.names}
+        for step in self.steps[: self._first]:
+            assert isinstance(step, ColumnStep)
+            names = step.columns(list(kept))
+            sources = kept.values() if isinstance(step, RenameColumns) else (kept[name] for name in names)
+            kept = dict(zip(names, sources, strict=True))
+        return kept
+
+    @property
+    def _first(self) -> int:
+        return next((i for i, step in enumerate(self.steps) if not isinstance(step, ColumnStep)), len(self.steps))
+
+    @cached_property
+    def tail(self) -> tuple[Step, ...]:
+        """The steps from the first function on."""
+        return self.steps[self._first :]
+
+    @cached_property
+    def known_columns(self) -> tuple[str, ...] | None:
+        """The columns after all steps, or None where only running a map would tell."""
+        return columns_after(self.tail, tuple(self.head))
+
+    @cached_property
+    def group(self) -> int | None:
+        """How many rows the first batched function is given at a time when rows are iterated one by one."""
+        return group_of(self.steps)
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether rows may be passed over, so that shards that hand out rows one by one drift apart."""
+        return self.on_error == "skip" or any(getattr(step, "on_error", "raise") == "skip" for step in self.steps)
+
+    @property
+    def may_drop_rows(self) -> bool:
+        """True if some rows become nothing, as by a filter, and it is known which: not where groups become others."""
+        grouped = any(isinstance(step, Map) and not (step.one_to_one and not step.drop_last) for step in self.steps)
+        return not grouped and any(
+            isinstance(step, (FilterExpression, FilterRows, FlatMap, Unbatch)) for step in self.steps
+        )
+
+    @property
+    def one_to_one(self) -> bool:
+        """Whether there is a row out for each row in (or, where it fails, none)."""
+        return all(is_one_to_one(step) for step in self.steps)
+
+    @property
+    def has_map(self) -> bool:
+        return bool(self.tail)
+
+    @property
+    def has_functions(self) -> bool:
+        """True if functions of the user run, which may draw from global generators."""
+        return any(isinstance(step, Function) for step in self.tail)
+
+    @cached_property
+    def text(self) -> str:
+        """The steps in words, as far as a state depends on them: what a step *is*, not its code."""
+        return text_of(self.steps) or "none"
+
+    @cached_property
+    def arguments(self) -> str:
+        """The arguments of the steps, as far as they have a stable text; empty without steps."""
+        return arguments_text(self.steps)
+
+
+def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The columns that steps leave of others, or None where only running a map would tell."""
+    for step in steps:
+        if isinstance(step, ColumnStep):
+            names = step.columns(names)
+        elif isinstance(step, (Map, FlatMap)):
+            return None
+    return names
+
+
+def group_of(steps: tuple[Step, ...]) -> int | None:
+    """How many rows the first batched function is given at a time, of those to which that matters."""
+    return next(
+        (step.batch_size for step in steps if isinstance(step, Function) and step.batched and not _rowwise(step)), None
+    )
+
+
+def _rowwise(step: Function) -> bool:
+    return isinstance(step, Map) and step.rowwise
+
+
+def is_one_to_one(step: Step) -> bool:
+    if isinstance(step, (ColumnStep, Cast)):
+        return True
+    return isinstance(step, Map) and step.one_to_one and not step.drop_last
+
+
+def text_of(steps: tuple[Step, ...]) -> str:
+    return ",".join(_name(step) for step in steps if not isinstance(step, ColumnStep))
+
+
+def arguments_text(steps: tuple[Step, ...]) -> str:
+    return ",".join(arguments_of(step) for step in steps if not isinstance(step, ColumnStep))
+
+
+def _name(step: Step) -> str:
+    if isinstance(step, Unbatch):
+        return f"unbatch[{' '.join(step.names)}]" if step.given else "unbatch"
+    if isinstance(step, Cast):
+        return step.text
+    if not isinstance(step, Map):
+        if isinstance(step, FlatMap):
+            return "flat_map"
+        return f"filter[batched {step.batch_size}]" if isinstance(step, FilterRows) and step.batched else "filter"
+    if not step.one_to_one or step.drop_last:
+        return f"map[batched {step.batch_size}{' drop' * step.drop_last}{' to any' * (not step.one_to_one)}]"
+    return "map[batched]" if step.batched else "map"

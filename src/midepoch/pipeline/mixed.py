@@ -1,0 +1,126 @@
+"""Flows mixed by weights: the outputs of several parts in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order import Cut
+from midepoch.order.mixing import Schedule, spans
+from midepoch.pipeline.chunk import Chunk, Items, joined
+from midepoch.pipeline.combined import Growing
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.node import Mix
+from midepoch.pipeline.passes import Draw, Open, Part
+from midepoch.transforms import Batch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Mixed:
+    """Cursor: [position, era, [[pass, stage of the part, cursor of the part], …]], and what the mix was before it was
+    changed, while something continues that was begun then.
+
+    A part that ends is iterated again in an epoch of its own, unless the first end is that of the mix. One of which
+    nothing comes in any lane leaves its positions empty. One of weight 0 is paused: it keeps its place.
+    """
+
+    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Cut, cursor: At) -> None:
+        self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
+        self._position, self._era, parts, *old = cursor
+        self._old: At = old[0] if old else None  # what it was before it was changed, while it stays so
+        self._schedule = self._make_schedule()
+        self._parts = [
+            Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
+        ]
+        self._active = [number for number, count in enumerate(mix.counts) if count]
+        self._ended = False
+
+    def _make_schedule(self) -> Schedule:
+        if self._old is None:
+            return Schedule(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._era)
+        return old_schedule(self._old, self._mix.seed, self._epoch, self._lane.index, self._era)
+
+    def pull(self) -> Chunk | None:
+        if self._ended or (self._mix.stop == "all" and all(self._parts[number].exhausted for number in self._active)):
+            return None
+        if self._old is not None and self._position >= self._old[0]:
+            self._old, self._position, self._era = None, 0, self._era + 1
+            self._schedule = self._make_schedule()
+        size, first, old = self._growing.next(), self._position, self._old
+        if old is not None:
+            size = min(size, old[0] - first)
+        sources = self._schedule.sources(first, first + size)
+        if old is not None:
+            sources = np.array([number for _, number in old[1]])[sources]
+        places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
+        draws = [part.draw(len(found)) for part, found in zip(self._parts, places, strict=True)]
+        end = self._end(draws, places)
+        if end is not None or all(self._parts[number].barren for number in self._active):
+            self._ended, size = True, size if end is None else end
+        self._position += size
+        era, items, filled = self._era, *_in_order(draws, places, size)
+        self._growing.made(items)
+
+        def at(outputs: int) -> At:
+            position = size if outputs == len(filled) else int(filled[outputs - 1]) + 1 if outputs else 0
+            return after(position)
+
+        def before(outputs: int) -> At:
+            if outputs == len(filled):
+                return at(outputs)
+            position = int(filled[outputs])
+            return after(position, int(sources[position]))
+
+        def after(position: int, coming: int = -1) -> At:
+            counts = np.bincount(sources[:position], minlength=len(draws)).tolist()
+            parts = [
+                draw.before(count) if number == coming else draw.at(count)
+                for number, (draw, count) in enumerate(zip(draws, counts, strict=True))
+            ]
+            return [first + position, era, parts, *([old] if old is not None else [])]
+
+        return Chunk(items, at, before)
+
+    def _end(self, draws: Sequence[Draw], places: Sequence[Int64Array]) -> int | None:
+        """Return the position in this chunk at which the mix ends, if it does.
+
+        That is where a part is needed that has ended, or, with "all", after the last output of the last part to end.
+        """
+        if self._mix.stop == "first":
+            ends = (int(found[count]) for draw, found in zip(draws, places, strict=True) for count in draw.ends)
+            return min(ends, default=None)
+        if self._mix.stop == "never":
+            return None
+        latest = 0
+        for number in self._active:
+            draw, found = draws[number], places[number]
+            if draw.exhausted:
+                continue
+            if not draw.ends and self._parts[number].has_more():
+                return None
+            count = draw.ends[0] if draw.ends else len(found)
+            latest = max(latest, int(found[count - 1]) + 1 if count else 0)
+        return latest
+
+
+def old_schedule(old: At, seed: int, epoch: int, lane: int, era: int) -> Schedule:
+    """Return the schedule of a mix before it was changed.
+
+    ``old`` is [up to which position it holds, [[weight, number of the part now], …]].
+    """
+    return Schedule(spans([weight for weight, _ in old[1]]), seed, epoch, lane, era)
+
+
+def _in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
+    """Outputs of the parts, each at its place, up to the end; and their places."""
+    found = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
+    if not found:
+        none = np.zeros(0, np.int64)
+        return Batch({}, none, none, True), none
+    filled = np.concatenate([where for _, where in found])
+    order = np.argsort(filled, kind="stable")
+    order = order[: int(np.searchsorted(filled[order], size))]
+    return joined([items for items, _ in found]).keep(order), filled[order]

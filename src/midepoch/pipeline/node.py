@@ -1,0 +1,380 @@
+"""The tree of a pipeline: a leaf, or several nodes combined, and the stages after it. Frozen values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from midepoch.order.mixing import spans
+from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
+from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
+from midepoch.transforms import Cast, ColumnStep, Function, Map, Step
+from midepoch.transforms.packing import PackSpec
+
+STOPS = ("first", "all", "never")
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """Steps behind a stage, over groups of its outputs."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def size(self) -> int:
+        """How many outputs make a group."""
+        return group_of(self.steps) or 1
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it matters which outputs are put through them together."""
+        return group_of(self.steps) is not None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether every output becomes one, for itself: then there is nothing to remember."""
+        return not self.grouped and all(is_one_to_one(step) and not _skips(step) for step in self.steps)
+
+    @property
+    def text(self) -> str:
+        return text_of(self.steps)
+
+
+@dataclass(frozen=True)
+class Rebatch:
+    """Groups of outputs as one row each."""
+
+    size: int
+    drop_last: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"batch[{self.size}{' drop' * self.drop_last}]"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Outputs shuffled within windows of so many."""
+
+    size: int
+    seed: int
+
+    @property
+    def text(self) -> str:
+        return f"shuffle[{self.size} seed={self.seed}]"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Outputs number ``start`` to ``stop`` of every epoch; to its end, if ``stop`` is None."""
+
+    start: int = 0
+    stop: int | None = None
+
+    def count_of(self, outputs: float | None) -> int:
+        """Return how many of so many outputs are left; of any number of them, if that is None."""
+        if outputs is None or (self.stop is not None and self.stop < outputs):
+            assert self.stop is not None
+            outputs = self.stop
+        return max(0, round(outputs) - self.start)
+
+    @property
+    def text(self) -> str:
+        return f"slice[{self.start}:{'' if self.stop is None else self.stop}]"
+
+
+StageSpec = Local | Rebatch | Window | Slice | PackSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """Outputs of several flows in turn, as often as their weights say."""
+
+    parts: tuple[Node, ...]
+    weights: tuple[float, ...]
+    seed: int
+    stop: str = "first"
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.stop not in STOPS:
+            raise ValueError(f"stop must be one of {', '.join(map(repr, STOPS))}, got {self.stop!r}")
+        _ = self.counts
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return spans(self.weights)
+
+    @cached_property
+    def tags(self) -> tuple[int, ...]:
+        """A number for each part that tells its rows apart, wherever it stands: by its name, else by what it is."""
+        return tags_of(self.names or [part.digest for part in self.parts])
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The schema that the rows of all parts are brought to. Raises ColumnError if there is none."""
+        return schema_of(self.parts, "mix")
+
+    @property
+    def text(self) -> str:
+        return f"mix[{self.stop} seed={self.seed}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Concat:
+    """One flow after the other."""
+
+    parts: tuple[Node, ...]
+
+    @cached_property
+    def tags(self) -> tuple[int, ...]:
+        """As those of a mix."""
+        return tags_of([part.digest for part in self.parts])
+
+    @cached_property
+    def schema(self) -> Schema:
+        """As that of a mix; columns that a part lacks are null in it."""
+        return schema_of(self.parts, "concat", fill=True)
+
+    @property
+    def text(self) -> str:
+        return "concat"
+
+
+@dataclass(frozen=True, eq=False)
+class Zip:
+    """Flows side by side, until the shortest ends: the columns of all in one row."""
+
+    parts: tuple[Node, ...]
+
+    @property
+    def tags(self) -> tuple[int, ...]:
+        """As those of a mix; the parts are known by their places."""
+        return tags_of([str(number) for number in range(len(self.parts))])
+
+    @property
+    def text(self) -> str:
+        return "zip"
+
+
+Combination = Mix | Concat | Zip
+
+
+def tags_of(names: Sequence[str]) -> tuple[int, ...]:
+    """A number for each of these, and another for each that comes again."""
+    texts = [f"{name} {names[:i].count(name)}" for i, name in enumerate(names)]
+    return tuple(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts)
+
+
+def path_below(path: int, tag: int) -> int:
+    """The path of a part of a combination, by the combination's own: 64 bits, and not 0."""
+    digest = hashlib.blake2b(f"{path} {tag}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1
+
+
+def _skips(step: Step) -> bool:
+    return getattr(step, "on_error", "raise") == "skip"
+
+
+def _of_a_row(step: Step) -> bool:
+    """Whether a step makes one row of each row, whatever rows it is given together and wherever they stand."""
+    if isinstance(step, (ColumnStep, Cast)):
+        return True
+    if not isinstance(step, Map) or not step.one_to_one or _skips(step):
+        return False
+    return (not step.batched or step.rowwise) and not step.with_generator and not step.with_indices
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """All that decides what a flow yields from a cursor on, but for the lanes."""
+
+    base: Leaf | Combination
+    stages: tuple[StageSpec, ...] = ()
+
+    @property
+    def remembering(self) -> tuple[StageSpec, ...]:
+        """The stages that have a level of the cursor."""
+        return tuple(stage for stage in self.stages if not (isinstance(stage, Local) and stage.keeps_rows))
+
+    @property
+    def before(self) -> Node:
+        """What the last stage is behind."""
+        return Node(self.base, self.stages[:-1])
+
+    @property
+    def cuts_alike(self) -> bool:
+        """Whether lanes are pieces of the same outputs however many there are: not if flows are put side by side that
+        are cut in different places.
+        """
+        if any(isinstance(stage, Slice) for stage in self.stages):
+            return False
+        if isinstance(self.base, Leaf):
+            return True
+        if isinstance(self.base, Zip):
+            parts = self.base.parts
+            rows = {part.leaves[0].rows for part in parts}
+            return len(rows) == 1 and all(part.is_rows for part in parts)
+        return all(part.cuts_alike for part in self.base.parts)
+
+    @property
+    def has_positions(self) -> bool:
+        """True if positions can be computed: there is one row for each row of one source, or, where it fails, none."""
+        return isinstance(self.base, Leaf) and not self.stages and self.base.one_to_one
+
+    @property
+    def shuffled(self) -> bool:
+        """True if another epoch has another order."""
+        windows = any(isinstance(stage, Window) for stage in self.stages)
+        return windows or any(leaf.order.shuffle is not None for leaf in self.leaves)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether outputs are the rows of one source, one for one."""
+        keeps = all(isinstance(stage, Local) and stage.keeps_rows for stage in self.stages)
+        return isinstance(self.base, Leaf) and self.base.one_to_one and not self.base.can_skip and keeps
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The pipelines of single sources, from left to right."""
+        if isinstance(self.base, Leaf):
+            return (self.base,)
+        return tuple(chain.from_iterable(part.leaves for part in self.base.parts))
+
+    @property
+    def has_functions(self) -> bool:
+        """True if functions of the user run, which may draw from global generators."""
+        after = (step for stage in self.stages if isinstance(stage, Local) for step in stage.steps)
+        return any(isinstance(step, Function) for step in after) or any(leaf.has_functions for leaf in self.leaves)
+
+    def paths(self, path: int = 0) -> tuple[int, ...]:
+        """For each leaf, the number that tells the generators of its functions from those of all others."""
+        if isinstance(self.base, Leaf):
+            return (path,)
+        parts = zip(self.base.parts, self.base.tags, strict=True)
+        return tuple(chain.from_iterable(part.paths(path_below(path, tag)) for part, tag in parts))
+
+    def with_step(self, step: Step) -> Node:
+        """With one step more. What a row of a mix becomes does not depend on the mix: where that is so for certain, its
+        sources do it, each in its workers.
+        """
+        base, stages = self.base, self.stages
+        if isinstance(step, Map) and step.drop_last and not self._has_whole_groups:
+            return Node(base, (*stages, Local((self._numbered(step),))))
+        if stages and isinstance(stages[-1], Local):
+            return Node(base, (*stages[:-1], Local((*stages[-1].steps, self._numbered(step)))))
+        if isinstance(base, Leaf) and not stages:
+            return Node(replace(base, steps=(*base.steps, self._numbered(step))))
+        if isinstance(base, (Mix, Concat)) and not stages and _of_a_row(step):
+            return Node(replace(base, parts=tuple(part.with_step(step) for part in base.parts)))
+        return Node(base, (*stages, Local((self._numbered(step),))))
+
+    @property
+    def _has_whole_groups(self) -> bool:
+        """True if a batched function would get full groups but for the last: rows as they are, grouped by no other."""
+        base = self.base
+        rows = isinstance(base, Leaf) and base.one_to_one and not base.can_skip and base.group is None
+        return rows and not self.stages
+
+    def _numbered(self, step: Step) -> Step:
+        """A function with the number of those before it, which tells their generators apart."""
+        return replace(step, number=self.functions) if isinstance(step, Function) else step
+
+    @property
+    def functions(self) -> int:
+        """The number of functions, but for those of the parts of a combination."""
+        steps = chain(
+            self.base.steps if isinstance(self.base, Leaf) else (),
+            chain.from_iterable(stage.steps for stage in self.stages if isinstance(stage, Local)),
+        )
+        return sum(isinstance(step, Function) for step in steps)
+
+    @property
+    def seed(self) -> int:
+        """What the generators of functions behind a stage are made from."""
+        if isinstance(self.base, Leaf):
+            return self.base.seed
+        return self.base.seed if isinstance(self.base, Mix) else self.base.parts[0].seed
+
+    @property
+    def plain(self) -> bool:
+        """Whether outputs are just rows of sources: then their place in memory is known without reading them."""
+        if self.stages or isinstance(self.base, Zip):
+            return False
+        if isinstance(self.base, Leaf):
+            return not self.base.tail and not self.base.can_skip
+        return all(part.plain for part in self.base.parts)
+
+    @cached_property
+    def known(self) -> Known:
+        """The columns and types of outputs, as far as they are known before anything runs."""
+        if isinstance(self.base, Leaf):
+            known = known_of(self.base)
+        elif isinstance(self.base, Zip):
+            parts = [part.known for part in self.base.parts]
+            columns = {name: column for part in parts for name, column in part.columns.items()}
+            known = Known(columns, all(part.certain for part in parts))
+        else:
+            schema = self.base.schema
+            known = Known(schema.fixed or schema.likely, certain=bool(schema.fixed))
+        for stage in self.stages:
+            if isinstance(stage, Local):
+                known = known.after(stage.steps)
+            elif isinstance(stage, Rebatch):
+                known = known.listed()
+            elif isinstance(stage, PackSpec):
+                known = known.packed(stage)
+        return known
+
+    @property
+    def known_columns(self) -> tuple[str, ...] | None:
+        """The columns of an output, or None where only running would tell."""
+        if isinstance(self.base, Leaf):
+            names = self.base.known_columns
+        else:
+            parts = [part.known_columns for part in self.base.parts]
+            names = parts[0]
+            if isinstance(self.base, (Mix, Concat)) and self.base.schema.fixed:
+                names = tuple(self.base.schema.fixed)
+            elif isinstance(self.base, Zip):
+                names = None if None in parts else tuple(chain.from_iterable(part or () for part in parts))
+        for stage in self.stages:
+            if isinstance(stage, PackSpec):
+                names = stage.columns
+            elif isinstance(stage, Local) and names is not None:
+                names = columns_after(stage.steps, names)
+        return names
+
+    @cached_property
+    def text(self) -> str:
+        """What it is in words, as far as a state depends on it."""
+        stages = [stage.text for stage in self.stages]
+        if isinstance(self.base, Leaf):
+            return ",".join(text for text in (self.base.text, *stages) if text and text != "none") or "none"
+        return ",".join(text for text in (self.base.text, *stages) if text)
+
+    @cached_property
+    def arguments(self) -> str:
+        """The arguments of the steps, but for those of the parts of a combination."""
+        steps = [arguments_text(stage.steps) for stage in self.stages if isinstance(stage, Local)]
+        first = self.base.arguments if isinstance(self.base, Leaf) else ""
+        return ",".join(text for text in (first, *steps) if text)
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for what it is, by which a mix knows its parts again."""
+        what = [self.text]
+        if isinstance(self.base, Leaf):
+            shuffle = self.base.order.shuffle
+            seed = None if shuffle is None or self.base.seed_drawn else shuffle.seed
+            what += [self.base.source.fingerprint, self.base.order.selection.text]
+            if shuffle is not None:
+                # By default windows depend on the size of the cache, which says nothing about the data.
+                window = self.base.source.window if "window" in self.base.defaults else shuffle.window
+                what += [shuffle.scope, str(window), str(seed)]
+        else:
+            what += [part.digest for part in self.base.parts]
+        return hashlib.blake2b("\n".join(what).encode(), digest_size=6).hexdigest()

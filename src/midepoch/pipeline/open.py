@@ -1,0 +1,118 @@
+"""Opening a flow at a cursor; the cursor at which it begins; and whether a cursor is one of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midepoch.errors import StateError
+from midepoch.order import Cut
+from midepoch.pipeline.chunk import Flow
+from midepoch.pipeline.combined import Concatenated, Zipped
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.mixed import Mixed
+from midepoch.pipeline.node import Concat, Mix, Node, path_below
+from midepoch.pipeline.passes import AGAIN, BORROWING, FIRST
+from midepoch.pipeline.rows import Bundles, Referred, Rows
+from midepoch.pipeline.stages import Packing, stage
+from midepoch.transforms import RunContext
+from midepoch.transforms.generators import Generators
+
+
+def open_flow(
+    spec: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Cut, cursor: At, leaf: int = 0, path: int = 0
+) -> Flow:
+    """One lane of a flow, from a cursor on. ``leaf`` is the number of its first source among all."""
+    if spec.stages:
+
+        def source(inner: At) -> Flow:
+            return open_flow(spec.before, bundles, packing, epoch, lane, inner, leaf, path)
+
+        base_seed = bundles.engines[leaf].leaf.global_seed or 0
+        run = RunContext(spec.seed, epoch, path=path, generators=Generators(spec.seed, base_seed, path))
+        return stage(spec.stages[-1], source, cursor, run, packing)
+    base = spec.base
+    if isinstance(base, Leaf):
+        kind = Referred if spec.plain else Rows
+        return kind(bundles, leaf, epoch, lane, cursor)
+    firsts = [leaf]
+    for part in base.parts:
+        firsts.append(firsts[-1] + len(part.leaves))
+
+    def open_part(number: int, of_epoch: int, of_lane: Cut, inner: At) -> Flow:
+        below = path_below(path, base.tags[number])
+        return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, firsts[number], below)
+
+    if isinstance(base, Mix):
+        return Mixed(base, open_part, start(spec), epoch, lane, cursor)
+    if isinstance(base, Concat):
+        starts = [start(part) for part in base.parts]
+        return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, cursor)
+    return Zipped(lambda number, inner: open_part(number, epoch, lane, inner), cursor)
+
+
+def start(spec: Node) -> At:
+    """The cursor at the beginning of an epoch."""
+    found: At = [0, 0]
+    if isinstance(spec.base, Mix):
+        found = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
+    elif isinstance(spec.base, Concat):
+        found = [0, start(spec.base.parts[0])]
+    elif not isinstance(spec.base, Leaf):
+        found = [start(part) for part in spec.base.parts]
+    for _ in spec.remembering:
+        found = [found, 0]
+    return found
+
+
+def check_cursor(spec: Node, cursor: Any) -> None:
+    """Raise StateError unless this is a cursor of such a flow."""
+    if not _fits(spec, cursor):
+        raise StateError(
+            "the place of a lane does not fit this pipeline: it has other stages than when it was saved, or the state "
+            "is damaged."
+        )
+
+
+def _fits(spec: Node, cursor: Any) -> bool:
+    for _ in spec.remembering:
+        if not (_is_list(cursor, 2) and _is_count(cursor[1])):
+            return False
+        cursor = cursor[0]
+    base = spec.base
+    if isinstance(base, Leaf):
+        return _is_list(cursor, 2) and all(map(_is_count, cursor)) and cursor[0] <= base.rows
+    if isinstance(base, Mix):
+        return (
+            isinstance(cursor, list)
+            and (len(cursor) == 3 or (len(cursor) == 4 and _is_old(cursor[3], len(base.parts))))
+            and _is_count(cursor[0])
+            and _is_count(cursor[1])
+            and _is_list(cursor[2], len(base.parts))
+            and all(_is_list(one, 3) and _is_count(one[0]) and one[1] in (FIRST, AGAIN, BORROWING) for one in cursor[2])
+            and all(_fits(part, one[2]) for part, one in zip(base.parts, cursor[2], strict=True))
+        )
+    if isinstance(base, Concat):
+        inside = _is_list(cursor, 2) and _is_count(cursor[0]) and cursor[0] < len(base.parts)
+        return inside and _fits(base.parts[cursor[0]], cursor[1])
+    return _is_list(cursor, len(base.parts)) and all(map(_fits, base.parts, cursor))
+
+
+def _is_old(value: Any, parts: int) -> bool:
+    """How a mix was before it was changed, and up to which position it still is: [position, [[weight, part], …]]."""
+    if not (_is_list(value, 2) and _is_count(value[0]) and isinstance(value[1], list) and value[1]):
+        return False
+    good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 <= one[0] < 1e300 for one in value[1])
+    return (
+        all(good)
+        and any(one[0] for one in value[1])
+        and all(isinstance(one[1], int) and -1 <= one[1] < parts for one in value[1])
+    )
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

@@ -1,0 +1,220 @@
+"""The schema of a flow, as far as it is known before anything runs; and bringing the parts of a mix to one.
+
+Types are known until a function has run: what a function makes, only running tells. A mix or a concatenation has the
+types of the parts that are known, and what functions of the other parts make is converted to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from midepoch.errors import ColumnError
+from midepoch.pipeline.leaf import Leaf
+from midepoch.read.blocks import plain_schema
+from midepoch.transforms import Batch, ColumnStep, FilterExpression, FilterRows, RenameColumns, Step, Unbatch
+from midepoch.transforms.arrow_values import Paths, plain_type
+from midepoch.transforms.cast import Cast, common_type, converted, renamed_paths, same_type
+from midepoch.transforms.flat import is_list_type
+from midepoch.transforms.packing import PackSpec
+
+if TYPE_CHECKING:
+    from midepoch.pipeline.node import Node
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as read: its type and where it has nulls. ``encoded``: a Hugging Face feature decodes it."""
+
+    kind: pa.DataType
+    nulls: Paths = frozenset()
+    encoded: bool = False
+
+
+@dataclass(frozen=True)
+class Known:
+    """The columns of a flow. ``certain``: no function has run, so there are no others, of no other types."""
+
+    columns: Mapping[str, Column]
+    certain: bool = True
+    sequences: tuple[str, ...] | None = None
+    """The columns that hold lists, where that is known of columns whose types are not."""
+
+    @property
+    def lists(self) -> tuple[str, ...] | None:
+        """The columns that hold lists, or None where only running tells."""
+        if not self.certain:
+            return self.sequences
+        found = ((name, column) for name, column in self.columns.items() if not column.encoded)
+        return tuple(name for name, column in found if is_list_type(plain_type(column.kind)))
+
+    def listed(self) -> Known:
+        """Return the columns of groups of rows as one row each."""
+        if not self.certain or any(column.encoded for column in self.columns.values()):
+            return NOTHING
+        return Known({name: _list_of(column) for name, column in self.columns.items()})
+
+    def packed(self, spec: PackSpec) -> Known:
+        """Return the columns of packed sequences: all of them are lists."""
+        return Known({}, certain=False, sequences=spec.columns)
+
+    def after(self, steps: Iterable[Step]) -> Known:
+        """Return the columns after these steps."""
+        known = self
+        for step in steps:
+            if isinstance(step, Cast):
+                known = known._cast(step)
+            elif isinstance(step, ColumnStep) and known.certain:
+                before, names = list(known.columns), step.columns(list(known.columns))
+                old = before if isinstance(step, RenameColumns) else names
+                columns = {new: known.columns[name] for new, name in zip(names, old, strict=True)}
+                known = Known(columns)
+            elif isinstance(step, Unbatch) and known.certain:
+                inner = {name: _item_of(known.columns[name]) for name in step.names if name in known.columns}
+                known = Known({**known.columns, **inner})
+            elif not isinstance(step, (FilterRows, FilterExpression)):
+                known = Known(known.columns, certain=False)
+        return known
+
+    def _cast(self, step: Cast) -> Known:
+        columns = dict(self.columns)
+        for name, kind in step.types:
+            before = columns.get(name)
+            nulls = renamed_paths(before.nulls, before.kind, kind) if before is not None else frozenset()
+            columns[name] = Column(kind, nulls, before is not None and before.encoded)
+        return Known(columns, self.certain)
+
+
+NOTHING = Known({}, certain=False)
+_REMEDY = "bring them to the same columns (select_columns, rename_columns, map) first."
+
+
+def _list_of(column: Column) -> Column:
+    return Column(pa.large_list(column.kind), frozenset(("item", *path) for path in column.nulls))
+
+
+def _item_of(column: Column) -> Column:
+    """Return the column of the items of lists. Null lists become no rows, so only nulls inside of lists count."""
+    kind = plain_type(column.kind)
+    inner = getattr(kind, "value_type", pa.null())
+    return Column(inner, frozenset(path[1:] for path in column.nulls if path))
+
+
+def known_of(pipeline: Leaf) -> Known:
+    """Return the columns of one source after all its steps."""
+    source = pipeline.source
+    schema, nulls, encoded = plain_schema(source.schema), source.nullable, source.decoded
+    columns = {new: Column(schema.field(old).type, nulls[old], old in encoded) for new, old in pipeline.head.items()}
+    return Known(columns).after(pipeline.tail)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One schema for several parts. ``fixed``: columns of these types and no others, in this order.
+
+    Where no part is certain, ``fixed`` is empty and columns that come as Arrow arrays get the types of ``likely``.
+    """
+
+    what: str
+    fixed: Mapping[str, Column] = field(default_factory=dict)
+    likely: Mapping[str, Column] = field(default_factory=dict)
+    filled: frozenset[str] = frozenset()
+
+    def conform(self, batch: Batch) -> Batch:
+        """The rows with the columns and types of the schema. Raises ColumnError."""
+        if not len(batch):
+            return batch
+        if not self.fixed:
+            return self._likely(batch)
+        if batch.columns.keys() - self.fixed.keys() or self.fixed.keys() - batch.columns.keys() - self.filled:
+            raise ColumnError(
+                f"{self.what}: one source has the columns {', '.join(self.fixed)}, another has "
+                f"{', '.join(batch.columns)}: {_REMEDY}"
+            )
+        columns = {}
+        for name, column in self.fixed.items():
+            if name not in batch.columns:
+                columns[name] = pa.nulls(len(batch), column.kind)
+            elif column.encoded:
+                columns[name] = batch.columns[name]
+            else:
+                columns[name] = converted(name, batch.columns[name], column.kind)
+        return batch.with_columns(columns, {name: column.nulls for name, column in self.fixed.items()})
+
+    def _likely(self, batch: Batch) -> Batch:
+        columns, nullable = dict(batch.columns), dict(batch.nullable)
+        for name, column in batch.columns.items():
+            wanted = self.likely.get(name)
+            if wanted is not None and isinstance(column, pa.Array) and not wanted.encoded:
+                columns[name], nullable[name] = converted(name, column, wanted.kind), wanted.nulls
+        return batch.with_columns(columns, nullable)
+
+    def leaves_as_read(self, known: Known) -> bool:
+        """Return whether rows of a part have this schema as they lie in the file: the same types, and no nulls."""
+        if not self.fixed or self.fixed.keys() != known.columns.keys():
+            return False
+        return all(
+            not column.encoded and not column.nulls and same_type(column.kind, known.columns[name].kind)
+            for name, column in self.fixed.items()
+        )
+
+
+def schema_of(parts: Sequence[Node], what: str, *, fill: bool = False) -> Schema:
+    """One schema for the parts of a mix or concatenation. ``fill``: columns that a part lacks are null in it.
+
+    Raises ColumnError where parts that are certain have no type in common.
+    """
+    known = [part.known for part in parts]
+    certain = [(number, each) for number, each in enumerate(known) if each.certain]
+    if not certain:
+        return Schema(what, likely=_likely(known))
+    first, expected = certain[0]
+    names = dict.fromkeys(name for _, each in certain for name in each.columns)
+    for number, each in certain[1:]:
+        if each.columns.keys() != expected.columns.keys() and not fill:
+            raise ColumnError(
+                f"{what}: source {first} has the columns {', '.join(expected.columns)}, source {number} has "
+                f"{', '.join(each.columns)}: {_REMEDY}"
+            )
+    filled = frozenset(name for name in names if any(name not in each.columns for _, each in certain))
+    fixed = {}
+    for name in names:
+        having = [(number, each.columns[name]) for number, each in certain if name in each.columns]
+        joint = _joint(name, having, what)
+        if name in filled:
+            joint = Column(joint.kind, joint.nulls | {()}, joint.encoded)
+        fixed[name] = joint
+    return Schema(what, fixed, filled=filled if fill else frozenset())
+
+
+def _joint(name: str, having: Sequence[tuple[int, Column]], what: str) -> Column:
+    first, column = having[0]
+    kind = column.kind
+    for number, other in having[1:]:
+        both = common_type(kind, other.kind)
+        if both is None or other.encoded != column.encoded:
+            raise ColumnError(
+                f"{what}: column {name!r} is {kind} in source {first} and {other.kind} in source {number}, which have "
+                f"no type in common. Choose one with cast({{{name!r}: …}}) in one of them."
+            )
+        kind = both
+    nulls = frozenset().union(*(renamed_paths(each.nulls, each.kind, kind) for _, each in having))
+    return Column(kind, nulls, column.encoded)
+
+
+def _likely(known: Sequence[Known]) -> dict[str, Column]:
+    found: dict[str, Column] = {}
+    for each in known:
+        for name, column in each.columns.items():
+            before = found.get(name)
+            both = column.kind if before is None else common_type(before.kind, column.kind)
+            if both is None or (before is not None and before.encoded != column.encoded):
+                continue  # a function may make something else of it
+            nulls = renamed_paths(column.nulls, column.kind, both)
+            if before is not None:
+                nulls |= renamed_paths(before.nulls, before.kind, both)
+            found[name] = Column(both, nulls, column.encoded)
+    return found

@@ -1,0 +1,154 @@
+"""The spec of a pipeline: its tree, its lanes, and the share of it that this process has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from midepoch.errors import CheckpointMismatchError
+from midepoch.order import Cut, Order
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.identity import identity
+from midepoch.pipeline.lanes import Lanes, Share
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Node
+from midepoch.pipeline.rows import Bundles
+from midepoch.seeds import draw_global_seed
+from midepoch.sources import Source
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineSpec:
+    """What a dataset is. Immutable.
+
+    ``lanes_chosen``: the number of lanes was given, or taken over from a state, so a loader does not choose it.
+    ``groups``: into how many interleaved sequences positions are dealt, each of which is cut into groups for batched
+    functions; 0 before anything has run.
+    """
+
+    node: Node
+    format: str | None = None
+    cut: Cut = field(default_factory=Cut)
+    lanes: int = 1
+    lanes_chosen: bool = False
+    groups: int = 0
+    changes: tuple[str, ...] = ()
+    """What was allowed to differ from the run that saved a state, or was changed in a mix, at resumes so far."""
+    epoch_outputs: int = 0
+    """Outputs of the last epoch that was iterated to its end."""
+    global_seed: int | None = None
+    """The seed of the global random generators while functions run, once it is drawn."""
+
+    @staticmethod
+    def of(leaf: Leaf) -> PipelineSpec:
+        """Return the spec of rows of one source."""
+        return PipelineSpec(Node(leaf))
+
+    @cached_property
+    def has_positions(self) -> bool:
+        """True if positions can be computed. On this depend ``len``, indexing and direct gathers."""
+        return self.node.has_positions
+
+    @property
+    def base(self) -> Leaf:
+        """The one source that it is made of. Raises TypeError if there are several."""
+        if not isinstance(self.node.base, Leaf):
+            raise TypeError(f"this dataset has several sources ({self.node.text}): ask the datasets that it is made of")
+        return self.node.base
+
+    @property
+    def source(self) -> Source:
+        """The one source that it reads. Raises TypeError if there are several."""
+        return self.base.source
+
+    @property
+    def order(self) -> Order:
+        """The order of the rows of the one source, with the lanes."""
+        return replace(self.base.order, lanes=self.lanes)
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch, over all sources and shards."""
+        return sum(leaf.rows for leaf in self.node.leaves)
+
+    @property
+    def files(self) -> int:
+        """The number of files of all sources."""
+        return sum(len(leaf.source.files) for leaf in self.node.leaves)
+
+    @cached_property
+    def leaf(self) -> Leaf:
+        """The leaf as it is run, where positions can be computed."""
+        order = replace(self.base.order, lanes=self.lanes)
+        return replace(self.base, order=order, cut=self.cut, format=self.format, global_seed=self.global_seed)
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves as they are run, each cut into the lanes."""
+        return tuple(
+            replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=self.global_seed, path=path)
+            for leaf, path in zip(self.node.leaves, self.node.paths(), strict=True)
+        )
+
+    @property
+    def seed_alone(self) -> bool:
+        """True if this process alone has drawn a seed."""
+        return any(leaf.seed_alone for leaf in self.node.leaves)
+
+    @property
+    def skips_rows(self) -> bool:
+        """True if shards that iterate rows one by one drift apart, because each skips rows of its own."""
+        return self.has_positions and self.cut.count > 1 and self.base.can_skip
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The fields by which a state knows what it belongs to."""
+        return identity(self)
+
+    @property
+    def state_is_global(self) -> bool:
+        """True if the state of one process restores all: not if each runs lanes of its own."""
+        return self.has_positions or Share.of(self.for_processes(self.cut.count).lanes, self.cut).lanes.count == 1
+
+    def seeded(self) -> PipelineSpec:
+        """Return the spec with the seed of the global generators, drawn unless there is one."""
+        if self.global_seed is not None:
+            return self
+        what = self.base.source.fingerprint if self.has_positions else self.node.digest
+        return replace(self, global_seed=draw_global_seed(what))
+
+    def for_processes(self, count: int) -> PipelineSpec:
+        """Return the spec as ``count`` processes begin it.
+
+        Where positions cannot be computed each process gets a lane, unless lanes were chosen, or rows are only copied.
+        Batched functions get groups of the rows of each process, unless a state says otherwise.
+        """
+        if self.has_positions:
+            kept = self.groups and self.lanes_chosen  # taken over from a state
+            return self if kept or self.base.group is None else replace(self, groups=count)
+        if self.lanes_chosen or self.node.plain or not self.node.cuts_alike:
+            return self
+        return replace(self, lanes=count)
+
+    def open(self, process: Cut, bundles: Bundles, cursor: Cursor) -> Lanes:
+        """Open the lanes of one process at a cursor. Raises CheckpointMismatchError if it is another's."""
+        share = Share.of(self.lanes, process)
+        check_known(cursor, share, self.lanes)
+        return Lanes(self.node, self.lanes, share, bundles, cursor)
+
+
+def check_known(cursor: Cursor, share: Share, lanes: int) -> None:
+    """Raise CheckpointMismatchError if a cursor lacks lanes that are needed."""
+    if cursor.lanes is None:
+        return
+    known = cursor.lanes.known
+    missing = [lane for lane in share.lanes.positions(0, lanes).tolist() if lane not in cursor.lanes.by_lane]
+    if missing:
+        raise CheckpointMismatchError(
+            "flow",
+            f"the lanes {known.index}, {known.index + known.count}, … of {lanes}",
+            f"lane {missing[0]} is needed here",
+            "this is the state of one of several ranks: a rank knows only the lanes that it runs. Load the list of the "
+            "states of all ranks (any number of ranks can resume from it), or save with PipelineCheckpoint, which does",
+        )

@@ -1,0 +1,303 @@
+"""Stages: groups of outputs made into others, and packing. Each is a flow over a flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order.bijection import Bijection
+from midepoch.order.keys import derive
+from midepoch.pipeline.chunk import Chunk, Flow, Intake, Items, Pieces, joined, real
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.node import Local, Rebatch, Slice, StageSpec, Window
+from midepoch.transforms import Batch, RunContext, Step, run_steps
+from midepoch.transforms.batch import told_apart
+from midepoch.transforms.flat import as_one_row
+from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Packing:
+    """Counts of packed tokens and of the places they went into; and of outputs skipped under ``on_error="skip"`` by
+    functions after a stage.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self.places = self.skipped = 0
+
+    def note(self, tokens: int, places: int) -> None:
+        self.tokens, self.places = self.tokens + tokens, self.places + places
+
+    def skip(self, outputs: int) -> None:
+        self.skipped += outputs
+
+
+def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing) -> Flow:
+    """The flow of a stage over the flow before it, which is opened at the cursor that this one's begins with."""
+    if isinstance(spec, Local) and spec.keeps_rows:
+        return Same(source(cursor), spec.steps, run)
+    inner, count = cursor
+    flow = source(inner)
+    if isinstance(spec, Slice):
+        return Sliced(flow, inner, spec, count)
+    if isinstance(spec, PackSpec) and spec.strategy == "concat":
+        return Packed(flow, spec, inner, count, packing)
+    if isinstance(spec, PackSpec):
+        return Grouped(flow, inner, spec.window, lambda batch: _packed(batch, spec, packing), count)
+    if isinstance(spec, Rebatch):
+        partial = not spec.drop_last
+        return Grouped(flow, inner, spec.size, lambda batch: as_one_row(batch), count, partial=partial)
+    if isinstance(spec, Window):
+        return Grouped(flow, inner, spec.size, lambda batch: _shuffled(batch, spec.seed, run.epoch), count)
+    run = replace(run, skipped=packing.skip)
+    if not spec.grouped:
+        return Each(flow, inner, spec.steps, run, count)
+    return Grouped(flow, inner, spec.size, lambda batch: run_steps(spec.steps, batch, run), count)
+
+
+class Same:
+    """Steps that make one output of each. It has no cursor of its own."""
+
+    def __init__(self, source: Flow, steps: tuple[Step, ...], run: RunContext) -> None:
+        self._source, self._steps, self._run = source, steps, run
+
+    def pull(self) -> Chunk | None:
+        chunk = self._source.pull()
+        if chunk is None or not len(chunk.items):
+            return chunk
+        items = chunk.items
+        if isinstance(items, Pieces):
+            made: Items = items.changed(lambda batch: run_steps(self._steps, batch, self._run))
+        else:
+            made = run_steps(self._steps, real(items), self._run)
+        return Chunk(made, chunk.at, chunk.before)
+
+
+class Each:
+    """Steps that look at one output at a time. Cursor: [where one begins, how many of what it becomes are out]."""
+
+    _MOST = 64
+
+    def __init__(self, source: Flow, inner: At, steps: tuple[Step, ...], run: RunContext, skip: int) -> None:
+        self._intake, self._steps, self._run, self._skip = Intake(source, inner), steps, run, skip
+
+    def pull(self) -> Chunk | None:
+        taken = self._intake.take(self._MOST)
+        if not taken.count:
+            return None
+        made, places = self._made(taken.items())
+        first = self._skip
+        skip, self._skip = min(first, int(np.searchsorted(places, 1))), 0  # of the first one alone
+        count = len(made) - skip
+
+        def at(outputs: int) -> At:
+            if outputs == count:
+                return [taken.at(taken.count), 0]
+            if not outputs:
+                return [taken.at(0), skip]
+            done = skip + outputs
+            begin, end = np.searchsorted(places, (places[done - 1], places[done - 1] + 1)).tolist()
+            if done == end:
+                return [taken.at(int(places[done - 1]) + 1), 0]
+            return [taken.before(int(places[done - 1])), done - begin]
+
+        def before(outputs: int) -> At:
+            if outputs == count:
+                return at(outputs)
+            place = int(places[skip + outputs])
+            return [taken.before(place), skip + outputs - int(np.searchsorted(places, place))]
+
+        return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
+
+    def _made(self, items: Items) -> tuple[Items, Int64Array]:
+        """Return the outputs of the steps and the place of the row each came from. Sources are processed one by one."""
+        if not isinstance(items, Pieces):
+            given = real(items)
+            made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
+            return made, made.places
+        parts = []
+        for number in np.unique(items.which).tolist():
+            own = np.flatnonzero(items.which == number)
+            given = replace(items.batches[number].keep(items.places[own]), places=own)
+            parts.append(run_steps(self._steps, given, self._run))
+        places = np.concatenate([part.places for part in parts])
+        order = np.argsort(places, kind="stable")
+        return joined(parts).keep(order), places[order]
+
+
+class Grouped:
+    """Groups of ``size`` outputs, each made into others. Cursor: [where a group begins, outputs of it that are out].
+
+    The last group may be smaller; it is left out if it is not to be ``partial``.
+    """
+
+    def __init__(
+        self,
+        source: Flow,
+        inner: At,
+        size: int,
+        apply: Callable[[Batch], Batch],
+        skip: int,
+        *,
+        partial: bool = True,
+    ) -> None:
+        self._intake, self._size, self._apply = Intake(source, inner), size, apply
+        self._skip, self._partial = skip, partial
+
+    def pull(self) -> Chunk | None:
+        taken = self._intake.take(self._size)
+        if not taken.count or (taken.count < self._size and not self._partial):
+            return None
+        made = self._apply(real(taken.items()))
+        skip, self._skip = min(self._skip, len(made)), 0
+        count = len(made) - skip
+
+        def at(outputs: int) -> At:
+            return [taken.at(taken.count), 0] if outputs == count else [taken.at(0), skip + outputs]
+
+        return Chunk(made.slice(skip, len(made)) if skip else made, at)
+
+
+class Sliced:
+    """Some of the outputs, by their numbers. Cursor: [where the next output is, its number]."""
+
+    _MOST = 64
+
+    def __init__(self, source: Flow, inner: At, spec: Slice, number: int) -> None:
+        self._intake, self._spec, self._number = Intake(source, inner), spec, number
+
+    def pull(self) -> Chunk | None:
+        while self._number < self._spec.start:
+            skipped = self._intake.take(min(self._spec.start - self._number, self._MOST)).count
+            if not skipped:
+                return None
+            self._number += skipped
+        left = self._MOST if self._spec.stop is None else self._spec.stop - self._number
+        taken = self._intake.take(min(self._MOST, max(0, left)))
+        if not taken.count:
+            return None
+        first, self._number = self._number, self._number + taken.count
+        return Chunk(
+            taken.items(),
+            lambda outputs: [taken.at(outputs), first + outputs],
+            lambda outputs: [taken.before(outputs), first + outputs],
+        )
+
+
+def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
+    """A window of outputs in another order, which depends on what it begins with: there are no positions to go by."""
+    ordinal = 0 if batch.ordinals is None else int(batch.ordinals[0])
+    index = (int(batch.rows[0]) + (ordinal * 0x9E3779B97F4A7C15)) & (2**64 - 1)
+    return batch.keep(Bijection(len(batch), derive(seed, epoch, "outputs", index))(np.arange(len(batch))))
+
+
+def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
+    columns, first, tokens = best_fit(Documents.of(batch.columns, spec), spec)
+    packing.note(tokens, len(first) * spec.length)
+    ordinals = np.arange(len(first), dtype=np.int64)
+    return Batch(columns, batch.rows[first], batch.places[first], True, {}, ordinals)
+
+
+class Packed:
+    """Documents one after the other, cut into sequences.
+
+    Cursor: [where the document is that the next sequence begins in, how many of its tokens are out]. What is left over
+    of a chunk is held in memory while running, and read again on resume.
+    """
+
+    def __init__(self, source: Flow, spec: PackSpec, inner: At, offset: int, packing: Packing) -> None:
+        self._source, self._spec, self._packing = source, spec, packing
+        self._inner, self._offset = inner, offset  # where the first pending document is, and what of it is gone
+        self._skip = offset
+        self._pending: Documents | None = None
+        self._rows: Int64Array = np.zeros(0, np.int64)
+        self._ordinals: Int64Array = np.zeros(0, np.int64)
+        self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, the first's number, count
+        self._ended = False
+
+    def pull(self) -> Chunk | None:
+        length = self._spec.length
+        while not self._ended and (self._pending is None or self._pending.tokens < length):
+            self._refill()
+        documents = self._pending
+        if documents is None:
+            return None
+        total = documents.tokens
+        packs = total // length
+        if self._ended and not self._spec.drop_remainder:
+            packs = -(-total // length)
+        if not packs:
+            self._pending = None
+            return None
+        chunk = self._chunk(documents, packs, total)
+        self._packing.note(min(total, packs * length), packs * length)
+        return chunk
+
+    def _refill(self) -> None:
+        chunk = self._source.pull()
+        if chunk is None:
+            self._ended = True
+            return
+        if not len(chunk.items):
+            return
+        batch = real(chunk.items)
+        documents = Documents.of(batch.columns, self._spec)
+        if self._skip:
+            documents, self._skip = documents.cut_first(self._skip), 0
+        if self._pending is not None:
+            documents = self._pending.joined(documents)
+        ordinals = np.zeros(len(batch), np.int64) if batch.ordinals is None else batch.ordinals
+        self._pending = documents
+        self._rows, self._ordinals = np.append(self._rows, batch.rows), np.append(self._ordinals, ordinals)
+        self._origins.append((chunk, 0, len(batch)))
+
+    def _chunk(self, documents: Documents, packs: int, total: int) -> Chunk:
+        length, base, inner = self._spec.length, self._offset, self._inner
+        origins = tuple(self._origins)
+        ends = np.cumsum(documents.lengths)
+
+        def at(outputs: int) -> At:
+            tokens = outputs * length
+            if not tokens:
+                return [inner if base else _at(origins, 0, inner), base]
+            document = int(np.searchsorted(ends, tokens, side="right"))
+            into = tokens - (int(ends[document - 1]) if document else 0)
+            if tokens >= total:
+                return [_at(origins, len(ends), inner), 0]
+            offset = into + (0 if document else base)
+            return [_at(origins, document, inner, before=offset > 0), offset]
+
+        starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
+        into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
+        ordinals = told_apart(self._ordinals[starts], into)
+        columns = concatenated(documents, self._spec, packs)
+        made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
+        self._keep_rest(documents, min(total, packs * length), at(packs))
+        return Chunk(made, at)
+
+    def _keep_rest(self, documents: Documents, tokens: int, cursor: At) -> None:
+        rest, gone, _ = documents.without(tokens)
+        self._inner, self._offset = cursor
+        self._pending = rest if rest.tokens else None
+        if self._pending is None:
+            gone = len(documents.lengths)
+        self._rows, self._ordinals = self._rows[gone:], self._ordinals[gone:]
+        origins = []
+        for chunk, first, count in self._origins:
+            if gone < count:
+                origins.append((chunk, first + gone, count - gone))
+            gone = max(0, gone - count)
+        self._origins = origins
+
+
+def _at(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
+    """The cursor at a pending document; right before it, if it is to be gone on with."""
+    for number, (chunk, first, count) in enumerate(origins):
+        if document < count or (document == count and number == len(origins) - 1):
+            return chunk.before(first + document) if before else chunk.at(first + document)
+        document -= count
+    return inner

@@ -1,0 +1,131 @@
+"""Going on with a mix that was changed: sources go on where they were, and what was begun is ended as it was.
+
+A stage behind a mix may have handed over a part of what it made of some outputs: tokens of a document, rows of a
+window. Until those outputs have come again on resume, the mix stays as it was; only then it is another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midepoch.errors import CheckpointMismatchError
+from midepoch.order import Cut
+from midepoch.order.mixing import Schedule, spans
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.mixed import old_schedule
+from midepoch.pipeline.node import Local, Mix, Node, Slice, StageSpec
+from midepoch.pipeline.open import start
+from midepoch.pipeline.passes import FIRST, place_of
+from midepoch.transforms.packing import PackSpec
+
+
+@dataclass(frozen=True)
+class Of:
+    """Whose cursor it is: that of a lane, in an epoch. ``inside``: of a flow that is a part of another."""
+
+    epoch: int
+    lane: Cut
+    inside: bool = False
+
+
+Convert = Callable[[At, int | None, Of], At]
+"""From a saved cursor to one of the current flow. The number is that of outputs from there on that must not become
+other ones, because something that was made of them was handed over in part; None if it is not known.
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part of a mix: which of the saved ones it is, if any, and how to convert its cursor."""
+
+    spec: Node
+    old: int | None
+    convert: Convert
+
+
+class Gone(Exception):  # noqa: N818  (never leaves this package)
+    """What was begun is of a source that is not there any more: there is nothing to end."""
+
+
+def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
+    """How many outputs below a stage must stay the same, so that ``need`` of its own do, and what is begun is ended."""
+    if isinstance(stage, Slice):
+        return need
+    if need == 0 and not skip:
+        return 0
+    if need is None or need > 1:
+        return None
+    if isinstance(stage, PackSpec) and stage.strategy == "concat":
+        return 1 if need == 0 else None
+    if isinstance(stage, PackSpec):
+        return stage.window
+    return 1 if isinstance(stage, Local) and not stage.grouped else stage.size
+
+
+def changed_mix(
+    base: Mix, found: Sequence[Found], weights: Any, changed: bool, at: At, need: int | None, of: Of, where: str
+) -> At:
+    """The cursor of a mix that had these weights before, as one of the mix that it is now."""
+    count = len(weights) if isinstance(weights, list) else -1
+    whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
+    if not whole or not _are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
+        return at  # not one of a mix: refused by the check that follows
+    position, era, each, *old = at
+    coming = _coming(base, weights, position, era, old, need, of)
+    entries = [_entry(one, each, coming, of) for one in found]
+    if not changed:
+        return [position, era, entries, *old]
+    if need == 0 and not (old and position < old[0][0]):
+        return [0, era + 1, entries]
+    if coming is not None and need is not None and not old and (need == 1 or not of.inside):
+        now = {one.old: number for number, one in enumerate(found) if one.old is not None}
+        gone = [number for number in coming if number not in now]
+        if not gone:
+            kept = [[weight, now.get(number, -1)] for number, weight in enumerate(weights)]
+            return [position, era, entries, [position + need, kept]]
+        if need == 1:
+            raise Gone
+    raise refused(weights, list(base.weights), where)
+
+
+def refused(before: Any, now: Any, where: str) -> CheckpointMismatchError:
+    """What to raise where a mix was changed while something is begun that cannot be ended."""
+    return CheckpointMismatchError(
+        f"{where}weights",
+        before,
+        now,
+        "the mix was changed while stages behind it stand in the middle of what they make of its outputs, which would "
+        "be other ones. Go on with the mix as it was for a while, or shuffle and batch before mixing",
+    )
+
+
+def _coming(
+    base: Mix, weights: list[float], position: int, era: int, old: Sequence[At], need: int | None, of: Of
+) -> dict[int, int] | None:
+    """How many of the next outputs come from each part, by its number when it was saved; None if that is not known."""
+    if not need:
+        return None if need is None else {}
+    if old and position < old[0][0]:
+        if position + need > old[0][0]:
+            return None
+        mapping = [number for _, number in old[0][1]]
+        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, era).sources(position, position + need)
+        return dict(Counter(mapping[source] for source in sources.tolist()))
+    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, era)
+    return dict(Counter(schedule.sources(position, position + need).tolist()))
+
+
+def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: Of) -> At:
+    entry = [0, FIRST, start(one.spec)] if one.old is None else each[one.old]
+    if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
+        need = None if coming is None else coming.get(one.old, 0)
+        inner = Of(*place_of(entry[0], entry[1], of.epoch, of.lane), inside=True)
+        entry = [entry[0], entry[1], one.convert(entry[2], need, inner)]
+    return entry
+
+
+def _are_weights(weights: list[Any]) -> bool:
+    return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)

@@ -1,0 +1,250 @@
+"""Finding the parts of a saved flow again in a current one: what may differ, what may not, and what is recorded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from midepoch.errors import CheckpointMismatchError
+from midepoch.order import Shuffle
+from midepoch.order.shuffle import SCOPES
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.identity import DEFAULTS, describe
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Concat, Mix, Node, Zip
+from midepoch.state import format as states
+from midepoch.state.changing import Convert, Found, Gone, Of, changed_mix, needed, refused
+
+_log = logging.getLogger("midepoch")
+
+CHECKED = ("rows", "selection", "scope", "aligned", "seed", "window", "pipeline", "arguments")
+
+
+def taken_over(leaf: Leaf, saved: Mapping[str, Any], allow: Collection[str] = ()) -> Leaf:
+    """Return the leaf with those settings of its shuffle that were not given to it, as a state has them.
+
+    Defaults depend on how the data is reached and on the size of the cache, which may both change between runs.
+    """
+    shuffle, scope = leaf.order.shuffle, saved["scope"]
+    if shuffle is None or scope not in SCOPES or (scope != shuffle.scope and "scope" not in leaf.defaults):
+        return leaf
+    window, seed = shuffle.window, shuffle.seed
+    if scope == "window" and "window" in leaf.defaults and saved["window"]:
+        window = saved["window"]
+    if leaf.seed_drawn and "seed" not in allow and isinstance(saved["seed"], int):
+        seed = saved["seed"]
+    order = replace(leaf.order, shuffle=Shuffle(seed, scope, window, saved["aligned"]))
+    return replace(leaf, order=order)
+
+
+class Matched:
+    """Compares a saved flow with a current one. ``changes`` grows by what differs and is let pass."""
+
+    def __init__(self, allow: Collection[str], changes: list[str]) -> None:
+        self._allow, self._changes = allow, changes
+        self.mixed = False
+        """Whether a mix was changed."""
+
+    def match(self, spec: Node, saved: Any, where: str) -> tuple[Node, Convert]:
+        """The spec with drawn seeds taken over, and how to convert its cursors."""
+        base, here = spec.base, describe(spec)
+        if not isinstance(saved, Mapping) or ("parts" in saved) == isinstance(base, Leaf):
+            text = saved.get("pipeline") if isinstance(saved, Mapping) else saved
+            raise mismatch("pipeline", text, spec.text, where)
+        if isinstance(base, Leaf):
+            return self._pipeline(spec, base, saved, where), lambda at, *_: at
+        self._check("pipeline", saved.get("pipeline"), here["pipeline"], where)
+        self._check("arguments", saved.get("arguments"), here.get("arguments"), where)
+        parts = saved["parts"]
+        if not isinstance(parts, list) or not all(isinstance(one, Mapping) for one in parts):
+            raise mismatch("parts", repr(parts)[:60], len(base.parts), where)
+        if isinstance(base, Mix):
+            new, convert = self._mix(spec, base, saved, parts, where)
+        else:
+            new, convert = self._several(spec, base, parts, where)
+        return new, lambda at, need, of: _through(spec, at, need, of, convert)
+
+    def _pipeline(self, spec: Node, base: Leaf, saved: Mapping[str, Any], where: str) -> Node:
+        base = taken_over(base, {**DEFAULTS, **saved}, self._allow)
+        here = describe(replace(spec, base=base))
+        for name in ("data", *CHECKED):
+            default = DEFAULTS.get(name)
+            self._check(name, saved.get(name, default), here.get(name, default), where)
+        return replace(spec, base=replace(base, seed_agreed=True))
+
+    def _several(self, spec: Node, base: Concat | Zip, parts: Sequence[Any], where: str) -> tuple[Node, Convert]:
+        if len(parts) != len(base.parts):
+            raise mismatch("parts", len(parts), len(base.parts), where)
+        both = [
+            self.match(part, one, f"{where}source {number}: ")
+            for number, (part, one) in enumerate(zip(base.parts, parts, strict=True))
+        ]
+        converts = [convert for _, convert in both]
+
+        def convert(at: At, need: int | None, of: Of) -> At:
+            if not isinstance(at, list):
+                return at
+            if self.mixed and (need is None or need > 1):
+                raise refused("another mix", "inside of a zip or concat", where)  # it may reach into what comes next
+            of = replace(of, inside=True)
+            if isinstance(base, Zip):
+                return [one(inner, need, of) for one, inner in zip(converts, at, strict=False)]
+            known = len(at) == 2 and isinstance(at[0], int) and 0 <= at[0] < len(converts)
+            return [at[0], converts[at[0]](at[1], need, of)] if known else at
+
+        return replace(spec, base=replace(base, parts=tuple(part for part, _ in both))), convert
+
+    def _mix(
+        self, spec: Node, base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
+    ) -> tuple[Node, Convert]:
+        same = _same_parts(base, saved, parts, where)
+        found: list[Found] = []
+        for number, (part, old) in enumerate(zip(base.parts, same, strict=True)):
+            if old is None:
+                found.append(Found(part, None, lambda at, *_: at))
+                continue
+            adopted, convert = self.match(part, parts[old], f"{where}source {number}: ")
+            found.append(Found(adopted, old, convert))
+        before, now = saved.get("weights"), list(base.weights)
+        changed = before != now or same != list(range(len(parts)))
+        if changed:
+            self._note_mix(before, now, same, len(parts), where)
+        new = replace(spec, base=replace(base, parts=tuple(one.spec for one in found)))
+        weights = before if isinstance(before, list) and len(before) == len(parts) else None
+        return new, lambda at, need, of: changed_mix(base, found, weights, changed, at, need, of, where)
+
+    def _note_mix(self, before: Any, now: Any, same: Sequence[int | None], count: int, where: str) -> None:
+        left = [i for i in range(count) if i not in same]
+        joined = [i for i, old in enumerate(same) if old is None]
+        if len(left) == count or (set(left) & set(joined) and "data" not in self._allow):
+            raise mismatch(
+                "data",
+                f"sources {left}",
+                f"sources {joined} in their place",
+                where,
+                "a source of the mix stands in the place of another, and would begin at its beginning",
+            )
+        moved = [old for old in same if old is not None]
+        text = f"{where}mix: weights {before} became {now}"
+        text += f"; sources {left} left" if left else ""
+        text += f"; sources {joined} joined" if joined else ""
+        text += f"; sources {moved} in this order" if moved != sorted(moved) else ""
+        self._changes.append(text[:200])
+        self.mixed = True
+        hint = ". Their place is not kept: a weight of 0 would keep it" if left else ""
+        _log.warning("the state is resumed with another mix: %s%s", text, hint)
+
+    def _check(self, name: str, saved: Any, here: Any, where: str) -> None:
+        if saved == here or (name == "arguments" and not states.comparable(saved, here, self._allow)):
+            return
+        if name not in self._allow:
+            raise mismatch(name, saved, here, where)
+        if name == "pipeline" and _stages_in(saved) != _stages_in(here):
+            raise CheckpointMismatchError(
+                f"{where}pipeline",
+                saved,
+                here,
+                "other stages, for which the place means nothing: this cannot be allowed",
+            )
+        self._changes.append(f"{where}{name}: {saved!r} became {here!r}"[:200])
+
+
+def _stages_in(text: Any) -> list[str]:
+    """The stages of a pipeline that have places of their own, by their kinds."""
+    found = []
+    for step in str(text).split(","):
+        kind, _, rest = step.partition("[")
+        if kind in ("batch", "shuffle", "slice", "mix", "concat", "zip"):
+            found.append(kind)
+        elif kind == "pack":
+            found.append(f"pack {rest.split()[1:2]}")
+    return found
+
+
+def _same_parts(
+    base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
+) -> list[int | None]:
+    """For each part of a mix, which of the saved ones it is: by name; else by all that it is; else by its data."""
+    names, found = saved.get("names"), dict[int, int]()
+    told = any(map(_has_arguments, parts))  # states of before do not tell
+    if base.names and isinstance(names, list) and len(names) == len(parts):
+        found = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
+    alike: dict[tuple[str, bool], list[int]] = {}  # of those whose name is new: that may be just another name
+    for number, part in enumerate(base.parts):
+        if number not in found:
+            drawn = any(leaf.seed_drawn for leaf in part.leaves)
+            described = describe(part) if told else _without(describe(part), "arguments")
+            alike.setdefault((_key(described, drawn), drawn), []).append(number)
+    for (key, drawn), mine in alike.items():
+        theirs = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
+        if theirs and len(mine) != len(theirs):
+            raise mismatch(
+                "parts",
+                f"{len(theirs)} sources that look the same",
+                f"{len(mine)} of them, and which is not known: give the sources names, mix({{'web': a, 'code': b}})",
+                where,
+            )
+        found.update(zip(mine, theirs, strict=False))
+    for number, part in enumerate(base.parts):
+        if number not in found:
+            data = _data_of(describe(part))
+            same = (i for i, one in enumerate(parts) if i not in found.values() and _data_of(one) == data)
+            found.update({number: first} if (first := next(same, None)) is not None else {})
+    return [found.get(number) for number in range(len(base.parts))]
+
+
+def _key(described: Mapping[str, Any], drawn: bool) -> str:
+    """All that a part is; but for its seeds, if they were drawn."""
+    return json.dumps(_without(described, "seed") if drawn else described, sort_keys=True)
+
+
+def _without(described: Mapping[str, Any], field: str) -> dict[str, Any]:
+    found = {name: value for name, value in described.items() if name != field}
+    if isinstance(found.get("parts"), list):
+        found["parts"] = [_without(one, field) if isinstance(one, Mapping) else one for one in found["parts"]]
+    return found
+
+
+def _has_arguments(described: Mapping[str, Any]) -> bool:
+    parts = described.get("parts")
+    inner = parts if isinstance(parts, list) else []
+    return "arguments" in described or any(isinstance(one, Mapping) and _has_arguments(one) for one in inner)
+
+
+def _data_of(described: Mapping[str, Any]) -> Any:
+    """What data a described part is of."""
+    if isinstance(described.get("parts"), list):
+        return [_data_of(part) if isinstance(part, Mapping) else part for part in described["parts"]]
+    return [described.get("data"), described.get("rows"), described.get("selection", "")]
+
+
+def _through(spec: Node, at: At, need: int | None, of: Of, convert: Convert) -> At:
+    """Convert what lies below the stages of a flow."""
+    skips, asked = [], need
+    for stage in reversed(spec.remembering):
+        if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
+            return at  # refused by the check that follows
+        need = needed(stage, at[1], need)
+        skips.append(at[1])
+        at = at[0]
+    try:
+        at = convert(at, need, of)
+    except Gone:
+        if asked != 0:
+            raise
+        at, skips = convert(at, 0, of), [0] * len(skips)
+    for skip in reversed(skips):
+        at = [at, skip]
+    return at
+
+
+def mismatch(name: str, saved: Any, here: Any, where: str = "", cause: str = "") -> CheckpointMismatchError:
+    cause = cause or states.CAUSES.get(name, "another pipeline than when it was saved")
+    if name in states.CAUSES:
+        cause += f"; allow=[{name!r}] loads it all the same"
+    problem = CheckpointMismatchError(f"{where}{name}", saved, here, cause)
+    problem.field = name
+    return problem

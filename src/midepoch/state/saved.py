@@ -1,0 +1,283 @@
+"""Saving a state, and loading one: where a pipeline is, and what it takes over from the run that saved it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.order import Cut
+from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Node
+from midepoch.pipeline.open import check_cursor, start
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.state.changing import Of
+from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
+from midepoch.state.matching import CHECKED, Matched, mismatch
+
+_MOST_LANES = 1 << 16
+_KEPT = 16
+"""Changes that are kept in the state: the last ones."""
+_OF_POSITION = {"epoch", "position", "worker", "round", "batch", *OF_ONE_RANK}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The contents of a state: where to resume, and the pipeline with what it takes over from the run that saved it."""
+
+    cursor: Cursor
+    spec: PipelineSpec
+    worker: tuple[int, int, int] | None = None
+    """(worker, workers, shards) of a state kept by one DataLoader worker."""
+    round: int = 0
+    batch: int = 0
+    shard: tuple[int, int] | None = None
+    """(shard, shards) of a state that holds for one shard only."""
+
+
+def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
+    """Return the state of a pipeline at a cursor."""
+    found = {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **spec.identity}
+    if not spec.has_positions:
+        known = LaneCursors({}) if cursor.lanes is None else cursor.lanes
+        lanes = [[lane, at.outputs, int(at.ended), at.cursor] for lane, at in sorted(known.by_lane.items())]
+        found |= {
+            "flow": json.dumps(lanes, separators=(",", ":")),
+            "known": f"{known.known.index}/{known.known.count}",
+            "epoch_outputs": spec.epoch_outputs,
+            "changes": json.dumps(list(spec.changes)[-_KEPT:]) if spec.changes else "",
+        }
+    elif spec.groups:
+        found["groups"] = spec.groups
+    if spec.global_seed is not None:
+        found["global_seed"] = spec.global_seed
+    return found
+
+
+def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
+    """Read and check a state, or the list of those of all ranks.
+
+    Raises StateError or CheckpointMismatchError, and changes nothing, if it does not fit. Fields that are ``allow``ed
+    to differ do not raise: they are recorded.
+    """
+    check_allow(allow)
+    several = list(state) if isinstance(state, (list, tuple)) else [state]
+    if not several:
+        raise StateError("a list of the states of all ranks is empty.")
+    found = [parse(one) for one in several]
+    if spec.has_positions:
+        first = found[_rank_to_load(found, spec.cut)]
+    else:
+        first = found[0]
+        _check_alike(found, _OF_POSITION | {"flow", "known", "epoch_outputs"}, "different runs or steps")
+    changes = changes_in(first["changes"])
+    matched = Matched(allow, changes)
+    node, convert = matched.match(spec.node, _described(first, spec), "")
+    if bool(first["flow"]) == spec.has_positions:
+        kinds = ("rows at positions", "rows in lanes")
+        raise CheckpointMismatchError(
+            "pipeline", kinds[bool(first["flow"])], kinds[not first["flow"]], CAUSES["pipeline"]
+        )
+    if spec.has_positions:
+        cursor = _position(first, node)
+    else:
+        cursor = _merged([_lanes(one) for one in found], first["lanes"], spec.node, changed=matched.mixed)
+        if cursor.lanes is not None:
+            over, lanes = cursor.lanes_ended, {}
+            for lane, at in cursor.lanes.by_lane.items():
+                inner = convert(at.cursor, 0, Of(cursor.epoch, Cut(lane, first["lanes"])))
+                check_cursor(node, inner)
+                # A lane may have something left in another mix; an epoch that was over in all lanes stays so.
+                lanes[lane] = replace(at, cursor=inner, ended=at.ended and (over or not matched.mixed))
+            cursor = cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
+    adopted = replace(
+        spec,
+        node=node,
+        lanes=first["lanes"],
+        lanes_chosen=True,
+        groups=first["groups"] or spec.groups,
+        changes=tuple(changes[-_KEPT:]),
+        epoch_outputs=max(one["epoch_outputs"] for one in found),
+        global_seed=spec.global_seed if first["global_seed"] is None else first["global_seed"],
+    )
+    worker = (first["worker"], first["workers"], first["shards"]) if first["workers"] else None
+    shard = _shard(first, spec) if first["shard"] is not None else None
+    return Resumed(cursor, adopted, worker, first["round"], first["batch"], shard)
+
+
+def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
+    """As ``load``, of a state that is one for all ranks and workers."""
+    resumed = load(state, spec, allow)
+    if resumed.worker is not None:
+        worker = f"worker {resumed.worker[0]} of {resumed.worker[1]}"
+        raise CheckpointMismatchError("worker", worker, None, "a state of one DataLoader worker")
+    if resumed.shard is not None:
+        shard = f"shard {resumed.shard[0]} of {resumed.shard[1]}"
+        cause = 'a state of rows delivered one by one under on_error="skip", where each shard has its own position'
+        raise CheckpointMismatchError("shard", shard, None, cause)
+    return resumed
+
+
+def one_of(state: Any, cut: Cut) -> Any:
+    """Return a state, or of a list with one of each rank the one to load on this rank.
+
+    Raises CheckpointMismatchError if the ranks were not at the same position.
+    """
+    if not isinstance(state, (list, tuple)):
+        return state
+    if not state:
+        raise StateError("a list of the states of all ranks is empty.")
+    return state[_rank_to_load([parse(one) for one in state], cut)]
+
+
+def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
+    """Return the description of the pipeline in a state."""
+    if isinstance(spec.node.base, Leaf) == bool(found["parts"]):
+        raise mismatch("pipeline", found["pipeline"], spec.node.text)
+    if found["parts"]:
+        described: dict[str, Any] = _json(found["parts"], dict, "parts")
+        return described
+    return {name: found[name] for name in ("data", *CHECKED)}
+
+
+def _position(found: Mapping[str, Any], node: Node) -> Cursor:
+    if found["position"] > found["rows"]:
+        raise StateError(f"the state is damaged: position {found['position']} of {found['rows']} rows.")
+    rows = sum(leaf.rows for leaf in node.leaves)
+    if found["position"] > rows:
+        raise CheckpointMismatchError("rows", found["rows"], rows, f"position {found['position']} is past the end")
+    return Cursor(found["epoch"], found["position"])
+
+
+def _shard(found: Mapping[str, Any], spec: PipelineSpec) -> tuple[int, int]:
+    shard, here = (found["shard"], found["shards"]), (spec.cut.index, spec.cut.count)
+    if shard != here:
+        raise CheckpointMismatchError(
+            "shard",
+            f"shard {shard[0]} of {shard[1]}",
+            f"shard {here[0]} of {here[1]}",
+            'with on_error="skip" shards that deliver rows one by one skip different ones, so each must keep a state '
+            "of its own; ds.loader(…) keeps one for all",
+        )
+    return shard
+
+
+def _rank_to_load(found: Sequence[Mapping[str, Any]], cut: Cut) -> int:
+    """Return the rank whose state is to be loaded: they must be at the same position."""
+    skipping = all(one["shard"] is not None for one in found)  # then each rank has a position of its own
+    if not skipping and not _one_position(found):
+        raise _steps_apart([Cursor(one["epoch"], one["position"]) for one in found])
+    _check_alike(found, _OF_POSITION | ({"shard"} if skipping else set()), "different runs")
+    if skipping:
+        return next((rank for rank, one in enumerate(found) if one["shard"] == cut.index), 0)
+    return max(range(len(found)), key=lambda rank: (found[rank]["epoch"], found[rank]["position"]))
+
+
+def _one_position(found: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether states are at one position: the end of an epoch and the beginning of the next are the same."""
+    positions = {(one["epoch"], one["position"]) for one in found}
+    ends = {
+        (one["epoch"] + 1, 0) if one["position"] == one["rows"] else (one["epoch"], one["position"]) for one in found
+    }
+    return len(positions) == 1 or len(ends) == 1
+
+
+def _json(text: str, kind: type, name: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
+    return found
+
+
+def _lanes(found: Mapping[str, Any]) -> Cursor:
+    """Return the cursor that a state has in its lanes."""
+    if found["lanes"] > _MOST_LANES:
+        raise StateError(f"the state is damaged: 'lanes' is {found['lanes']}.")
+    lanes: dict[int, LaneCursor] = {}
+    for entry in _json(found["flow"], list, "flow"):
+        if not (isinstance(entry, list) and len(entry) == 4 and all(map(_is_count, entry[:3])) and entry[2] in (0, 1)):
+            raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
+        if entry[0] >= found["lanes"] or entry[0] in lanes:
+            raise StateError(f"the state is damaged: lane {entry[0]} of {found['lanes']}.")
+        lanes[entry[0]] = LaneCursor(entry[1], bool(entry[2]), entry[3])
+    index, _, count = found["known"].partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise StateError(f"the state is damaged: 'known' is {found['known']!r:.40}.")
+    known = Cut(int(index), int(count))
+    if not lanes and found["position"]:
+        raise StateError(f"the state is damaged: position {found['position']} of no lane.")
+    if lanes and set(lanes) != set(known.positions(0, found["lanes"]).tolist()):
+        raise StateError("the state is damaged: it does not have the lanes that it says it has.")
+    return Cursor(found["epoch"], found["position"], LaneCursors(lanes, known) if lanes else None)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _check_alike(found: Sequence[Mapping[str, Any]], free: set[str], what: str) -> None:
+    for rank, one in enumerate(found):
+        for name in sorted(FIELDS - free):
+            if one[name] != found[0][name]:
+                raise apart(
+                    name,
+                    f"the list holds states of {what}: {name} is {found[0][name]!r} on rank 0 and "
+                    f"{one[name]!r} on rank {rank}. Nothing was changed.",
+                )
+
+
+def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool) -> Cursor:
+    """Return the cursor with the lanes that all ranks together know. They must have been at the same step."""
+    epoch = min(cursor.epoch for cursor in cursors)
+    if changed and len({(cursor.epoch, cursor.lanes_ended) for cursor in cursors}) > 1:
+        raise apart(
+            "parts",
+            "some ranks had finished the epoch when these states were saved, others had not: a mix can only be changed "
+            "where all are. Nothing was changed.",
+        )
+    if len(cursors) == 1 or not any(cursor.lanes for cursor in cursors):
+        if any(cursor.epoch != epoch for cursor in cursors):
+            raise _steps_apart(cursors)
+        return cursors[0]
+    # Ranks that finished the epoch before others (ends="uneven") are at the beginning of the next.
+    inside = [cursor for cursor in cursors if cursor.epoch == epoch and cursor.lanes is not None]
+    finished = [cursor for cursor in cursors if cursor.epoch == epoch + 1 and cursor.lanes is None]
+    if len(inside) + len(finished) < len(cursors):
+        raise _steps_apart(cursors)
+    found: dict[int, LaneCursor] = {}
+    running: set[int] = set()
+    for cursor in inside:
+        assert cursor.lanes is not None
+        for lane, at in cursor.lanes.by_lane.items():
+            before = found.get(lane, at)
+            if before.outputs != at.outputs:
+                raise _steps_apart(cursors)
+            found[lane] = before if before.ended else at  # one of the ranks may know that it is the end
+        if not any(at.ended for at in cursor.lanes.by_lane.values()):
+            running.add(cursor.position)
+    if len(running) > 1:
+        raise _steps_apart(cursors)
+    missing = [lane for lane in range(lanes) if lane not in found]
+    if missing and not finished:
+        raise apart(
+            "flow", f"of {lanes} lanes the states know {len(found)} only: the list must have those of all ranks."
+        )
+    over = LaneCursor(0, True, start(node))
+    position = max(cursor.position for cursor in inside)
+    return Cursor(epoch, position, LaneCursors({**found, **dict.fromkeys(missing, over)}))
+
+
+def _steps_apart(cursors: Sequence[Cursor]) -> CheckpointMismatchError:
+    at = [f"rank {rank}: epoch {cursor.epoch}, position {cursor.position}" for rank, cursor in enumerate(cursors)]
+    return apart(
+        "position",
+        f"the ranks were not at the same step when these states were saved ({'; '.join(at[:4])}"
+        f"{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all ranks after the same "
+        "batch; where the state is the same on all ranks, that of one rank restores every rank.",
+    )
