@@ -174,7 +174,7 @@ def test_lines_before_the_damage_of_a_compressed_file_are_read(kind: str, tmp_pa
     data = gzip.compress(damaged(line, {}, head))
     path = tmp_path / f"a.{kind}.gz"
     path.write_bytes(data[: len(data) * 2 // 3])
-    with pytest.raises(FormatError, match=r"cut short or damaged.*on_error=\"skip\""):
+    with pytest.raises(FormatError, match=r"truncated or damaged.*on_error=\"skip\""):
         midepoch.from_files(path)
     ds = midepoch.from_files(path, on_error="skip")
     assert len(ds) > 5
