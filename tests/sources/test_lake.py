@@ -513,7 +513,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(error, match=text):
             next(iter(midepoch.from_files(tmp_path, **arguments).loader(2)))  # type: ignore[arg-type]
     for name, content, text in (
-        ("cut.parquet", (tmp_path / "a.parquet").read_bytes()[:-20], "cut short"),
+        ("cut.parquet", (tmp_path / "a.parquet").read_bytes()[:-20], "truncated"),
         ("empty.parquet", b"", "empty or truncated"),
         ("foreign.parquet", b"x" * 100, "not a complete Parquet file"),
         ("empty.csv", b"", "the file is empty"),

@@ -193,7 +193,7 @@ def test_errors_name_the_way_out(tmp_path: Path) -> None:
     for path, text in (
         ("gone.parquet", "does not exist.* The folder .* exists and contains notes.txt, there.parquet"),
         ("deep/er/gone.parquet", "The folder .* exists and contains"),
-        ("*.orc", "no file matches.* holds notes.txt"),
+        ("*.orc", "no file matches.* contains notes.txt"),
     ):
         with pytest.raises(midepoch.DataNotFoundError, match=text):
             midepoch.from_files(tmp_path / path)

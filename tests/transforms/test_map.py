@@ -151,7 +151,7 @@ def test_wrong_columns_are_errors_at_once(ds: midepoch.Dataset) -> None:
     ):
         with pytest.raises(ColumnError, match="no column 'nope'. There are: id, text, score, tokens"):
             make()
-    with pytest.raises(ColumnError, match="two columns would be called 'id'"):
+    with pytest.raises(ColumnError, match="two columns would be named 'id'"):
         ds.rename_columns({"text": "id"})
     with pytest.raises(ColumnError, match="nope"):
         ds.map(double).select_columns("nope")[0]

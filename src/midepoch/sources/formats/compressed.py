@@ -120,8 +120,8 @@ class _Decompressed:
             if self.size + len(data) > self.limit or not self._write(data):
                 self._is_growing = False
                 _log.warning(
-                    "%s: only the first %d bytes of its contents are kept: blocks after them are decompressed repeatedly "
-                    "if they are not read in order. Increase cache_bytes and disk space, or write smaller files.",
+                    "%s: only the first %d bytes of its contents are kept: blocks after them are decompressed "
+                    "repeatedly if they are not read in order. Increase cache_bytes, or write smaller files.",
                     self._store.name(self._entry.path), self.size,
                 )  # fmt: skip
                 return
