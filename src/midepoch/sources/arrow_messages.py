@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -122,8 +123,8 @@ def _parsed(metadata: Bytes, body: int) -> Message:
     nodes, buffers = header.structs(1, "<qq"), header.structs(2, "<qq")
     if any(at < 0 or size < 0 or at + size > length for at, size in buffers):
         raise struct.error("a buffer reaches outside its body")
-    rows = header.scalar(0, "<q")
-    return Message(kind, body, end, rows, tuple(nodes), tuple(buffers), compressed=header.has(3))
+    arrays: dict[str, Any] = {"nodes": tuple(nodes), "buffers": tuple(buffers)}
+    return Message(kind, body, end, header.scalar(0, "<q"), **arrays, compressed=header.has(3))
 
 
 def check_rows(message: Message, columns: Sequence[int], nodes: int) -> None:
