@@ -159,9 +159,7 @@ def test_secrets_in_addresses(tmp_path: Path) -> None:
 
 def test_a_query_that_is_no_signature_is_refused_and_not_shown() -> None:
     for url in ("https://h/x.parquet?id=TOPSECRET77", "zip://a::https://me:TOPSECRET77@h/x.zip?key=TOPSECRET77"):
-        with pytest.raises(
-            midepoch.MidepochError, match="has a query that is not a signature.*storage_options"
-        ) as e:
+        with pytest.raises(midepoch.MidepochError, match="has a query that is not a signature.*storage_options") as e:
             midepoch.from_files(url)
         assert "TOPSECRET77" not in str(e.value)
 
