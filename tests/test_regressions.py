@@ -68,7 +68,7 @@ def test_folders_behind_links_are_read(tmp_path: Path) -> None:
 
 def test_columns_of_one_name_and_dictionaries_in_unions_are_refused(tmp_path: Path) -> None:
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
-    with pytest.raises(FormatError, match="several columns are called 'a'"):
+    with pytest.raises(FormatError, match="several columns are named 'a'"):
         midepoch.from_files(write_arrow(tmp_path / "a.arrow", twice, 1))
     inner = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array(["x"]).dictionary_encode()])
     with pytest.raises(FormatError, match="dictionary-encoded values inside"):
@@ -78,7 +78,7 @@ def test_columns_of_one_name_and_dictionaries_in_unions_are_refused(tmp_path: Pa
 def test_joined_streams_and_files_without_a_footer_are_refused(tmp_path: Path) -> None:
     stream = write_arrow(tmp_path / "a.arrow", numbered(0, 9), 3).read_bytes()
     (tmp_path / "joined.arrow").write_bytes(stream + stream)
-    with pytest.raises(FormatError, match="as if files had been joined"):
+    with pytest.raises(FormatError, match="as if files had been concatenated"):
         midepoch.from_files(tmp_path / "joined.arrow")
     whole = write_arrow(tmp_path / "b.arrow", numbered(0, 9), 3, file_format=True).read_bytes()
     (tmp_path / "cut.arrow").write_bytes(whole[:-6])

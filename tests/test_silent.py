@@ -133,7 +133,7 @@ def test_a_mapped_file_that_was_replaced(tmp_path: Path) -> None:
     assert other.stat().st_size == path.stat().st_size
     os.utime(other, ns=(1, 1))
     os.replace(other, path)
-    with pytest.raises(midepoch.DataChangedError, match="other contents"):
+    with pytest.raises(midepoch.DataChangedError, match="its contents differ"):
         list(ds.loader(4))
     write_arrow(path, pa.table({"id": range(40)}), 10)
     os.utime(path, ns=(2, 2))  # copied, or touched: the same data

@@ -1,4 +1,4 @@
-"""Instant loading of Hugging Face datasets with exact mid-epoch resume. A thin front of ``midepoch``.
+"""Instant loading of Hugging Face datasets with exact mid-epoch resume. A thin layer on ``midepoch``.
 
 from fast_hf_loader_simple import fast_load_iterable_dataset
 

@@ -1,4 +1,4 @@
-"""``python -m fast_hf_loader_simple``: loads a dataset twice and shows what the second time costs."""
+"""``python -m fast_hf_loader_simple``: load a dataset twice and show the time of the second load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(json.dumps({"imports": imported - start, "load": done - imported, "rows": 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fast_hf_loader_simple", description=__doc__)
-    parser.add_argument("path", nargs="?", help="a dataset's name or folder; left out: a small one is made")
+    parser.add_argument("path", nargs="?", help="a dataset's name or folder (default: a small generated one)")
     parser.add_argument("name", nargs="?", help="its configuration")
     parser.add_argument("--split", default="train")
     args = parser.parse_args()

@@ -1,13 +1,12 @@
-"""Addresses of data: the credentials in them, and the three texts that are made of one.
+"""Addresses of data, the credentials in them, and the three texts derived from an address.
 
 An address may hold a key (``s3://KEY:SECRET@bucket``), a signature (``?X-Amz-Signature=…``) or a token, also in each
-part of a chain (``zip://a::https://user:password@host/b.zip``). What is opened, what is compared and what is shown are
-separate decisions:
+part of a chain (``zip://a::https://user:password@host/b.zip``). Each purpose has its own text:
 
-- ``Link.target`` is opened. Keys of object stores may hold every sign, so that all stays but for the user, and a query
-  after the last ``?`` in which all names are options or credentials.
-- ``Address.identity`` is compared and hashed: only what is certainly a credential is left out.
-- ``Address.public`` is shown: whatever may be a credential is left out.
+- ``Link.target`` is opened. Keys of object stores may contain any character. Therefore only the user is removed, and a
+  query after the last ``?`` if all of its names are options or credentials.
+  - ``Address.identity`` is compared and hashed. Only parts that are certainly credentials are removed.
+- ``Address.public`` is shown. All parts that may be credentials are removed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 URL_OPTIONS = {"endpoint_override", "scheme", "region", "access_key", "secret_key", "session_token", "anonymous"}
-"""Options of a store that may stand in the query of its address."""
+"""Options of a store that the query of its address may contain."""
 WITHOUT_PORTS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 _WITHOUT_HOSTS = {"file", "local", "memory", "hf", "zip", "tar", "libarchive", "data"}
 _NAMES_BEFORE_AT = {"github", "git"}  # org:repo@revision
@@ -43,26 +42,26 @@ _CREDENTIAL = re.compile(
     r"|(?:api|access|account|secret|private|shared|signing|encryption)_?key(?:_?id)?|awsaccesskeyid|googleaccessid"
     r"|connection_?string)|x_(?:amz|goog|oss)_.*"
 )
-"""Names of parameters of an address whose values are credentials, in lower case and with ``_`` for ``-``."""
+"""Names of query parameters whose values are credentials, in lower case and with ``_`` for ``-``."""
 _SIGNED = re.compile(r"(?:x_(?:amz|goog|oss)_)?sig(?:nature)?")
 _OF_SIGNATURES = re.compile(
     r"expires|policy|key_pair_id|x_id"
     r"|s[veptri]|ss|srt|spr|sip|sdd|ses|skoid|sktid|skt|ske|sks|skv|saoid|suoid|scid"  # of Azure
 )
-"""Parameters that change with the signature of an address, and say nothing about the data."""
+"""Parameters that change with the signature of an address and do not identify the data."""
 
 
 class Link(NamedTuple):
     """One part of an address: ``scheme://user:password@path?query``."""
 
     head: str
-    """The scheme as it is spelt, with its slashes."""
+    """The scheme as written, with its slashes."""
     userinfo: str
     path: str
     query: str = ""
-    """With the sign that begins it, and a fragment that holds credentials."""
+    """With its leading character, and with a fragment that contains credentials."""
     fragment: str = ""
-    """That of a web address, with its sign."""
+    """Fragment of a web address, with its ``#``."""
     dubious: str = ""
     """The beginning of the path up to an ``@``: a host, a port and a name, or a user and a password with a ``/``."""
 
@@ -78,7 +77,7 @@ class Link(NamedTuple):
 
     @property
     def parameters(self) -> tuple[tuple[str, str], ...]:
-        """All of the query, decoded."""
+        """All parameters of the query, decoded."""
         return tuple(map(_pair, _pieces(self.query)))
 
     @property
@@ -93,19 +92,19 @@ class Link(NamedTuple):
 
     @property
     def suspects(self) -> tuple[tuple[str, str, bool], ...]:
-        """All that may be a parameter: the text, the value in it, and whether it may be a credential."""
+        """Possible parameters: the text, its value, and True if the value may be a credential."""
         query = self._split[1]
         return tuple((piece, *_suspected(piece, _signed(query))) for piece in _pieces(query))
 
     @property
     def holds_credentials(self) -> bool:
-        """Return True if there are credentials in the path that is opened."""
+        """True if the path that is opened contains credentials."""
         query = "" if self.query or self.scheme == "file" else self._split[1]
         return any(_is_credential(_pair(piece)[0], _signed(query)) for piece in _pieces(query))
 
     @property
     def public(self) -> str:
-        """The link without anything that may be a credential."""
+        """The link without parts that may be credentials."""
         path, query = self._split
         path = f"***{path[len(self.dubious) :]}" if self.dubious else path
         kept = [_shown(piece, lambda address: address.public) for piece, _, hidden in self.suspects if not hidden]
@@ -113,7 +112,7 @@ class Link(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The link without what is certainly a credential."""
+        """The link without parts that are certainly credentials."""
         certain = ":" in self.userinfo and not re.search(r"\s", self.userinfo)
         user = "" if certain or not self.userinfo else f"{self.userinfo}@"
         pieces, hidden = _pieces(self.query), self.credentials
@@ -122,17 +121,17 @@ class Link(NamedTuple):
 
     @property
     def _split(self) -> tuple[str, str]:
-        """The path, and all that may be a query."""
-        whole = self.path + self.query + self.fragment
-        start = (_WEB_QUERY if _is_web(self.scheme) else _QUERY).search(whole)
+        """The path, and the part that may be a query."""
+        text = self.path + self.query + self.fragment
+        start = (_WEB_QUERY if _is_web(self.scheme) else _QUERY).search(text)
         if start is None or self.scheme == "file":
-            return whole, ""
-        return whole[: start.start()], whole[start.start() :]
+            return text, ""
+        return text[: start.start()], text[start.start() :]
 
 
 @dataclass(frozen=True, repr=False)
 class Address:
-    """A path or URL that is shown without its credentials; ``reveal`` is for whoever opens it.
+    """A path or URL that is shown without its credentials. ``reveal`` returns it for opening.
 
     >>> Address("s3://KEY:SECRET@bucket/run?secret_key=SECRET")
     's3://bucket/run'
@@ -143,22 +142,22 @@ class Address:
     raw: str
 
     def reveal(self) -> str:
-        """The address as it was given."""
+        """Return the address as given."""
         return self.raw
 
     @cached_property
     def public(self) -> str:
-        """The address as it is shown, without anything that may be a credential."""
+        """The address for display, without parts that may be credentials."""
         return "::".join(map(_public, _LINKS.split(self.raw)))
 
     @cached_property
     def identity(self) -> str:
-        """The address without its credentials, the same whatever they are; the text as it is where there are none."""
+        """The address without its credentials, equal for all credentials. Without any, the unchanged text."""
         return "::".join(map(_identity, _LINKS.split(self.raw)))
 
     @cached_property
     def parts(self) -> tuple[Address, ...]:
-        """The addresses that a chain is made of."""
+        """The addresses of a chain."""
         return tuple(map(Address, _LINKS.split(self.raw)))
 
     @cached_property
@@ -174,7 +173,7 @@ class Address:
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Return True for an address, also for one that pathlib took a slash from."""
+    """Return True for an address, including one from which pathlib removed a slash."""
     return _ADDRESS.match(os.fsdecode(path)) is not None
 
 
@@ -184,20 +183,20 @@ def is_mistyped(path: str) -> bool:
 
 
 def refuse_lost_slash(path: object) -> None:
-    """Raise ValueError for an address that pathlib has made a local path of, which would show its credentials.
+    """Raise ValueError for an address that pathlib turned into a local path, which would show its credentials.
 
     >>> from pathlib import Path
     >>> refuse_lost_slash(Path("s3://KEY:SECRET@bucket/run"))
     Traceback (most recent call last):
-    ValueError: s3:/bucket/run is an address that pathlib took a slash from. Pass it as a text.
+    ValueError: s3:/bucket/run is an address from which pathlib removed a slash. Pass it as a string.
     """
     if isinstance(path, os.PathLike) and is_address(path):
         address = Address(os.fsdecode(path))
-        raise ValueError(f"{address} is an address that pathlib took a slash from. Pass it as a text.")
+        raise ValueError(f"{address} is an address from which pathlib removed a slash. Pass it as a string.")
 
 
 def as_address(name: str, value: str) -> Address:
-    """Return the address that the option ``name`` holds; endpoints may come without a scheme."""
+    """Return the address that is the value of the option ``name``. Endpoints may lack a scheme."""
     return Address(value if "://" in value or "endpoint" not in name else f"https://{value}")
 
 
@@ -213,7 +212,7 @@ def _parsed(part: str) -> Link | None:
         return Link(head, userinfo, rest)
     if _is_web(scheme):
         rest, sign, fragment = rest.partition("#")
-        start = _WEB_QUERY.search(rest)  # a "?" without "=" is one of a pattern
+        start = _WEB_QUERY.search(rest)  # a "?" without "=" belongs to a glob pattern
         path, query = (rest[: start.start()], rest[start.start() :]) if start else (rest, "")
         fragment = sign + fragment
         if any(_is_credential(_pair(piece)[0], False) for piece in _pieces(fragment)):
@@ -228,7 +227,7 @@ def _parsed(part: str) -> Link | None:
 
 
 def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
-    """The text before the ``@`` that ends the credentials, what comes after it, and the dubious part of that."""
+    """Return the credentials before the ``@``, the text after it, and the dubious part of that text."""
     authority = _AUTHORITY_ENDS.split(rest, maxsplit=1)[0]
     if scheme in _NAMES_BEFORE_AT or (scheme in _CONTAINERS_BEFORE_AT and ":" not in authority):
         return "", rest, ""
@@ -273,7 +272,7 @@ def _joined(query: str, kept: list[str]) -> str:
 
 
 def _shown(piece: str, text_of: Callable[[Address], str]) -> str:
-    """A parameter, without the credentials of an address that is its value."""
+    """Return a parameter without the credentials of an address that is its value."""
     name, value = _pair(piece) if "=" in piece else ("", "")
     address = as_address(name, value)
     text = text_of(address)
@@ -281,7 +280,7 @@ def _shown(piece: str, text_of: Callable[[Address], str]) -> str:
 
 
 def _suspected(piece: str, signed: bool) -> tuple[str, bool]:
-    """The value of a parameter, and whether it may be a credential."""
+    """Return the value of a parameter, and True if it may be a credential."""
     name, value = _pair(piece)
     if "=" not in piece:
         return name, piece.startswith("&")

@@ -1,6 +1,7 @@
-"""What the ranks of one start agree on, through the key-value stores of torch.distributed and JAX.
+"""Agreement between the ranks of a run, through the key-value stores of torch.distributed and JAX.
 
-Mostly without waiting: the first to speak decides, all others hear it. ``all_said`` alone waits for all ranks.
+Most functions do not wait: the first rank to set a value decides, and all others receive it. Only ``all_said`` waits
+for all ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _JAX_TIMEOUT_MS = 60_000
 _log = logging.getLogger("midepoch")
 _LOOK, _SURE, _LONG, _PATIENCE = 1.0, 5.0, 15.0, 1800.0
-"""Seconds to wait for other ranks before looking for a reason, before it counts, before saying so, and at all: as
-torch's collectives do.
+"""Seconds of waiting for other ranks: until a cause is looked for, until a cause counts, until a warning, until failure
+(the default timeout of torch's collectives).
 """
 _MOST_SHOWN = 120
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 def first_said(key: str, value: str) -> str | None:
-    """The value that the first rank gave for this key: this one, or one from before. None where there is no store."""
+    """Set a key unless another rank has set it, and return its value. Return None if there is no store."""
     key = f"midepoch/{key}"
     if (store := _store()) is not None:
         try:
@@ -53,16 +54,16 @@ def first_said(key: str, value: str) -> str | None:
             raise
     if jax_processes() is not None:
         client = _jax_client()
-        with suppress(Exception):  # it was set before, and stays
+        with suppress(Exception):  # already set, and kept
             client.key_value_set(key, value)
         return str(client.blocking_key_value_get(key, _JAX_TIMEOUT_MS))
     return None
 
 
 class Waits(NamedTuple):
-    """A rank that waits for the others of its group: which one it is, of how many, and what it loads.
+    """A rank that waits for the others of its group: its rank, the size of the group, and a description of its loader.
 
-    ``check``: raises if another rank has refused to go on.
+    ``check``: raises if another rank has refused to continue.
     """
 
     group: str
@@ -73,9 +74,9 @@ class Waits(NamedTuple):
 
 
 def all_said(key: str, value: str, waits: Waits) -> list[str]:
-    """What each rank has said under this key, in order, this one ``value``: waits for those that come later.
+    """Set ``value`` as this rank's value of the key, wait for all ranks, and return their values by rank.
 
-    Raises WorldError if a rank has refused (``refuse``), waits for this one with something else, or does not come.
+    Raise WorldError if a rank has refused (``refuse``), waits under a different key, or does not arrive.
     """
     names = [f"midepoch/{key}/{other}" for other in range(waits.size)]
     try:
@@ -94,26 +95,26 @@ def all_said(key: str, value: str, waits: Waits) -> list[str]:
 
 
 def say(key: str, value: str) -> None:
-    """Let other ranks look this up, if there is a store."""
+    """Publish a value to other ranks, if there is a store."""
     with suppress(Exception):
         if connected():
             _set(f"midepoch/{key}", value)
 
 
 def heard(key: str) -> str | None:
-    """What a rank has said under a key by now."""
+    """Return the value of a key, or None if it is not set yet."""
     return _get(f"midepoch/{key}")
 
 
 def refuse(group: str, why: str) -> None:
-    """Let ranks that wait, or come later, know why this one does not go on."""
+    """Publish the reason why this rank does not continue to ranks that wait or arrive later."""
     with suppress(Exception):
         _delete(f"midepoch/refused/{group}")
         _set(f"midepoch/refused/{group}", json.dumps([secrets.token_hex(8), why]))
 
 
 def refusal(group: str) -> tuple[str, str]:
-    """A token of the last refusal in a group, and why; both empty if there was none, or the store has gone."""
+    """Return a token of the group's last refusal and its reason. Both are empty if there is none, or no store."""
     with suppress(Exception):
         token, why = json.loads(_get(f"midepoch/refused/{group}") or '["", ""]')
         return token, why
@@ -121,7 +122,7 @@ def refusal(group: str) -> tuple[str, str]:
 
 
 def differences(said: Mapping[int, Mapping[str, Any]]) -> str:
-    """In which fields that they have in common ranks differ, and how, in words; empty if in none.
+    """Describe the common fields in which ranks differ. Empty if they agree.
 
     >>> differences({0: {"seed": 1, "rows": 9}, 3: {"seed": 2, "rows": 9}})
     'seed is 1 on rank 0 and 2 on rank 3'
@@ -139,7 +140,7 @@ def differences(said: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _short(value: Any, other: Any) -> str:
-    """A value as text; of a long one what surrounds the place where it differs from the other."""
+    """Return a value as text. A long text is cut to the surroundings of its first difference from the other."""
     text, than = str(value), str(other)
     if len(text) <= _MOST_SHOWN:
         return text
@@ -149,16 +150,16 @@ def _short(value: Any, other: Any) -> str:
 
 
 def unsay(key: str, rank: int) -> None:
-    """Take back what this rank has said under a key, once all have heard it: a run of weeks would fill the store."""
+    """Delete this rank's value of a key, once all ranks have read it. A long run would otherwise fill the store."""
     _delete(f"midepoch/{key}/{rank}")
 
 
 def _wait(names: list[str], key: str, waits: Waits) -> None:
-    """Wait until all of these are set; look now and then whether a rank has refused, or waits for something else."""
+    """Wait until all names are set. Check regularly for a refusal and for ranks that wait under a different key."""
     started = time.monotonic()
     pause, warned, seen = 0.001, False, dict[int, tuple[str, float]]()
     while not _all_set(names):
-        # Not store.wait(): it writes to stderr whenever it has waited in vain, and does not see a refusal.
+        # Not store.wait(): it writes to stderr on every timeout and does not notice a refusal.
         time.sleep(pause)
         pause = min(1.5 * pause, 0.25)
         waited = time.monotonic() - started
@@ -167,11 +168,11 @@ def _wait(names: list[str], key: str, waits: Waits) -> None:
         waits.check()
         _check_others(key, waits, seen)
         if waited > _PATIENCE:
-            raise TimeoutError(f"rank {', '.join(_late(names))} did not come within {_PATIENCE:g} s")
+            raise TimeoutError(f"rank {', '.join(_late(names))} did not arrive within {_PATIENCE:g} s")
         if waited > _LONG and not warned:
             warned = True
             _log.warning(
-                "waiting for rank %s to come to the same step: every rank has to iterate the same loaders as often.",
+                "waiting for rank %s to reach the same step. Every rank must iterate the same loaders equally often.",
                 ", ".join(_late(names)),
             )
 
@@ -181,10 +182,10 @@ def _note_of(waits: Waits, rank: int) -> str:
 
 
 def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) -> None:
-    """Raise WorldError if another rank of the group waits, too, and for something else: both would wait in vain.
+    """Raise WorldError if another rank of the group waits under a different key: both would wait in vain.
 
-    ``seen``: what other ranks wait for, and since when that was seen. It counts after a while: a rank that goes on
-    takes its note back, and may be slow to do so.
+    ``seen``: the keys under which other ranks wait, and the time of the first sighting. A sighting counts only after
+    ``_SURE`` seconds: a rank that continues deletes its note, possibly late.
     """
     mine, own = json.dumps([key, waits.what]), _note_of(waits, waits.rank)
     if _get(own) != mine:
@@ -197,11 +198,11 @@ def _check_others(key: str, waits: Waits, seen: dict[int, tuple[str, float]]) ->
         elif seen.get(rank, ("", 0.0))[0] != theirs:
             seen[rank] = (theirs, time.monotonic())
         elif time.monotonic() - seen[rank][1] > _SURE:
-            found = differences({rank: json.loads(theirs)[1], waits.rank: waits.what})
-            found = found or f"rank {rank} and rank {waits.rank} are at different passes"
+            difference = differences({rank: json.loads(theirs)[1], waits.rank: waits.what})
+            difference = difference or f"rank {rank} and rank {waits.rank} are at different passes"
             raise WorldError(
-                f"the ranks do not load the same, and wait for each other: {found}. Make the same loaders, and begin "
-                "as many passes, on all ranks."
+                f"the ranks do not load the same data and wait for each other: {difference}. Create the same loaders "
+                "and begin equally many passes on all ranks."
             )
 
 
@@ -216,7 +217,7 @@ def _all_set(names: list[str]) -> bool:
 
 
 def _delete(name: str) -> None:
-    with suppress(Exception):  # a store that cannot: it stays
+    with suppress(Exception):  # some stores cannot delete
         if (store := _store()) is not None:
             store.delete_key(name)
         else:
@@ -231,7 +232,7 @@ def _set(name: str, value: str) -> None:
 
 
 def _get(name: str) -> str | None:
-    """What is set under a name by now; None if nothing is, or there is no store."""
+    """Return the value of a name. None if it is not set yet, or if there is no store."""
     if (store := _store()) is not None:
         try:
             return str(store.get(name).decode()) if store.check([name]) else None
@@ -250,7 +251,7 @@ def _get(name: str) -> str | None:
 
 
 def _is_no_store(problem: Exception) -> bool:
-    """Whether a store only looks like one, as that of the "fake" backend does."""
+    """Return True for an error of a store without an implementation, as that of the "fake" backend."""
     text = str(problem).lower()
     return any(sign in text for sign in ("not implemented", "internal assert", "pure virtual function"))
 
@@ -260,7 +261,7 @@ def _jax_client() -> Any:
 
 
 def _store() -> Any:
-    """The key-value store of torch.distributed, if there is one (MPI has none)."""
+    """Return the key-value store of torch.distributed, or None (MPI has no store)."""
     if process_group() is None:
         return None
     from torch.distributed.distributed_c10d import _get_default_store
@@ -269,7 +270,7 @@ def _store() -> Any:
 
 
 class Occasions:
-    """Counts how often something came up in this process, anew with every process group: as often as on other ranks."""
+    """Counters of events in this process, reset with every process group, so that they agree between ranks."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -284,10 +285,10 @@ class Occasions:
 
 
 def run_identity(world: World) -> str:
-    """A text that all ranks of this start have in common, and no other start has, as far as that can be known.
+    """Return a text that all ranks of this start share and that no other start has, as far as can be known.
 
-    ``MIDEPOCH_RUN_ID`` if it is set; else drawn by the first rank; else made of what launchers leave in the
-    environment; else empty.
+    It is the first of: ``MIDEPOCH_RUN_ID``; a text drawn by the first rank; the environment variables of the launcher;
+    the empty text.
     """
     if given := os.environ.get("MIDEPOCH_RUN_ID"):
         return f"-{_plain(given)}"
@@ -299,19 +300,19 @@ def run_identity(world: World) -> str:
 
 
 def start_name(world: World) -> str:
-    """As ``run_identity``, but empty where another start might have the same name."""
-    found = run_identity(world)
+    """Return ``run_identity``, or an empty text if another start might have the same."""
+    identity = run_identity(world)
     if os.environ.get("MIDEPOCH_RUN_ID") or connected() >= world.size:
-        return found
+        return identity
     if _placement() or any(os.environ.get(name) for name in _UNIQUE):
-        return found
+        return identity
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world.size):  # torchrun on one machine: its agent started all ranks
-        return f"{found}-{_parent()}"
+        return f"{identity}-{_parent()}"
     return ""
 
 
 def _parent() -> str:
-    """The process that started this one, and when that was started: no other will ever be both."""
+    """Return the id and the start time of the parent process, a pair that is never reused."""
     parent = os.getppid()
     with suppress(OSError, IndexError), open(f"/proc/{parent}/stat") as file:
         return f"{parent}.{file.read().rsplit(')', 1)[1].split()[19]}"
@@ -319,7 +320,7 @@ def _parent() -> str:
 
 
 def _placement() -> str | None:
-    """What the workers of one start of Ray Train have in common, where there is no store."""
+    """Return the placement group that the workers of one start of Ray Train share, for use without a store."""
     ray: Any = loaded("ray")
     if loaded("ray.train") is None or ray is None or not ray.is_initialized():
         return None
@@ -329,7 +330,7 @@ def _placement() -> str | None:
 
 
 def process_rank(otherwise: int) -> int:
-    """The number of this process among those that share a key-value store with it."""
+    """Return the rank of this process among those that share its key-value store."""
     if (dist := process_group()) is not None:
         return int(dist.get_rank())
     if (jax := jax_processes()) is not None:
@@ -338,11 +339,11 @@ def process_rank(otherwise: int) -> int:
 
 
 def connected() -> int:
-    """How many processes share a key-value store with this one; 0 if there is none."""
+    """Return the number of processes that share this key-value store. 0 if there is none."""
     dist, jax = process_group(), jax_processes()
     return max(dist.get_world_size() if dist is not None else 0, jax.process_count() if jax is not None else 0)
 
 
 def _plain(text: str) -> str:
-    """As a part of a file's name."""
+    """Return a text that is safe as part of a file name."""
     return "".join(c if c.isalnum() or c in "._" else "_" for c in text)

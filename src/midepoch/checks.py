@@ -1,4 +1,4 @@
-"""Arguments that must be whole numbers."""
+"""Validation of integer arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LARGEST = 2**62
 
 
 def whole(value: Any, what: str, least: int = 0) -> int:
-    """The value as an int of at least ``least``; TypeError or ValueError that quotes it otherwise."""
+    """Return the value as an int. Raise TypeError if it is not an integer, ValueError if it is below ``least``."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{what}: expected a whole number, got {value!r}")
+        raise TypeError(f"{what}: expected an integer, got {value!r}")
     if not least <= number < LARGEST:
         raise ValueError(f"{what}: expected at least {least}, got {value}")
     return number

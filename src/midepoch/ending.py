@@ -1,4 +1,4 @@
-"""The end of objects: waiting for their threads, never indefinitely, and closing them when nobody holds them."""
+"""Bounded waiting for threads, and finalizers that are silent at interpreter exit."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 PREFIX = "midepoch-"
-"""What the names of all threads of ours begin with."""
+"""Prefix of the names of all threads of midepoch."""
 
 _PATIENCE = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
-_left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _log = logging.getLogger("midepoch")
 
 
 def join(threads: Iterable[threading.Thread]) -> bool:
-    """Wait for threads that were told to end; whether they have.
+    """Wait for threads that were asked to stop. Return True if all have stopped.
 
-    One that reads from a place that has gone away does not hear it; the error that made the loop end is to be seen all
-    the same. And the garbage collector may call this from a thread that others wait for.
+    The wait is bounded: a thread that reads from an unreachable store does not notice the request, and must not hide
+    the error that stopped the loop. The garbage collector may call this from a thread that others wait for.
     """
     if threading.current_thread().name.startswith(PREFIX):
         return False
-    ended, end = True, time.monotonic() + _PATIENCE
+    all_stopped, deadline = True, time.monotonic() + _PATIENCE
     for thread in threads:
         pause = _FIRST_PAUSE
-        while _runs(thread) and thread not in _left_behind and time.monotonic() < end:
+        while _runs(thread) and thread not in _abandoned and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE, pause * 1.5)
-        ended &= not _runs(thread)
-        if _runs(thread) and thread not in _left_behind:
-            _left_behind.add(thread)
-            _log.warning("%s still reads %g s after it was told to end: it is left behind", thread.name, _PATIENCE)
-    return ended
+        all_stopped &= not _runs(thread)
+        if _runs(thread) and thread not in _abandoned:
+            _abandoned.add(thread)
+            _log.warning(
+                "%s is still reading %g s after it was asked to stop: it is left behind", thread.name, _PATIENCE
+            )
+    return all_stopped
 
 
 def _runs(thread: threading.Thread) -> bool:
-    """True until a thread has ended. After a Ctrl-C its ``join`` and ``is_alive`` take it for ended (before 3.13)."""
+    """Return True until a thread has stopped. Before 3.13, ``is_alive`` is wrong after a Ctrl-C in ``join``."""
     return thread in threading.enumerate()
 
 
 def silent_at_exit(delete: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Decorate a ``__del__``: what it raises while the interpreter ends is dropped.
+    """Decorate a ``__del__`` so that errors during interpreter shutdown are dropped.
 
-    Modules may be cleared by then, so that their functions fail; threads and workers were ended before, at exit.
+    Modules may be cleared by then, so that their functions fail. Threads and workers were stopped before, at exit.
     """
 
     @functools.wraps(delete)

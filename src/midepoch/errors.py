@@ -2,21 +2,21 @@
 
     MidepochError
     ├── DataError                     the data cannot be used as it is
-    │   ├── DataNotFoundError         a path, glob, folder, split or column is not there (also a FileNotFoundError)
-    │   ├── FormatError               a file is not what it should be: foreign, truncated, of another schema
+    │   ├── DataNotFoundError         a path, glob, folder or split does not exist (also a FileNotFoundError)
+    │   ├── FormatError               a file has an unknown format, is truncated, or has another schema
     │   │   └── DifferentSchemasError files of one dataset have different columns
     │   ├── ColumnError               a column is missing or named twice (also a KeyError)
     │   ├── CorruptBlockError         a block of an indexed file cannot be read
-    │   ├── DataChangedError          a file is not what it was when it was indexed
-    │   └── FetchError                a store did not hand over an object, after all retries
-    ├── MapError                      a user's function raised or returned something unusable; names the row
-    ├── StateError                    a state cannot be read: garbage, or written by a newer version
-    │   └── CheckpointMismatchError   a state of other data, another order, pipeline or model
-    ├── CheckpointError               a checkpoint cannot be used as it is asked for
-    │   ├── CheckpointSaveError       a step was not saved; the steps before it are as they were
-    │   ├── CheckpointDamagedError    a step is not what its manifest says
-    │   └── CheckpointNotFoundError   there is no such step, or no such part of it (also a FileNotFoundError)
-    ├── WorldError                    it is not clear which rank this is, or ranks do not stand where they should
+    │   ├── DataChangedError          a file has changed since it was indexed
+    │   └── FetchError                a store did not deliver an object after all retries
+    ├── MapError                      a user's function raised or returned an unusable value; names the row
+    ├── StateError                    a state cannot be read: not a state, or written by a newer version
+    │   └── CheckpointMismatchError   a state of different data, order, pipeline or model
+    ├── CheckpointError               a checkpoint cannot be used as requested
+    │   ├── CheckpointSaveError       a step was not saved; earlier steps are unchanged
+    │   ├── CheckpointDamagedError    a step does not match its manifest
+    │   └── CheckpointNotFoundError   a step, or a part of it, does not exist (also a FileNotFoundError)
+    ├── WorldError                    the rank is ambiguous, or the ranks of a run are inconsistent
     └── WorkerError                   a worker process died or failed; names the worker
 
 Bad arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
@@ -28,7 +28,7 @@ from typing import Any
 
 
 class MidepochError(Exception):
-    """The root of the tree: catches everything midepoch raises on purpose."""
+    """Base class of every error that midepoch raises on purpose."""
 
 
 class DataError(MidepochError):
@@ -36,11 +36,11 @@ class DataError(MidepochError):
 
 
 class DataNotFoundError(DataError, FileNotFoundError):
-    """A path, glob, folder or split holds nothing."""
+    """A path, glob, folder or split does not exist or is empty."""
 
 
 class FormatError(DataError):
-    """A file is foreign, truncated, or of another schema than its neighbours."""
+    """A file has an unknown format, is truncated, or has another schema than the files beside it."""
 
 
 class DifferentSchemasError(FormatError):
@@ -59,15 +59,15 @@ class CorruptBlockError(DataError):
 
 
 class DataChangedError(DataError):
-    """A file is not what it was when it was indexed."""
+    """A file has changed since it was indexed."""
 
 
 class FetchError(DataError):
-    """A store did not hand over an object, after all retries."""
+    """A store did not deliver an object after all retries."""
 
 
 class MapError(MidepochError):
-    """A user's function raised, or returned something that cannot be used."""
+    """A user's function raised or returned an unusable value."""
 
 
 class StateError(MidepochError):
@@ -75,20 +75,20 @@ class StateError(MidepochError):
 
 
 class CheckpointMismatchError(StateError):
-    """A state that belongs to other data, another order or another pipeline.
+    """A state that belongs to different data, another order or another pipeline.
 
-    Nothing has been changed when this is raised. ``field``, ``saved`` and ``current`` say what differs.
+    Nothing has changed when this is raised. ``field``, ``saved`` and ``current`` describe the difference.
     """
 
     def __init__(self, field: str, saved: Any = None, current: Any = None, cause: str | None = None) -> None:
         self.field, self.saved, self.current, self.cause = field, saved, current, cause
-        if cause is None:  # made again from its text alone, as torch does with an error of a worker
+        if cause is None:  # torch recreates the error of a worker from its text alone
             super().__init__(field)
             return
         super().__init__(
-            f"the state does not belong here: {field} differs.\n"
+            f"the state does not match: {field} differs.\n"
             f"  saved:   {saved!r}\n  current: {current!r}\n  likely cause: {cause}\n"
-            "Nothing was changed. Build everything as it was when the state was saved, or start without the state."
+            "Nothing was changed. Rebuild the pipeline as it was when the state was saved, or start without the state."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,23 +96,23 @@ class CheckpointMismatchError(StateError):
 
 
 class CheckpointError(MidepochError):
-    """A checkpoint cannot be used as it is asked for."""
+    """A checkpoint cannot be used as requested."""
 
 
 class CheckpointSaveError(CheckpointError):
-    """A step was not saved. The steps saved before it are as they were."""
+    """A step was not saved. Earlier steps are unchanged."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A step is not what its manifest says: cut, changed, incomplete."""
+    """A step does not match its manifest: it is truncated, changed or incomplete."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no such step, or no such part of it."""
+    """A step, or a part of it, does not exist."""
 
 
 class WorldError(MidepochError):
-    """It is not clear which rank of how many this process is, or the ranks of a run do not go together."""
+    """The rank or world size of this process is ambiguous, or the ranks of a run are inconsistent."""
 
 
 class WorkerError(MidepochError):

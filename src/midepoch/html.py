@@ -1,4 +1,4 @@
-"""A small table for notebooks: what datasets, loaders and states show of themselves there."""
+"""HTML table that represents datasets, loaders and states in notebooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CELL = "text-align:left;padding:.15em .9em .15em 0;vertical-align:top"
 
 
 def table(title: str, rows: Mapping[str, Any], share: float | None = None) -> str:
-    """Names and values; ``share`` of a bar below the title is filled.
+    """Return a table of names and values. ``share`` is the filled fraction of a bar below the title.
 
     >>> table("Loader", {"rows": "1 < 2"})
     '<div ...<b>Loader</b>...rows...1 &lt; 2...</div>'

@@ -1,4 +1,4 @@
-"""Modules of other libraries that are in use already: they are not imported only to look for their values."""
+"""Access to modules of other libraries only if they have been imported already."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def loaded(name: str) -> Any:
     """Return a module that has been imported, else None.
 
-    Not one that is being imported: a signal handler that saves may have interrupted that, and half a module has neither
-    values nor all of its names.
+    A module that is being imported counts as not imported: a signal handler that saves may have interrupted the import,
+    and a partial module lacks names.
     """
     module = sys.modules.get(name)
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module

@@ -19,7 +19,7 @@ from midepoch.progress import shown
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
-from midepoch.sources.files import Found, PathLike, check_format, check_path, find_files, paths_of
+from midepoch.sources.files import DataFiles, PathLike, check_format, check_path, find_files, paths_of
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
@@ -72,9 +72,9 @@ def from_files(
     texts = paths_of(paths)
     store, _ = resolve(texts[0], **where)
     chosen = parse_filter(filters)
-    found: list[Found] = []
+    found: list[DataFiles] = []
 
-    def find() -> Found:
+    def find() -> DataFiles:
         if not found:
             found.append(find_files(texts, format=format, **where))
         return found[0]

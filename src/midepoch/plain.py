@@ -1,4 +1,4 @@
-"""Values as JSON can have them."""
+"""Conversion of values to JSON-compatible ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Numbers that JSON has no word for as None, bytes as their number, dates and the like as text.
+    """Return a value that JSON can represent: NaN and infinity as None, bytes as their length, dates and others as
+    text.
 
     >>> plain({"a": [1, float("nan")], "b": b"12"})
     {'a': [1, None], 'b': {'bytes': 2}}
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray)):

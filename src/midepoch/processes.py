@@ -1,6 +1,4 @@
-"""Whether a process is there: by the kernel's files where there are any, which also tell of those that have ended and
-only wait to be buried.
-"""
+"""Liveness of processes. /proc is used where it exists, because it also shows zombies."""
 
 from __future__ import annotations
 
@@ -11,19 +9,19 @@ from pathlib import Path
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this number runs, whoever's it is."""
+    """Return True if a process with this id is running, whichever user owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # somebody else's
+        pass  # the process of another user
     fields = _fields(pid)
     return fields is None or not _ended(fields)
 
 
 def started(pid: int) -> str:
-    """When a process started, in ticks since the machine did; empty if there is none."""
+    """Return the start time of a process, in ticks since boot. Empty if there is no such process."""
     fields = _fields(pid)
     if fields is None:
         return "" if os.path.isdir("/proc/self") or not alive(pid) else "running"
@@ -32,7 +30,7 @@ def started(pid: int) -> str:
 
 @lru_cache(1)
 def machine() -> str:
-    """The machine on which numbers of processes mean something, since it was last started."""
+    """Return the scope in which process ids are unique: host, boot and PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -42,13 +40,13 @@ def machine() -> str:
 
 def _namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")  # containers of one machine have numbers of their own
+        return os.readlink("/proc/self/ns/pid")  # each container has its own process ids
     except OSError:
         return ""
 
 
 def _fields(pid: int) -> list[str] | None:
-    """What the kernel says of a process, behind its name; None where it says nothing."""
+    """Return the fields of /proc/PID/stat after the process name. None if the file does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A line of progress on long work: on a terminal or in a notebook only, and only if it takes long enough to wonder."""
+"""Progress line for long operations, in a terminal or notebook only."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _WIDTH = 24
 
 
 def watched() -> bool:
-    """Whether somebody looks at what is written: a terminal, or a notebook, which keeps no terminal."""
+    """Return True if stderr is a terminal, or if this is a notebook, where it is not."""
     try:
         return bool(sys.stderr.isatty()) or "ipykernel.zmqshell" in sys.modules
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # stderr is None, or closed
         return False
 
 
 class Bar:
-    """One line that is drawn over and over. Writes nothing unless somebody looks."""
+    """One line that is redrawn in place. Without a terminal or notebook nothing is written."""
 
-    def __init__(self, what: str, unit: str, *, patience: float = _PATIENCE) -> None:
-        self._what, self._unit, self._watched = what, unit, watched()
+    def __init__(self, title: str, unit: str, *, patience: float = _PATIENCE) -> None:
+        self._title, self._unit, self._watched = title, unit, watched()
         self._started = time.monotonic()
         self._due = self._started + patience
-        self._first: int | None = None  # what was done before: of a resumed epoch, for one
+        self._first: int | None = None  # amount done before this line began, as in a resumed epoch
         self._drawn = 0
 
     @property
     def due(self) -> bool:
-        """Whether somebody looks, and it is time to draw again."""
+        """True if the line is visible and it is time to redraw it."""
         return self._watched and time.monotonic() >= self._due
 
     def update(self, done: int, total: int | None = None, more: str = "") -> None:
-        """So much is done, of so much if that is known."""
+        """Show the amount done, and the total if it is known."""
         if self._first is None:
             self._first = done
         now = time.monotonic()
@@ -49,19 +49,19 @@ class Bar:
             self._draw(done, total, more, now - self._started)
 
     def _draw(self, done: int, total: int | None, more: str, elapsed: float) -> None:
-        text = f"{self._what} {done:,} {self._unit}"
+        text = f"{self._title} {done:,} {self._unit}"
         if total:
             full = int(_WIDTH * min(done, total) / total)
-            text = f"{self._what} {'█' * full}{'░' * (_WIDTH - full)} {done:,}/{total:,} {self._unit}"
+            text = f"{self._title} {'█' * full}{'░' * (_WIDTH - full)} {done:,}/{total:,} {self._unit}"
             new = done - (self._first or 0)
             text += f", {_time(elapsed / new * max(0, total - done))} left" if new > 0 else ""
         text += f", {more}" if more else ""
         text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be drawn over
-        self._write(f"\r{text:<{self._drawn}}")  # blanks over what was longer: a notebook knows no erasing
+        self._write(f"\r{text:<{self._drawn}}")  # blanks over a longer line: notebooks have no erase sequence
         self._drawn = len(text)
 
     def _write(self, text: str) -> None:
-        """A terminal that has gone away must not end the work that it was to watch."""
+        """Write to stderr. A closed terminal must not stop the work that it shows."""
         try:
             sys.stderr.write(text)
             sys.stderr.flush()
@@ -72,7 +72,7 @@ class Bar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._drawn and self._watched:
             self._write("\n")
@@ -86,7 +86,7 @@ def _time(seconds: float) -> str:
 
 
 @contextmanager
-def shown(what: str, unit: str) -> Iterator[Progress]:
-    """Yields ``report(done, total)``."""
-    with Bar(what, unit) as bar:
+def shown(title: str, unit: str) -> Iterator[Progress]:
+    """Yield a function ``report(done, total)`` that draws a progress line."""
+    with Bar(title, unit) as bar:
         yield bar.update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def reason(problem: BaseException) -> str:
-    """Return the text of an error, or the name of its class if it has none, as KeyboardInterrupt and MemoryError.
+    """Return the text of an error, or the name of its class if it has no text, as with KeyboardInterrupt.
 
     >>> reason(MemoryError())
     'MemoryError'

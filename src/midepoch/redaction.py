@@ -1,7 +1,7 @@
-"""Text without credentials: what stores say about addresses and options, as it is shown.
+"""Removal of credentials from texts that are shown, such as error messages of stores.
 
-``Secrets`` removes the credentials that were given for a store; ``redacted`` those that are known by their place or by
-their shape. A text that is one address is shown by ``Address``.
+``Secrets`` removes the credentials that were given for a store. ``redacted`` removes those that are recognised by their
+place or their shape. ``Address`` shows a text that is one address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from midepoch.address import WITHOUT_PORTS, Address, Link, as_address
 
 _MARK = "***"
 _LEAST = 4
-"""Characters. Shorter values are words of every text; where they stand in an address they are removed all the same."""
+"""Characters. Shorter values occur in any text. Inside an address they are removed all the same."""
 
 _IN_TEXT = re.compile(r"[A-Za-z][\w+.-]+:/{1,3}[^\s'\"<>`]+")
 _NAME = re.compile(r"[\w.-]*")
@@ -27,12 +27,12 @@ _SECRET = re.compile(
     r"(?:.*_)?(?:secret|password|passwd|credentials?|connection_string|(?:api|secret|private|account)_?key"
     r"|access_key(?:_id)?|(?:access|auth|session|bearer|refresh|sas|hf)_token)"
 )
-"""Names of arguments whose values are credentials; ``token`` and ``key`` alone may be those of a text or a table."""
+"""Names of arguments whose values are credentials. ``token`` and ``key`` alone may belong to a text or a table."""
 
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|(?<=\bBearer )[\w.~+/=-]{8,}"
 )
-"""Credentials that are known by their shape."""
+"""Credentials that are recognised by their shape."""
 _BASIC = re.compile(r"(?<=\bBasic )[A-Za-z0-9+/]{4,}=*")
 
 _PUBLIC = re.compile(
@@ -40,7 +40,7 @@ _PUBLIC = re.compile(
     r"|revision|repo_type|compression|mode|encoding|fo|path|cache_storage|signature_version|addressing_style"
     r"|endpoint_override|endpoint_url|endpoint"
 )
-"""Names of options whose values are no secrets, but for the credentials of an address in them."""
+"""Names of options whose values are public, except for the credentials of an address in them."""
 _ENVIRONMENT = re.compile(
     r"(?:AWS|AZURE|GOOGLE|GCS|GCP|S3|R2|B2|OSS|MINIO|HF|HUGGING_?FACE|FSSPEC)_(?:.*_)?"
     r"(?:SECRET|TOKEN|PASSWORD|SAS|CONNECTION_STRING|KEY|KEY_ID|SECRET_KEY)"
@@ -53,7 +53,7 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """A text without the credentials of the addresses in it, and without any that are known by their shape.
+    """Return a text without the credentials of addresses in it and without those recognised by their shape.
 
     >>> redacted("GET https://me:SECRET@host/a?sig=SECRET failed (see s3://bucket/a@b)")
     'GET https://host/a failed (see s3://bucket/a@b)'
@@ -65,18 +65,18 @@ def redacted(text: str) -> str:
 
 @dataclass(frozen=True)
 class Secrets:
-    """The credentials that were given for a store."""
+    """Credentials that were given for a store."""
 
     values: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, *given: Any) -> Secrets:
-        """All that may be secret in addresses and in options, however they are nested."""
+        """Collect every value that may be secret from addresses and options, at any depth of nesting."""
         forms = {form for value in _values_in(given, "") for form in _forms(value) if len(form) >= _LEAST}
         return cls(tuple(sorted(forms, key=lambda form: (-len(form), form))))
 
     def clean(self, text: str) -> str:
-        """A text without them, without those in the environment, and without the credentials of any address."""
+        """Return a text without these credentials, those of the environment and those of any address."""
         for secret in (*self.values, *_of_environment()):
             text = text.replace(secret, _MARK)
         return redacted(text)
@@ -89,7 +89,7 @@ def _without_credentials(match: re.Match[str]) -> str:
 
 
 def _without_user(match: re.Match[str]) -> str:
-    """The mark for the user and password of a header; any other word as it is."""
+    """Return the mark for the user and password of a header. Any other word is returned unchanged."""
     encoded = match[0].rstrip("=")
     try:
         return _MARK if b":" in base64.b64decode(encoded + "=" * (-len(encoded) % 4)) else match[0]
@@ -140,7 +140,7 @@ def _basic(name: str, password: str) -> str:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """A value as it may stand in an address, in JSON or in a representation."""
+    """Yield the forms of a value in addresses, JSON and representations."""
     for plain in (value, unquote(value)):
         yield from (plain, repr(plain)[1:-1], plain.replace("/", "\\/"))
         for encoded in (quote(plain), quote(plain, safe=""), quote_plus(plain), quote(plain, safe="/+=@:!$&'()*,;~")):

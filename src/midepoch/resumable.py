@@ -1,4 +1,4 @@
-"""What all that can be iterated and resumed has in common: ``next()``, and a second pair of names for its state."""
+"""Base classes of resumable iterables: ``next()``, and the second pair of names of the state methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HasState:
-    """``get_state`` and ``set_state`` (Grain, Orbax, ``midepoch.typing``) for what has ``state_dict`` (torch)."""
+    """Mixin that adds ``get_state`` and ``set_state`` (Grain, Orbax, ``midepoch.typing``) to ``state_dict`` (torch)."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -16,26 +16,26 @@ class HasState:
         raise NotImplementedError
 
     def get_state(self) -> dict[str, Any]:
-        """The same as ``state_dict()``."""
+        """Return ``state_dict()``."""
         return self.state_dict()
 
     def set_state(self, state: Any) -> None:
-        """The same as ``load_state_dict(state)``."""
+        """Call ``load_state_dict(state)``."""
         self.load_state_dict(state)
 
     @property
     def state_is_global(self) -> bool:
-        """Whether the state of one rank restores every rank."""
+        """True if the state of one rank restores every rank."""
         return True
 
     @property
     def takes_states_of_all_ranks(self) -> bool:
-        """Whether the list of the states of all ranks restores any number of ranks."""
+        """True if the list of the states of all ranks restores any number of ranks."""
         return False
 
 
 class Resumable(HasState):
-    """Something that ``iter()`` goes through: ``next()`` goes on with a pass of its own, which it begins if need be."""
+    """Iterable with ``next()``, which continues its current pass and begins one if there is none."""
 
     _pass: Iterator[Any] | None = None
 
@@ -49,11 +49,11 @@ class Resumable(HasState):
         raise StopIteration
 
     def current_pass(self) -> Iterator[Any]:
-        """Return the pass that ``next()`` is in; begin one if it is in none."""
+        """Return the current pass of ``next()``. Begin one if there is none."""
         if self._pass is None:
             self._pass = iter(self)
         return self._pass
 
     def end_pass(self) -> None:
-        """Let the next ``next()`` begin another pass."""
+        """Make the next ``next()`` begin another pass."""
         self._pass = None

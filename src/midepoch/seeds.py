@@ -1,4 +1,4 @@
-"""Drawing a seed when the user gives none, so that all ranks of a run draw the same."""
+"""Seeds drawn when the user gives none, equal on all ranks of a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _draws = Occasions()
 
 
 def draw_seed(what: str) -> tuple[int, bool]:
-    """A fresh seed, and whether all ranks that draw for the same rows (as often as this one) have the same.
+    """Return a fresh seed, and True if all ranks that draw for the same rows, equally often, get the same seed.
 
-    They do if torch.distributed or JAX connects them: the first to arrive decides, nobody waits.
+    They do if torch.distributed or JAX connects them. The first rank to arrive decides; no rank waits.
     """
     drawn = str(secrets.randbits(32))
     said = first_said(f"seed/{what}/{_draws.next(what)}", drawn)
@@ -32,9 +32,9 @@ def draw_seed(what: str) -> tuple[int, bool]:
 def draw_global_seed(what: str) -> int:
     """Return the seed of the global generators while functions run. It follows ``torch.manual_seed``.
 
-    Where torch is not imported, it follows ``random.seed`` and ``numpy.random.seed`` together. Nothing is drawn from
-    the generators. In a DataLoader worker it is the seed that torch has drawn for all of them. Other ranks take that of
-    the first to arrive.
+    If torch is not imported, it follows ``random.seed`` and ``numpy.random.seed`` together. The generators are not
+    advanced. In a DataLoader worker it is the base seed that torch drew for all workers. All ranks use the seed of the
+    first to arrive.
     """
     torch: Any = sys.modules.get("torch")
     data: Any = sys.modules.get("torch.utils.data")
@@ -51,9 +51,9 @@ def draw_global_seed(what: str) -> int:
 
 
 def check_agreed(drawn_alone: bool, shards: int) -> None:
-    """Refuse a drawn seed where the ranks had no way to agree on it: each would go through another order."""
+    """Raise ValueError if each shard has drawn a seed of its own: every rank would iterate a different order."""
     if drawn_alone and shards > 1:
         raise ValueError(
-            f"shuffle() without a seed cannot be cut into {shards} shards: each process has drawn its own seed. "
+            f"shuffle() without a seed cannot be split into {shards} shards: each process has drawn its own seed. "
             "Pass a seed, or initialise torch.distributed or jax.distributed before shuffle()."
         )

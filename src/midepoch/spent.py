@@ -1,6 +1,6 @@
-"""How long a process worked at each stage, and how often a block was there when it was asked for: a few sums.
+"""Work time of a process by stage, and its requested blocks.
 
-Workers send theirs along with a batch now and then; the main process adds them up.
+Workers send theirs with a batch at intervals; the main process adds them up.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ _SEND_SECONDS = 0.1
 
 @dataclass
 class Spent:
-    """Seconds of work, and blocks."""
+    """Seconds of work by stage, and numbers of blocks."""
 
     read: float = 0.0
     """Finding, fetching, decoding and gathering rows."""
     functions: float = 0.0
-    """The user's maps and filters."""
+    """Running the user's maps and filters."""
     present: float = 0.0
-    """Putting rows together as batches: formats, collate functions."""
+    """Assembling batches from rows: formats, collate functions."""
     blocks: int = 0
-    """Blocks asked for that are fetched or decoded."""
+    """Requested blocks that have to be fetched or decoded."""
     blocks_there: int = 0
-    """How many of them need not be made then: they were kept, or read ahead."""
+    """Number of those that were ready when requested: cached or prefetched."""
 
     def add(self, other: Spent) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def taken(self) -> Spent:
-        """What there is, and begin anew."""
-        found = replace(self)
+        """Return a copy of the sums, and reset them to zero."""
+        sums = replace(self)
         self.__init__()  # type: ignore[misc]
-        return found
+        return sums
 
 
 class Parcel:
-    """What a worker sends along of what it has spent: at most ten times a second."""
+    """Timings that a worker sends with its batches, at most ten times a second."""
 
     def __init__(self, spent: Spent) -> None:
         self._spent, self._due = spent, 0.0
 
     def take(self) -> Spent | None:
-        """What it has spent since it last told, if it is time to tell."""
+        """Return the timings since they were last sent. None if it is too early to send."""
         now = perf_counter()
         if now < self._due:
             return None

@@ -1,8 +1,8 @@
-"""What a loader measures of itself: how fast it is, and how long it let the model wait.
+"""Throughput of a loader, and the time that the model waited for data.
 
 stats = loader.stats()
 stats.rows_per_second, stats.waited_share              # 81250.0, 0.02
-loader.on_stats(to_tensorboard(writer), every=30)      # or to_wandb(run), or any function of stats and batches so far
+loader.on_stats(to_tensorboard(writer), every=30)      # or to_wandb(run), or any function of (stats, batches)
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Hook = Callable[["Stats", int], Any]
-"""Called with the stats since the loader was made, and the number of batches handed over so far."""
+"""Function that receives the stats since the loader was created and the number of batches delivered so far."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Of one loader on one rank, since it was made or since ``loader.stats(reset=True)``.
+    """Statistics of one loader on one rank, since its creation or since ``loader.stats(reset=True)``.
 
     >>> stats = Stats(batches=101, rows=6464, bytes=661_913_600, seconds=10.0, waited=0.5, first_batch=0.8)
     >>> round(stats.rows_per_second), round(stats.batches_per_second, 1), stats.waited_share
@@ -26,23 +26,23 @@ class Stats:
 
     batches: int = 0
     rows: int = 0
-    """Rows (of a stream: outputs) handed over, padding included."""
+    """Delivered rows, or outputs where the pipeline changes their number, including padding."""
     bytes: int = 0
-    """About so many, by the size of batches that were weighed now and then."""
+    """Approximate size of the delivered batches, estimated from a sample of them."""
     seconds: float = 0.0
-    """From the first batch on, while batches were asked for: not the time between two epochs or before a break."""
+    """Time from the first batch on, while batches were requested. The time between two passes is excluded."""
     waited: float = 0.0
-    """Seconds of those in which a batch was asked for and not there yet."""
+    """Part of ``seconds`` in which a requested batch was not ready."""
     first_batch: float = 0.0
-    """Seconds until the first batch of the last pass, which starts workers and opens files; not part of the others."""
+    """Seconds until the first batch of the last pass: start of workers, opening of files. Not part of the others."""
     passes: int = 1
-    """How many times an iteration was begun: an epoch, or the rest of one."""
+    """Number of passes begun: epochs, or remainders of one."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds of work by stage, over all workers: with several, they may add up to more than ``seconds``."""
+    """Seconds of work by stage, summed over all workers: the sum may exceed ``seconds``."""
     blocks: int = 0
-    """Blocks asked for, where they are fetched or decoded (Parquet and the like; object stores)."""
+    """Requested blocks that have to be fetched or decoded (Parquet and similar formats, object stores)."""
     blocks_there: int = 0
-    """How many of them were there when they were asked for: kept, or read ahead."""
+    """Number of those that were ready when requested: cached or prefetched."""
 
     @property
     def rows_per_second(self) -> float:
@@ -57,30 +57,30 @@ class Stats:
         return self._rate(self.batches)
 
     def _rate(self, amount: float) -> float:
-        timed = self.batches - self.passes  # the clock starts when the first batch of a pass is there
+        timed = self.batches - self.passes  # the clock starts after the first batch of a pass
         return amount * timed / self.batches / self.seconds if timed > 0 and self.seconds > 0 else 0.0
 
     @property
     def waited_share(self) -> float:
-        """Which part of its time the model waited for data: 0 is best."""
+        """Fraction of the time in which the model waited for data: 0 is best."""
         return self.waited / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def cache_hits(self) -> float | None:
-        """Which part of the blocks was there when it was asked for; None where files are mapped and need no cache."""
+        """Fraction of the blocks that were ready when requested. None if files are memory-mapped and need no cache."""
         return self.blocks_there / self.blocks if self.blocks else None
 
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
-        """As numbers with names, for whatever draws curves: ``wandb.log(loader.stats().scalars())``."""
-        found = {
+        """Return the main figures by name, for logging: ``wandb.log(loader.stats().scalars())``."""
+        values = {
             "rows_per_second": self.rows_per_second,
             "bytes_per_second": self.bytes_per_second,
             "waited_share": self.waited_share,
             **{f"seconds/{name}": seconds for name, seconds in self.stages.items()},
         }
         if self.cache_hits is not None:
-            found["cache_hits"] = self.cache_hits
-        return {prefix + name: value for name, value in found.items()}
+            values["cache_hits"] = self.cache_hits
+        return {prefix + name: value for name, value in values.items()}
 
     def __str__(self) -> str:
         text = (
@@ -88,13 +88,13 @@ class Stats:
             f"{self.bytes_per_second / 1e6:,.1f} MB/s; the model waited {100 * self.waited_share:.1f} % of the time"
         )
         if self.cache_hits is not None:
-            text += f"; {100 * self.cache_hits:.0f} % of {self.blocks:,} blocks were there in time"
+            text += f"; {100 * self.cache_hits:.0f} % of {self.blocks:,} blocks were ready in time"
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.stages.items() if seconds >= 0.005)
         return f"{text}; work: {stages}" if stages else text
 
 
 def to_tensorboard(writer: Any, prefix: str = "data/") -> Hook:
-    """A hook that writes to a ``SummaryWriter`` of torch or tensorboardX."""
+    """Return a hook that writes to a ``SummaryWriter`` of torch or tensorboardX."""
 
     def hook(stats: Stats, batches: int) -> None:
         for name, value in stats.scalars(prefix).items():
@@ -104,7 +104,7 @@ def to_tensorboard(writer: Any, prefix: str = "data/") -> Hook:
 
 
 def to_wandb(run: Any, prefix: str = "data/") -> Hook:
-    """A hook that logs to a run of Weights & Biases, beside what the training loop logs: W&B's step is not moved."""
+    """Return a hook that logs to a Weights & Biases run. It does not advance the step of W&B."""
 
     def hook(stats: Stats, batches: int) -> None:
         run.log({**stats.scalars(prefix), prefix + "batches": batches}, commit=False)

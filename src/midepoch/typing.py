@@ -1,12 +1,12 @@
-"""What a training run can save and restore: the two protocols of the field.
+"""The two protocols of objects that a training run can save and restore.
 
     class Numbers(CheckpointableIterator[int]):
-        def __init__(self): self.at = 0
-        def __next__(self): self.at += 1; return self.at
-        def get_state(self): return {"at": self.at}
-        def set_state(self, state): self.at = state["at"]
+        def __init__(self): self.count = 0
+        def __next__(self): self.count += 1; return self.count
+        def get_state(self): return {"count": self.count}
+        def set_state(self, state): self.count = state["count"]
 
-Datasets, loaders and iterators of midepoch serve both; classes of users' own may serve either.
+Datasets, loaders and iterators of midepoch implement both. User-defined classes may implement either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """``load_state_dict(state_dict())`` on a fresh object makes it go on as this one would; as torch has it."""
+    """Object with torch's state methods: ``load_state_dict(state_dict())`` makes a new object continue from there."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -28,19 +28,19 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class CheckpointableIterator(Protocol[T_co]):
-    """An iterator that knows where it stands: ``set_state(get_state())`` on a fresh one goes on from there.
+    """Iterator with a state: ``set_state(get_state())`` makes a new iterator continue from there.
 
-    Deriving from it is not needed; a class that does gets ``__iter__``, and must bring the other three.
+    Subclassing is optional. A subclass inherits ``__iter__`` and must define the other three methods.
     """
 
     def __iter__(self) -> Iterator[T_co]:
         return self
 
     def __next__(self) -> T_co:
-        raise NotImplementedError(f"{type(self).__name__} derives from CheckpointableIterator and has no __next__")
+        raise NotImplementedError(f"{type(self).__name__} is a CheckpointableIterator without __next__")
 
     def get_state(self) -> dict[str, Any]:
-        raise NotImplementedError(f"{type(self).__name__} derives from CheckpointableIterator and has no get_state")
+        raise NotImplementedError(f"{type(self).__name__} is a CheckpointableIterator without get_state")
 
     def set_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError(f"{type(self).__name__} derives from CheckpointableIterator and has no set_state")
+        raise NotImplementedError(f"{type(self).__name__} is a CheckpointableIterator without set_state")

@@ -1,8 +1,8 @@
-"""Which share of the data this process gets: its rank among how many, as those who started it know.
+"""Data-parallel rank and world size of this process.
 
-Found in this order: what is given; an initialised torch.distributed or jax.distributed; a Ray Train worker; what
-launchers leave in the environment (torchrun, OpenMPI and other MPIs, SLURM); else one of one. No framework is ever
-imported here. Two that say different things are an error, never a guess.
+They are taken from the first of: the arguments; an initialised torch.distributed or jax.distributed; a Ray Train
+worker; the environment variables of a launcher (torchrun, OpenMPI and other MPIs, SLURM); else rank 0 of 1. No
+framework is imported here. Contradictory answers are an error, never a guess.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ _logged: set[tuple[World, str]] = set()
 
 
 class World(NamedTuple):
-    """A rank, and how many there are."""
+    """A rank and the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
 
 def process_group() -> Any:
-    """torch.distributed if it is in use, else None."""
+    """Return torch.distributed if it is initialised, else None."""
     dist: Any = loaded("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def jax_processes() -> Any:
-    """jax if ``jax.distributed`` is in use, else None."""
+    """Return jax if ``jax.distributed`` is initialised, else None."""
     jax: Any = loaded("jax")
-    known = getattr(getattr(jax, "distributed", None), "is_initialized", None)
-    return jax if known is not None and known() else None
+    is_initialized = getattr(getattr(jax, "distributed", None), "is_initialized", None)
+    return jax if is_initialized is not None and is_initialized() else None
 
 
 def find_world(rank: int | None = None, size: int | None = None, data_parallel: Any = None) -> World:
-    """What is given, else what is found.
+    """Return the given rank and size, else those that are detected.
 
-    ``data_parallel``: the part of a torch process group, torch or JAX mesh over which data is cut, see ``part_of``.
+    ``data_parallel``: the torch process group, or the dimensions of a torch or JAX mesh, over which data is sharded.
+    See ``part_of``.
     """
     if (rank is None) != (size is None):
         raise ValueError(f"give both rank and world_size or neither, got rank={rank}, world_size={size}")
@@ -57,40 +58,40 @@ def find_world(rank: int | None = None, size: int | None = None, data_parallel: 
             raise ValueError(f"rank must be in [0, {size}), got {rank}")
         return World(rank, size)
     if data_parallel is not None:
-        return _said(part_of(data_parallel), "data_parallel")
-    return _said(*_found())
+        return _logged_once(part_of(data_parallel), "data_parallel")
+    return _logged_once(*_detected())
 
 
-def _said(world: World, by: str) -> World:
-    if (world, by) not in _logged:
-        _logged.add((world, by))
-        _log.info("rank %d of %d, found by %s", world.rank, world.size, by)
+def _logged_once(world: World, origin: str) -> World:
+    if (world, origin) not in _logged:
+        _logged.add((world, origin))
+        _log.info("rank %d of %d, found by %s", world.rank, world.size, origin)
     return world
 
 
-def _found() -> tuple[World, str]:
-    """The world and who says so. Frameworks in this process must agree, also with torchrun if it started them."""
-    voices: dict[str, World] = {}
+def _detected() -> tuple[World, str]:
+    """Return the world and its origin. Frameworks in this process must agree, also with torchrun if it started them."""
+    worlds: dict[str, World] = {}
     if (dist := process_group()) is not None:
-        voices["torch.distributed"] = World(dist.get_rank(), dist.get_world_size())
+        worlds["torch.distributed"] = World(dist.get_rank(), dist.get_world_size())
     if (jax := jax_processes()) is not None:
-        voices["jax.distributed"] = World(jax.process_index(), jax.process_count())
+        worlds["jax.distributed"] = World(jax.process_index(), jax.process_count())
     if (ray := _ray_worker()) is not None:
-        voices["Ray Train"] = ray
+        worlds["Ray Train"] = ray
     launched = launcher(os.environ)
-    if launched is not None and (not voices or "TORCHELASTIC_RUN_ID" in os.environ):
-        voices[launched[1]] = launched[0]
-    if len(set(voices.values())) > 1:
-        said = ", ".join(f"{by} says rank {world.rank} of {world.size}" for by, world in voices.items())
+    if launched is not None and (not worlds or "TORCHELASTIC_RUN_ID" in os.environ):
+        worlds[launched[1]] = launched[0]
+    if len(set(worlds.values())) > 1:
+        answers = ", ".join(f"{origin} says rank {world.rank} of {world.size}" for origin, world in worlds.items())
         raise WorldError(
-            f"it is not clear which share of the data this process is to get: {said}. "
-            "Pass rank= and world_size= (or data_parallel=), or initialise them alike."
+            f"the rank of this process is ambiguous: {answers}. "
+            "Pass rank= and world_size= (or data_parallel=), or initialise the frameworks consistently."
         )
-    return next(((world, by) for by, world in voices.items()), (World(), "default"))
+    return next(((world, origin) for origin, world in worlds.items()), (World(), "default"))
 
 
 def _ray_worker() -> World | None:
-    """The place of this process in a Ray Train worker group, if it is in one."""
+    """Return the rank of this process in its Ray Train worker group, or None outside of one."""
     train: Any = loaded("ray.train")
     if train is None:
         return None
@@ -110,54 +111,57 @@ _LAUNCHERS = (
 
 
 def launcher(environment: Mapping[str, str]) -> tuple[World, str] | None:
-    """What a launcher left in the environment: the innermost, where one started another (``srun torchrun …``).
+    """Return the world that a launcher set in the environment, and the launcher's name.
+
+    If one launcher started another (``srun torchrun …``), the innermost counts.
 
     >>> launcher({"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "RANK": "5", "WORLD_SIZE": "128"})
     (World(rank=5, size=128), 'torchrun')
     """
-    found: dict[str, World] = {}
-    for by, rank_name, size_names in _LAUNCHERS:
-        size_name = next((name for name in size_names if name in environment), None)
-        if rank_name not in environment:
+    worlds: dict[str, World] = {}
+    for name, rank_variable, size_variables in _LAUNCHERS:
+        size_variable = next((each for each in size_variables if each in environment), None)
+        if rank_variable not in environment:
             continue
-        if size_name is None:
-            if environment[rank_name].isdigit() and int(environment[rank_name]) > 0:
+        if size_variable is None:
+            if environment[rank_variable].isdigit() and int(environment[rank_variable]) > 0:
                 raise WorldError(
-                    f"the environment says {rank_name}={environment[rank_name]}, but not of how many: "
-                    f"{' or '.join(size_names)} is missing. Set it, or pass rank= and world_size=."
+                    f"the environment sets {rank_variable}={environment[rank_variable]} without a world size: "
+                    f"{' or '.join(size_variables)} is missing. Set it, or pass rank= and world_size=."
                 )
             continue
         try:
-            world = World(int(environment[rank_name]), int(environment[size_name]))
+            world = World(int(environment[rank_variable]), int(environment[size_variable]))
         except ValueError:
             world = World(-1, -1)
         if not 0 <= world.rank < world.size:
             raise WorldError(
-                f"the environment says {rank_name}={environment[rank_name]} and {size_name}={environment[size_name]}: "
-                "that is no rank. Mend or unset them, or pass rank= and world_size=."
+                f"the environment sets {rank_variable}={environment[rank_variable]} and "
+                f"{size_variable}={environment[size_variable]}: that is not a valid rank. "
+                "Fix or unset them, or pass rank= and world_size=."
             )
-        if by == "SLURM" and world.size > 1 and world.rank == 0 and not _in_step(environment):
-            if found:
-                continue  # a batch script that starts the ranks in another way
+        if name == "SLURM" and world.size > 1 and world.rank == 0 and not _in_step(environment):
+            if worlds:
+                continue  # a batch script that starts the ranks with another launcher
             raise WorldError(
-                f"SLURM has {world.size} tasks, but this process was not started by srun, so it may be all there is "
-                "or the first of them. Start it with srun, or pass rank= and world_size=."
+                f"SLURM has {world.size} tasks, but this process was not started by srun: it may be the only process "
+                "or the first of several. Start it with srun, or pass rank= and world_size=."
             )
-        found[by] = world
-    if not found:
+        worlds[name] = world
+    if not worlds:
         return None
-    by, world = next(iter(found.items()))
-    for other, outer in found.items():
-        if outer.size > world.size and "TORCHELASTIC_RUN_ID" not in environment:
+    inner, world = next(iter(worlds.items()))
+    for outer, outer_world in worlds.items():
+        if outer_world.size > world.size and "TORCHELASTIC_RUN_ID" not in environment:
             raise WorldError(
-                f"{by} says rank {world.rank} of {world.size}, but {other} has started {outer.size} processes: it is "
-                "not clear which of them share the data. Unset what is wrong, or pass rank= and world_size=."
+                f"{inner} says rank {world.rank} of {world.size}, but {outer} has started {outer_world.size} "
+                "processes: the world size is ambiguous. Unset the wrong variables, or pass rank= and world_size=."
             )
-    return world, by
+    return world, inner
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process. A batch script itself has rank 0 and the job's number of tasks, too."""
+    """Return True if srun started this process. A batch script has rank 0 and the job's number of tasks, too."""
     return any(name in environment for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
 
 
@@ -165,10 +169,14 @@ def _in_step(environment: Mapping[str, str]) -> bool:
 
 
 def part_of(data_parallel: Any) -> World:
-    """The data rank of this process: all processes that differ only in other dimensions share it.
+    """Return the data-parallel rank of this process. Processes that differ only in other dimensions share it.
 
-    A torch process group; a torch DeviceMesh of one dimension, like ``mesh["dp"]``; or a pair of a torch or JAX mesh
-    and the name (or names) of the dimensions over which data is cut: ``(mesh, ("dp_replicate", "dp_shard"))``.
+    ``data_parallel`` is one of:
+
+    - a torch process group
+    - a torch DeviceMesh of one dimension, such as ``mesh["dp"]``
+    - a torch or JAX mesh and the names of the dimensions over which data is sharded, such as
+      ``(mesh, ("dp_replicate", "dp_shard"))``
     """
     mesh, names = data_parallel if isinstance(data_parallel, tuple) and len(data_parallel) == 2 else (data_parallel, ())
     names = (names,) if isinstance(names, (str, int)) else names
@@ -192,13 +200,15 @@ def part_of(data_parallel: Any) -> World:
 
 
 def is_process_group(thing: Any) -> bool:
-    """Whether this is a process group of torch."""
+    """Return True for a torch process group."""
     return _is(thing, "torch.distributed", "ProcessGroup")
 
 
 class Groups(NamedTuple):
-    """Names of groups of processes, made of their numbers. ``cut``: those that cut the data among them, as other groups
-    of a mesh do by themselves. ``all``: those that train together, as far as is known; the others get the same data.
+    """Names of two groups of processes, derived from their ranks.
+
+    ``cut``: the processes that shard the data among themselves; other groups of the mesh read the same data. ``all``:
+    the processes that train together, as far as known.
     """
 
     cut: str = ""
@@ -206,21 +216,21 @@ class Groups(NamedTuple):
 
 
 def groups_of(data_parallel: Any) -> Groups:
-    """The groups of this process in what is given as ``data_parallel``."""
+    """Return the groups of this process in the given ``data_parallel``."""
     if data_parallel is None:
         return Groups()
     mesh, names = data_parallel if isinstance(data_parallel, tuple) else (data_parallel, ())
     names = (names,) if isinstance(names, str) else tuple(names)
     if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         chosen = _dimensions(names, mesh.mesh_dim_names or (), len(mesh.shape))
-        mine = tuple(slice(None) if i in chosen else at for i, at in enumerate(mesh.get_coordinate()))
+        mine = tuple(slice(None) if i in chosen else index for i, index in enumerate(mesh.get_coordinate()))
         return Groups(_group_name(mesh.mesh[mine].flatten().tolist()), _group_name(mesh.mesh.flatten().tolist()))
     if is_process_group(mesh):
         name = _group_name(sys.modules["torch.distributed"].get_process_group_ranks(mesh))
         return Groups(name, name)
     places = _jax_places(mesh, names)
     mine = places[sys.modules["jax"].process_index()]
-    sharing = sorted(process for process, found in places.items() if found == mine)
+    sharing = sorted(process for process, theirs in places.items() if theirs == mine)
     return Groups(f"{sharing.index(sys.modules['jax'].process_index())}th", _group_name(list(places)))
 
 
@@ -229,18 +239,19 @@ def _group_name(processes: list[int]) -> str:
 
 
 def _is(thing: Any, module: str, name: str) -> bool:
-    kind = getattr(loaded(module), name, None)
-    return kind is not None and isinstance(thing, kind)
+    expected = getattr(loaded(module), name, None)
+    return expected is not None and isinstance(thing, expected)
 
 
 def _dimensions(names: tuple[str, ...], known: Sequence[str], count: int) -> list[int]:
-    """The numbers of the named dimensions; of a mesh of one, that one need not be named."""
+    """Return the indices of the named dimensions. A mesh of one dimension needs no name."""
     if not names and count == 1:
         return [0]
     if not names:
         raise ValueError(
-            f"the mesh has the dimensions {', '.join(map(repr, known)) or count}: say over which of them data is cut, "
-            "as data_parallel=(mesh, names). Ranks along the others get the same data."
+            f"the mesh has the dimensions {', '.join(map(repr, known)) or count}; data_parallel names none of them. "
+            "Pass data_parallel=(mesh, names) with those over which data is sharded. Ranks along the others get the "
+            "same data."
         )
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names):
@@ -262,14 +273,14 @@ def _of_torch_mesh(mesh: Any, names: tuple[str, ...]) -> World:
 
 
 def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
-    """Processes whose devices stand at the same coordinates of the data dimensions share a rank."""
+    """Return the rank of this process. Processes whose devices have the same data coordinates share a rank."""
     places = _jax_places(mesh, names)
     groups = sorted(set(places.values()))
-    every = {at for group in groups for at in group}
+    every = {place for group in groups for place in group}
     if len(groups) * len(groups[0]) != len(every):
         raise WorldError(
-            f"the processes hold these places of the data dimensions: {dict(sorted(places.items()))}. Data can be cut "
-            "by processes only if any two of them hold the same places or none in common, and all equally many."
+            f"the processes have these indices along the data dimensions: {dict(sorted(places.items()))}. Use a mesh "
+            "in which any two processes have the same indices or none in common, and all equally many."
         )
     mine = places.get(sys.modules["jax"].process_index())
     if mine is None:
@@ -278,7 +289,7 @@ def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
 
 
 def _jax_places(mesh: Any, names: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """The places along the data dimensions that the devices of each process hold."""
+    """Return the flat indices along the data dimensions of each process's devices."""
     import numpy as np
 
     devices = mesh.devices
@@ -286,7 +297,7 @@ def _jax_places(mesh: Any, names: tuple[str, ...]) -> dict[int, tuple[int, ...]]
     rest = [i for i in range(devices.ndim) if i not in chosen]
     table = np.transpose(devices, [*chosen, *rest]).reshape(int(np.prod([devices.shape[i] for i in chosen])), -1)
     places: dict[int, set[int]] = {}
-    for at, row in enumerate(table):
+    for index, row in enumerate(table):
         for device in row:
-            places.setdefault(device.process_index, set()).add(at)
-    return {process: tuple(sorted(found)) for process, found in places.items()}
+            places.setdefault(device.process_index, set()).add(index)
+    return {process: tuple(sorted(indices)) for process, indices in places.items()}

@@ -52,7 +52,7 @@ def test_processes_share_data(
 
 def test_processes_that_overlap_in_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mesh_of([[0, 1], [1, 2]], ("data", "model"))
-    with pytest.raises(midepoch.WorldError, match="hold the same places or none in common"):
+    with pytest.raises(midepoch.WorldError, match="have the same indices or none in common"):
         find_world(data_parallel=(mesh, "data"))
     monkeypatch.setattr(jax, "process_index", lambda: 7)
     with pytest.raises(midepoch.WorldError, match="no device in the mesh"):

@@ -163,7 +163,7 @@ def test_mismatches_are_explained(lake: Path) -> None:
         match="added: part-0009.parquet; removed: part-0001.parquet; changed: part-0002.parquet",
     ):
         make(lake)[1].load_state_dict(state)
-    with pytest.raises(CheckpointMismatchError, match="does not say at which row"):
+    with pytest.raises(CheckpointMismatchError, match="does not contain the row"):
         make(lake)[1].load_state_dict({"epoch": 0, "completed_shards": []})
     for damage in (
         {"completed_shards": "abc"},

@@ -97,7 +97,7 @@ def test_transformers(program: Program, tmp_path: Path) -> None:
     assert "Leave it out" in refused["ignored"]
     assert "a step had 4 rows over all ranks when this was saved, and has 8 now" in refused["larger steps"]
     assert "has 2 now" in refused["smaller steps"]
-    assert "does not say where in the data" in refused["no state"]
+    assert "does not contain the position in the data" in refused["no state"]
     assert "loader_options" in refused["a loader"]
 
 
@@ -117,7 +117,7 @@ def test_accelerate(program: Program, tmp_path: Path) -> None:
     refused = json.loads((tmp_path / "refusals.json").read_text())
     assert refused["prepared plainly"] and refused["model untouched"]
     assert "name=" in refused["same name"]
-    assert "does not say where in the data" in refused["no state"]
+    assert "does not contain the position in the data" in refused["no state"]
     assert refused["other data"] == "seed"
     for left in refused["left"]:  # a break moves nothing, and what is looked ahead counts for nothing
         at = left["at"]
@@ -144,7 +144,7 @@ def test_lightning(alone: str, program: Program, tmp_path: Path) -> None:
         check(read("ranks", rank))
         check(read("ranks of a stream", rank), stands=lambda stand: stand[0])
     refused = json.loads((tmp_path / "refusals.json").read_text())
-    assert "does not say where in the data" in refused["no state"]
+    assert "does not contain the position in the data" in refused["no state"]
     assert "a step had 4 rows over all ranks when this was saved, and has 8 now" in refused["larger steps"]
     whole = uninterrupted(tmp_path, 9)
     assert refused["second trainer"] == [whole[:5], whole[:2], whole[:9]]

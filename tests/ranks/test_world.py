@@ -60,10 +60,10 @@ def test_launchers(environment: dict[str, str], found: Any) -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 and WORLD_SIZE=8: that is no rank"),
-        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x and WORLD_SIZE=8: that is no rank"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 and WORLD_SIZE=8: that is not a valid rank"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x and WORLD_SIZE=8: that is not a valid rank"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "not started by srun"),
-        ({"RANK": "3"}, "RANK=3, but not of how many: WORLD_SIZE is missing"),
+        ({"RANK": "3"}, "RANK=3 without a world size: WORLD_SIZE is missing"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"},
             "torchrun says rank 0 of 1, but OpenMPI has started 8 processes",
@@ -167,7 +167,7 @@ def _product(shape: tuple[int, ...], names: tuple[str, ...], wanted: tuple[str, 
 def test_a_mesh_that_cannot_be_cut_is_refused() -> None:
     be(0, 8)
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="the mesh has the dimensions 'dp', 'tp': say over which of them data is cut"):
+    with pytest.raises(ValueError, match="the mesh has the dimensions 'dp', 'tp'; data_parallel names none of them"):
         find_world(data_parallel=mesh)
     with pytest.raises(ValueError, match="data_parallel names 'data', the mesh has 'dp', 'tp'"):
         find_world(data_parallel=(mesh, "data"))

@@ -159,7 +159,7 @@ def test_an_index_that_cannot_be_kept_is_said_once_with_the_folder_and_the_reaso
             assert len(midepoch.from_files(lake, index_dir=folder)) == BLOCKS * ROWS
         lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
         reason = "File exists" if make == "file" else "File too large"
-        return len(lines) == 1 and f"the index cannot be kept in {folder} ({reason})" in lines[0]
+        return len(lines) == 1 and f"the index cannot be saved in {folder} ({reason})" in lines[0]
 
     assert forked(read) == 0
 

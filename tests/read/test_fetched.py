@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_used_is_done_without(
     (tmp_path / "file").write_text("")
     ds = midepoch.from_files(lake, cache_dir=tmp_path / "file" / "c")
     assert ids(ds.loader(50)) == list(range(BLOCKS * ROWS))
-    assert "cannot be kept" in caplog.text
+    assert "cannot be cached" in caplog.text
     caplog.clear()
 
     def full(*_: Any) -> None:

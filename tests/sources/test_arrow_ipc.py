@@ -155,7 +155,7 @@ def test_streams_that_were_joined_are_refused(tmp_path: Path) -> None:
     stream = path.read_bytes()
     for joined in (stream + stream, stream[:-8] + stream, stream + bytes(1 << 17) + stream):
         path.write_bytes(joined)
-        with pytest.raises(FormatError, match="as if files had been joined"):
+        with pytest.raises(FormatError, match="as if files had been concatenated"):
             scan(path)
     path.write_bytes(stream + bytes(100))  # padded
     assert scan(path).rows == [5, 5]

@@ -513,14 +513,14 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(error, match=text):
             next(iter(midepoch.from_files(tmp_path, **arguments).loader(2)))  # type: ignore[arg-type]
     for name, content, text in (
-        ("cut.parquet", (tmp_path / "a.parquet").read_bytes()[:-20], "cut short"),
-        ("empty.parquet", b"", "empty or was cut short"),
-        ("foreign.parquet", b"x" * 100, "not a whole Parquet file"),
+        ("cut.parquet", (tmp_path / "a.parquet").read_bytes()[:-20], "truncated"),
+        ("empty.parquet", b"", "empty or truncated"),
+        ("foreign.parquet", b"x" * 100, "not a complete Parquet file"),
         ("empty.csv", b"", "the file is empty"),
         ("bad.jsonl", b'{"a": 1}\n{"a": ', "cannot be read"),
         ("array.json", b'[{"a": 1}]', "one JSON array"),
         ("ragged.csv", b"a,b\n1,2\n3\n", "cannot be read"),
-        ("bad.orc", b"ORC" + b"x" * 50, "not a whole ORC file"),
+        ("bad.orc", b"ORC" + b"x" * 50, "not a complete ORC file"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(FormatError, match=text):

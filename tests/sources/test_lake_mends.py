@@ -88,7 +88,7 @@ def test_csv_rows_are_those_of_pyarrow(kind: str, tmp_path: Path, monkeypatch: p
 
 def test_csv_names_and_delimiters(tmp_path: Path) -> None:
     (tmp_path / "twice.csv").write_text("a,a\n1,2\n")
-    with pytest.raises(FormatError, match="several columns are called 'a'"):
+    with pytest.raises(FormatError, match="several columns are named 'a'"):
         midepoch.from_files(tmp_path / "twice.csv")
     folder = tmp_path / "my.tsv.backup"
     folder.mkdir()
@@ -159,9 +159,7 @@ def test_secrets_in_addresses(tmp_path: Path) -> None:
 
 def test_a_query_that_is_no_signature_is_refused_and_not_shown() -> None:
     for url in ("https://h/x.parquet?id=TOPSECRET77", "zip://a::https://me:TOPSECRET77@h/x.zip?key=TOPSECRET77"):
-        with pytest.raises(
-            midepoch.MidepochError, match="comes with a query that is no signature.*storage_options"
-        ) as e:
+        with pytest.raises(midepoch.MidepochError, match="has a query that is not a signature.*storage_options") as e:
             midepoch.from_files(url)
         assert "TOPSECRET77" not in str(e.value)
 
@@ -191,13 +189,13 @@ def test_errors_name_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "there.parquet").write_bytes(b"")
     (tmp_path / "notes.txt").write_text("hello")
     for path, text in (
-        ("gone.parquet", "does not exist.* The folder .* is there and holds notes.txt, there.parquet"),
-        ("deep/er/gone.parquet", "The folder .* is there and holds"),
-        ("*.orc", "no file matches.* holds notes.txt"),
+        ("gone.parquet", "does not exist.* The folder .* exists and contains notes.txt, there.parquet"),
+        ("deep/er/gone.parquet", "The folder .* exists and contains"),
+        ("*.orc", "no file matches.* contains notes.txt"),
     ):
         with pytest.raises(midepoch.DataNotFoundError, match=text):
             midepoch.from_files(tmp_path / path)
-    with pytest.raises(FormatError, match="neither in its name nor in its first bytes.*format=…: 'arrow', 'parquet'"):
+    with pytest.raises(FormatError, match="neither its name nor its first bytes.*format=…: 'arrow', 'parquet'"):
         midepoch.from_files(tmp_path / "notes.txt")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "there.parquet")
     with pytest.raises(midepoch.StateError, match="Pass what state_dict"):

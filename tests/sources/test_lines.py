@@ -174,7 +174,7 @@ def test_lines_before_the_damage_of_a_compressed_file_are_read(kind: str, tmp_pa
     data = gzip.compress(damaged(line, {}, head))
     path = tmp_path / f"a.{kind}.gz"
     path.write_bytes(data[: len(data) * 2 // 3])
-    with pytest.raises(FormatError, match=r"cut short or damaged.*on_error=\"skip\""):
+    with pytest.raises(FormatError, match=r"truncated or damaged.*on_error=\"skip\""):
         midepoch.from_files(path)
     ds = midepoch.from_files(path, on_error="skip")
     assert len(ds) > 5
@@ -190,7 +190,7 @@ def test_types_that_are_mixed_are_an_error_that_names_what_reads_them(
         monkeypatch.setattr(lines, "BLOCK_BYTES", size)
         monkeypatch.setattr(lines, "_READ", size)
         for on_error in ("raise", "skip"):
-            with pytest.raises(FormatError, match=r"column 'a' holds .*load_dataset\(\"json\""):
+            with pytest.raises(FormatError, match=r"column 'a' contains .*load_dataset\(\"json\""):
                 midepoch.from_files(path, on_error=on_error)
     pytest.importorskip("datasets")
     ds = midepoch.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "hub"))

@@ -194,7 +194,7 @@ def test_missing_and_empty(tmp_path: Path) -> None:
         ("gone.arrow", "does not exist"),
         ("gone/*.arrow", "no file matches"),
         ("empty", "it is empty"),
-        ("other", "it holds only .txt"),
+        ("other", "it contains only .txt"),
     ):
         with pytest.raises(DataNotFoundError, match=text):
             midepoch.from_files(tmp_path / path)

@@ -38,7 +38,7 @@ def test_means_what_datasets_means(text: str, train: int, test: int) -> None:
 def test_whole_percents() -> None:
     (part,) = parse_split("train[:5%](pct1_dropremainder)")
     assert part.rows(250) == (0, 10)
-    with pytest.raises(ValueError, match="needs 100"):
+    with pytest.raises(ValueError, match="at least 100"):
         part.rows(99)
 
 

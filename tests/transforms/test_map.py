@@ -132,7 +132,7 @@ def test_skipping_failures(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixtur
     [
         (lambda row: 5, {}, "dict of columns or None, it returned int"),
         (lambda row: {"a": 1} if row["id"] % 2 else {"b": 1}, {}, "columns .* for a row before"),
-        (lambda b: {"x": [1, 2]}, {"batched": True}, "2 values for 37 rows.*one row"),
+        (lambda b: {"x": [1, 2]}, {"batched": True}, "2 values for 37 rows.*one value for each row"),
         (lambda b: {"x": 3}, {"batched": True}, "must be a sequence"),
     ],
 )
@@ -151,7 +151,7 @@ def test_wrong_columns_are_errors_at_once(ds: midepoch.Dataset) -> None:
     ):
         with pytest.raises(ColumnError, match="no column 'nope'. There are: id, text, score, tokens"):
             make()
-    with pytest.raises(ColumnError, match="two columns would be called 'id'"):
+    with pytest.raises(ColumnError, match="two columns would be named 'id'"):
         ds.rename_columns({"text": "id"})
     with pytest.raises(ColumnError, match="nope"):
         ds.map(double).select_columns("nope")[0]

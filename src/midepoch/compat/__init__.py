@@ -1,1 +1,1 @@
-"""Interfaces that others have documented, each a thin layer on the core that keeps the form and removes the limits."""
+"""Interfaces that other projects have documented, each a thin layer on the core with the same API and fewer limits."""

@@ -39,7 +39,7 @@ _FORGATHER_LENGTHS = ("file_lengths", "shuffled_lengths")
 
 
 class _DocumentedIteration(IterationState):
-    """Saves the documented keys, accepts the documented form, and gives workers files of their own."""
+    """Iteration state that saves the documented keys, accepts the documented form, and assigns files to workers."""
 
     def worker_lanes(self, shares: int) -> int:
         return shares if len(self.spec.source.files) >= shares else self.spec.lanes
@@ -58,7 +58,7 @@ class _DocumentedIteration(IterationState):
         }
 
     def _place(self, cursor: Cursor) -> tuple[int, int]:
-        """File and example of the last row that this share was handed before a cursor."""
+        """Return file and example of the last row that was delivered to this shard before a cursor."""
         cut = self.share()[0]
         taken = cut.before(cursor.position)
         if not taken:
@@ -70,7 +70,7 @@ class _DocumentedIteration(IterationState):
         return place, at - int(starts[place])
 
     def state_in(self, state: Any) -> Any:
-        """The documented form, with lists of files and none of the core's fields, as a state of the core."""
+        """Convert the documented form, with lists of files and without the core's fields, to a state of the core."""
         if not isinstance(state, Mapping) or KEY in state or "current_file_index" not in state:
             return state
         counts_next = _check_keys(state)
@@ -81,7 +81,7 @@ class _DocumentedIteration(IterationState):
         except (TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
         if shards != self.spec.cut.count:
-            cause = "the documented form does not say how rows were cut into shards: it fits the same number of them"
+            cause = "the documented form does not contain the boundaries of shards: it requires the same number of them"
             raise CheckpointMismatchError("shard_config", shards, self.spec.cut.count, cause)
         pipeline, epoch = self._with_seed(state["shuffle_seed"]), self.shared.epoch
         self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.spec))
@@ -91,12 +91,14 @@ class _DocumentedIteration(IterationState):
         starts, _ = _file_places(pipeline, epoch)
         at = _row_before(starts, place, example, counts_next)
         taken = pipeline.order.at(epoch, pipeline.source.layout).position(at) // shards + 1 if at >= 0 else 0
-        over = taken >= share.before(pipeline.rows)  # of this shard: others may have a row more
-        _log.warning("this state names its files but says nothing of their contents: only the names were compared.")
+        over = taken >= share.before(pipeline.rows)  # of this shard: others may have one more row
+        _log.warning("this state contains the names of its files but no fingerprints: only the names were compared.")
         return save(pipeline, Cursor(epoch, pipeline.rows if over else taken * shards))
 
     def _with_seed(self, saved: Any) -> PipelineSpec:
-        """The pipeline with the seed of a state, if its own was drawn; a mismatch if the user chose another."""
+        """Return the pipeline with the seed of a state if its own was drawn. Raise a mismatch if the user chose
+        another.
+        """
         leaf = self.spec.base
         order = leaf.order
         current = order.shuffle.seed if order.shuffle else None
@@ -108,7 +110,7 @@ class _DocumentedIteration(IterationState):
         return replace(self.spec, node=Node(replace(leaf, order=order)))
 
     def _check_files(self, name: str, saved: Any, current: list[str]) -> None:
-        """Files by name, not by folder: data that has only moved is still the same data."""
+        """Compare files by name, not by folder: data that has only moved is the same data."""
         if saved == _digest(current):
             return
         listed = isinstance(saved, Sequence) and not isinstance(saved, str)
@@ -122,18 +124,20 @@ class _DocumentedIteration(IterationState):
         current = np.diff(self.spec.source.layout.file_starts).tolist()
         if saved is not None and saved != current:
             before, now = next((pair for pair in zip(saved, current, strict=False) if pair[0] != pair[1]), (None, None))
-            raise CheckpointMismatchError("file_lengths", before, now, "a file has other rows than when it was saved")
+            raise CheckpointMismatchError(
+                "file_lengths", before, now, "a file has another number of rows than when the state was saved"
+            )
 
 
 def _check_keys(state: Mapping[str, Any]) -> bool:
-    """Raise unless the origin of a state is certain. True if it is forgather, which counts the next example.
+    """Raise unless the origin of a state is certain. Return True for forgather, which counts the next example.
 
-    The documented state has six keys, and its example is the last one delivered. The states that forgather writes have
-    keys of their own beside these.
+    The documented state has six keys, and its example is the last one delivered. States of forgather have additional
+    keys.
     """
     for key in _DOCUMENTED:
         if key not in state or (key == "arrow_files" and state[key] is None):
-            cause = "the state was saved by another program: it does not say which data it belongs to, or where in it"
+            cause = "the state was saved by another program: it does not identify its data or its position"
             raise CheckpointMismatchError(key, None, "required", cause)
     for key in ("current_file_index", "current_example_index"):
         if isinstance(state[key], bool) or not isinstance(state[key], int):
@@ -142,18 +146,18 @@ def _check_keys(state: Mapping[str, Any]) -> bool:
     known = {*_DOCUMENTED, *_FORGATHER, *_FORGATHER_LENGTHS} if forgather else set(_DOCUMENTED)
     unknown = sorted(map(str, state.keys() - known))
     if unknown:
-        cause = "the state was saved by another program, or by a version whose way of counting is not known"
+        cause = "the state was saved by another program, or by a version that counts in an unknown way"
         raise CheckpointMismatchError(unknown[0], state[unknown[0]], "not a key of this state", cause)
     if forgather:
         used = next((key for key in ("shard_config", *_FORGATHER) if state[key] is not None), None)
         if used is not None:
-            cause = "forgather cuts shards and splits in other places than midepoch"
+            cause = "forgather divides shards and splits differently from midepoch"
             raise CheckpointMismatchError(used, state[used], None, cause)
     return forgather
 
 
 def _row_before(starts: Any, place: int, example: int, counts_next: bool) -> int:
-    """Number of the last row delivered, in the epoch's order of files; -1 if none was."""
+    """Return the number of the last delivered row, in the epoch's order of files. -1 if there was none."""
     files = len(starts) - 1
     if counts_next and place == files and example == -1:
         return int(starts[files]) - 1
@@ -163,10 +167,10 @@ def _row_before(starts: Any, place: int, example: int, counts_next: bool) -> int
 
 
 class SimpleArrowIterableDataset(Dataset):
-    """The core's dataset with files as the unit of shuffling and sharing out, and the documented state.
+    """The core's dataset with files as the unit of shuffling and sharding, and the documented state.
 
-    ``state_dict()`` has the six documented keys beside the core's. ``current_file_index`` counts in the epoch's order
-    of files, ``current_example_index`` is the last example handed over (-1: none yet of the first file).
+    ``state_dict()`` has the six documented keys and those of the core. ``current_file_index`` counts in the epoch's
+    order of files. ``current_example_index`` is the last delivered example (-1: none yet of the first file).
     """
 
     _default_scope = "files"
@@ -179,7 +183,7 @@ class SimpleArrowIterableDataset(Dataset):
 
     @property
     def arrow_files(self) -> list[str]:
-        """The files, in the order in which they were given."""
+        """The files, in the given order."""
         return _arrow_files(self.pipeline)
 
     @property
@@ -199,8 +203,8 @@ def fast_load_iterable_dataset(
     index_dir: str | None = None,
     **load_dataset_kwargs: Any,
 ) -> SimpleArrowIterableDataset:
-    """Load a Hugging Face dataset: at once, but for the first time, when ``datasets`` prepares and we index it."""
-    found = load_dataset(
+    """Load a Hugging Face dataset: instantly, except for the first time, when ``datasets`` prepares it."""
+    dataset = load_dataset(
         path,
         name,
         split=split,
@@ -211,11 +215,11 @@ def fast_load_iterable_dataset(
         index_dir=index_dir,
         **load_dataset_kwargs,
     )
-    return SimpleArrowIterableDataset(found.pipeline)
+    return SimpleArrowIterableDataset(dataset.pipeline)
 
 
 def _file_places(pipeline: PipelineSpec, epoch: int) -> tuple[Any, Any]:
-    """Sequence index at which the file at each place of the epoch begins; and which file that is."""
+    """Return the sequence index at which the file at each place of the epoch begins, and the number of that file."""
     order, layout = pipeline.order, pipeline.source.layout
     bounds = order.selection.boundaries(layout.file_starts)
     owners = np.searchsorted(layout.file_starts, order.selection.source_rows(bounds[:-1]), side="right") - 1
@@ -239,6 +243,6 @@ def _name(path: Any) -> str:
 
 
 def _digest(files: Sequence[str]) -> str:
-    """Names of files in order, in a form that stays short for any number of them."""
+    """Return a short digest of the names of files, in order."""
     names = "\n".join(_name(file) for file in files)
     return f"{len(files)} files {hashlib.blake2b(names.encode(), digest_size=8).hexdigest()}"

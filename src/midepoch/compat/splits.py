@@ -1,4 +1,4 @@
-"""The splits of a ``StructuredDataset``: shards as its state reports them, and whether a state is of the same ones."""
+"""Splits of a ``StructuredDataset``: the shards that its state reports, and their comparison with a state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shard = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Shards as the state reports them: runs of blocks of one file, of at least so many bytes or rows."""
+    """Shards that the state reports: runs of blocks of one file, of at least ``target_bytes`` or ``target_rows``."""
 
     leaf: Leaf
     target_bytes: int
@@ -53,7 +53,7 @@ class Splits:
         return np.array(found)
 
     def shard(self, number: int) -> Shard:
-        """A shard in the documented form."""
+        """Return a shard in the documented form."""
         source = self.leaf.source
         first, stop = self._bounds[number : number + 2].tolist()
         file = int(source.file_blocks.searchsorted(first, side="right")) - 1
@@ -66,30 +66,30 @@ class Splits:
             "row_length": end - start if part else None,
         }
         if self.filter is not None and part:
-            split["filtered"] = True  # the rows counted are those that pass
+            split["filtered"] = True  # only rows that pass are counted
         return {"splits": [split]}
 
     def completed(self, epoch: int, position: int, lanes: int) -> list[int]:
-        """Shards of which every row has been delivered, in the order in which they were finished."""
+        """Return the shards of which every row has been delivered, in the order of completion."""
         ends = self._ends(epoch, lanes)
         order = np.argsort(ends, kind="stable")
         found: list[int] = order[: int(np.searchsorted(ends[order], position))].tolist()
         return found
 
     def _ends(self, epoch: int, lanes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The last position at which a row of each shard may stand."""
+        """Return the last position of any row of each shard."""
         if (epoch, lanes) not in self._known:
             order = replace(self.leaf.order, lanes=lanes)
             uses = order.at(epoch, self.leaf.source.layout).uses()
             last = np.zeros(int(self._bounds[-1]), dtype=np.int64)
             np.maximum.at(last, uses.blocks, uses.last)
-            self._known.clear()  # of one epoch at a time
+            self._known.clear()  # one epoch at a time
             self._known[epoch, lanes] = np.maximum.reduceat(last, self._bounds[:-1])
         return self._known[epoch, lanes]
 
     @cached_property
     def files(self) -> list[str] | str:
-        """Names and contents of the files, to say later which of them have changed; just a digest of very many."""
+        """Names and fingerprints of the files, to report later which have changed. A digest for very many files."""
         files = self.leaf.source.files
         if len(files) > _LISTED_FILES:
             text = "\n".join(f"{file.fingerprint}" for file in files)
@@ -98,7 +98,7 @@ class Splits:
         return [f"{os.path.relpath(file.path, root or '.')}:{file.fingerprint[:8]}" for file in files]
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise unless files, filters, seed and sizes of shards are those of the state."""
+        """Raise unless files, filters, seed and sizes of shards match the state."""
         shards = state.get("completed_shards", [])
         if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
             raise StateError("the state is damaged: 'completed_shards' is not a list of shards.")
@@ -132,7 +132,7 @@ class Splits:
     def mismatch(
         self, state: Mapping[str, Any], name: str, saved: Any, current: Any, cause: str | None = None
     ) -> CheckpointMismatchError:
-        """The documented message."""
+        """Return the error with the documented message."""
         listed = state.get("completed_shards") or ()
         head = "Checkpoint shard does not match any current split.\n\n  Checkpoint shard:\n"
         if listed and _is_shard(listed[-1]):

@@ -33,11 +33,11 @@ _ARGUMENTS = {"window": "shuffle_buffer_size (in row groups)", "scope": "shuffle
 
 
 class StructuredDataset(Resumable):
-    """What ``create_dataloader`` returns beside the loader: the place of the epoch, the state, and the schema.
+    """Dataset that ``create_dataloader`` returns with the loader: epoch, state and schema.
 
-    ``state_dict()`` says what the training loop has received, wherever it is called. Its documented keys tell people
-    where the run stands; resuming goes by the exact position, so that nothing is read or delivered twice, with any
-    number of workers and ranks, from the state of any one rank.
+    ``state_dict()`` describes the batches that the training loop has received, wherever it is called. Its documented
+    keys are for people. A resume uses the exact position, so that nothing is read or delivered twice, with any number
+    of workers and ranks, from the state of any one rank.
     """
 
     def __init__(self, dataset: Dataset, loader: Loader, splits: Splits, num_workers: int) -> None:
@@ -73,13 +73,15 @@ class StructuredDataset(Resumable):
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         index_dir: PathLike | None = None,
     ) -> tuple[StructuredLoader, StructuredDataset]:
-        """A loader of batches and the dataset behind it. Keep the dataset: it has the state and ``set_epoch``.
+        """Return a loader of batches and its dataset. Keep the dataset: it has the state and ``set_epoch``.
 
-        ``collate_fn`` gets a whole batch in the output format, in the worker. ``shuffle`` shuffles row groups, then
-        rows in windows of them: of as many as hold ``shuffle_buffer_size`` rows, if that is given. ``split_bytes`` and
-        ``split_rows`` say how large the shards are in which the state reports progress; what is read at once is a row
-        group in any case. Without ``num_ranks`` and ``rank`` those of an initialised ``torch.distributed`` are taken.
-        ``ends`` and ``audit`` are as for ``Dataset.loader``.
+        - ``collate_fn`` gets a complete batch in the output format, in the worker.
+        - ``shuffle`` shuffles row groups, then rows in windows of row groups. ``shuffle_buffer_size`` is the number of
+          rows of a window.
+        - ``split_bytes`` and ``split_rows`` are the sizes of the shards in which the state reports progress. The unit
+          of reading is a row group in any case.
+        - Without ``num_ranks`` and ``rank``, those of an initialised ``torch.distributed`` are used.
+        - ``ends`` and ``audit`` are those of ``Dataset.loader``.
         """
         if output_format not in OUTPUTS:
             raise ValueError(f"output_format must be one of {', '.join(map(repr, OUTPUTS))}, got {output_format!r}")
@@ -104,7 +106,7 @@ class StructuredDataset(Resumable):
         ).with_format(OUTPUTS[output_format])
         if shuffle or shuffle_buffer_size is not None:
             dataset = dataset.shuffle(shuffle_seed, "window", _window(dataset.pipeline.base, shuffle_buffer_size))
-        mine, of = _ranks(num_ranks, rank)
+        own_rank, world_size = _ranks(num_ranks, rank)
         loader = dataset.loader(
             batch_size,
             num_workers,
@@ -113,33 +115,33 @@ class StructuredDataset(Resumable):
             drop_last=drop_last,
             ends=ends,
             audit=audit,
-            rank=mine,
-            world_size=of,
+            rank=own_rank,
+            world_size=world_size,
         )
         splits = Splits(dataset.pipeline.base, target_bytes, target_rows, shuffle_seed, partitioning)
         made = cls(dataset, loader, splits, num_workers)
         return StructuredLoader(loader, made, show_progress), made
 
     def __getitem__(self, key: Any) -> Any:
-        """torch asks a map-style dataset for its rows in this way; this one has none."""
+        """Raise TypeError: torch reads rows of map-style datasets in this way, and this is not one."""
         raise TypeError(
-            "a StructuredDataset has no rows by number, and needs no DataLoader around it. Iterate it, or the loader "
-            "that create_dataloader returned with it: they yield batches, and num_workers and collate_fn go there."
+            "a StructuredDataset cannot be indexed and needs no DataLoader. Iterate it, or the loader that "
+            "create_dataloader returned with it, and pass num_workers and collate_fn to create_dataloader."
         )
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank."""
+        """Return the number of batches of an epoch on this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
 
     def current_pass(self) -> Iterator[Any]:
-        """Return the pass that ``next()`` is in: the same for the loader that was made with this."""
+        """Return the current pass of ``next()``, shared with the loader that was created with this dataset."""
         return self._loader.current_pass()
 
     def end_pass(self) -> None:
-        """Let the next ``next()`` begin another pass."""
+        """Make the next ``next()`` begin another pass."""
         self._loader.end_pass()
 
     @property
@@ -156,11 +158,11 @@ class StructuredDataset(Resumable):
         return self._loader.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. The one of a loaded state is gone on with where it was left: naming it is harmless."""
+        """Go to an epoch. The epoch of a loaded state resumes at its position: naming it changes nothing."""
         self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training loop stands, behind the last batch it has received. The same on every rank."""
+        """Return the state after the last batch that the training loop has received. It is equal on every rank."""
         exact = self._loader.state_dict()
         done = self._splits.completed(exact["epoch"], exact["position"], exact["lanes"])
         return {
@@ -176,14 +178,14 @@ class StructuredDataset(Resumable):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, saved on any rank, with any number of workers and ranks.
+        """Resume from a state, saved on any rank with any number of workers and ranks.
 
-        Raises CheckpointMismatchError, and changes nothing, if the data, the seed or the splits differ.
+        Raise CheckpointMismatchError, and change nothing, if the data, the seed or the splits differ.
         """
         self.check_state(state)
         state = one_of(state, self._loader.cut)
         self._loader.load_state_dict(state)
-        # The epoch of a state is named by loading it, as documented: if it is over, going on means an empty pass.
+        # As documented, loading a state selects its epoch: if that is over, the next pass is empty.
         epoch = state["epoch"]
         self._loader.set_epoch(epoch)
         if self._loader.epoch > epoch:
@@ -195,10 +197,10 @@ class StructuredDataset(Resumable):
             )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        """Raise the error that ``load_state_dict`` would raise for a state that does not match. Change nothing."""
         state = one_of(state, self._loader.cut)
         if isinstance(state, Mapping) and KEY not in state and "completed_shards" in state:
-            cause = "it was saved by another library, and does not say at which row to go on"
+            cause = "it was saved by another library and does not contain the row to resume from"
             raise self._splits.mismatch(state, "state", None, None, cause)
         check(state)
         self._splits.check(state)
@@ -210,7 +212,7 @@ class StructuredDataset(Resumable):
 
 
 class StructuredLoader(Resumable):
-    """Batches of one epoch for each ``iter()``; a ``break`` loses nothing."""
+    """Loader with the batches of one epoch for each ``iter()``. A ``break`` loses nothing."""
 
     def __init__(self, loader: Loader, dataset: StructuredDataset, progress: bool) -> None:
         self._loader, self._dataset, self._progress = loader, dataset, progress
@@ -222,23 +224,23 @@ class StructuredLoader(Resumable):
         return self._shown() if self._progress else iter(self._loader)
 
     def current_pass(self) -> Iterator[Any]:
-        """Return the pass that ``next()`` is in: the same as the dataset's."""
+        """Return the current pass of ``next()``, shared with the dataset."""
         return self._loader.current_pass()
 
     def end_pass(self) -> None:
-        """Let the next ``next()`` begin another pass."""
+        """Make the next ``next()`` begin another pass."""
         self._loader.end_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as the dataset's."""
+        """Return the state of the dataset."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The same as the dataset's."""
+        """Load a state of the dataset."""
         self._dataset.load_state_dict(state)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """The same as the dataset's."""
+        """Check a state of the dataset."""
         self._dataset.check_state(state)
 
     def _shown(self) -> Iterator[Any]:
@@ -251,12 +253,12 @@ class StructuredLoader(Resumable):
                 report(done, max(done, len(self)))
 
     def close(self) -> None:
-        """End threads and workers now; they also end by themselves."""
+        """Stop threads and workers now. They also stop by themselves."""
         self._loader.close()
 
 
 def _window(leaf: Leaf, buffer: int | None) -> int | None:
-    """How many blocks hold as many rows as a shuffle buffer."""
+    """Return the number of blocks with as many rows as a shuffle buffer."""
     if buffer is None:
         return None
     rows = leaf.rows / max(1, len(leaf.source.layout.block_starts) - 1)
@@ -264,24 +266,24 @@ def _window(leaf: Leaf, buffer: int | None) -> int | None:
 
 
 def _ranks(count: int | None, rank: int | None) -> tuple[int | None, int | None]:
-    """Rank and world size: both are given, or the rank is found; one of one needs no other word."""
+    """Return rank and world size. A missing rank is detected; it may be left out for a world size of 1."""
     if count is None:
         return rank, None if rank is None else 1
     if rank is not None or count == 1:
         return rank or 0, count
-    found = find_world()
-    if found.size != count:
-        raise ValueError(f"num_ranks={count} needs rank=…, too: {found.size} ranks were found here, not {count}")
-    return found.rank, count
+    world = find_world()
+    if world.size != count:
+        raise ValueError(f"num_ranks={count} needs rank=…, too: {world.size} ranks were found here, not {count}")
+    return world.rank, count
 
 
 def _bytes(given: int | str | None) -> int:
-    """A number of bytes, or a text like "128 MiB"."""
+    """Return the bytes for a number, or for a text like "128 MiB"."""
     if given is None:
         return _SPLIT_BYTES
     if isinstance(given, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", given.lower())
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", given.lower())
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
         if size < 1:
             raise ValueError(f"split_bytes must be a number of bytes, or a text like '128 MiB', got {given!r}")
         return size

@@ -1,4 +1,4 @@
-"""``python -m midepoch.demo``: makes data, runs the training three times, and shows the proof."""
+"""``python -m midepoch.demo``: create data, run the training three times, and show the proof."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Size:
-    """How much there is to train on."""
+    """Size of the training data."""
 
     rows: int
 
@@ -41,18 +41,18 @@ class Size:
 
     @property
     def kill_at(self) -> int:
-        """In the middle of the second epoch, between two checkpoints."""
+        """Step at which the run is killed: in the middle of the second epoch, between two checkpoints."""
         return self.steps * 2 // 3 + 12
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m midepoch.demo", description=__doc__)
     parser.add_argument("--keep", type=Path, help="use and keep this folder instead of a temporary one")
-    parser.add_argument("--rows", type=int, default=24_000, help="of the dataset (default: 24,000)")
+    parser.add_argument("--rows", type=int, default=24_000, help="rows of the dataset (default: 24,000)")
     args = parser.parse_args()
     if args.rows < LEAST_ROWS:
         parser.error(
-            f"--rows must be at least {LEAST_ROWS}, so that there is a middle to be killed in; got {args.rows}"
+            f"--rows must be at least {LEAST_ROWS}, so that the run can be killed in mid-epoch, got {args.rows}"
         )
     try:
         sys.exit(0 if run(args.keep, args.rows) else 1)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(keep: Path | None = None, rows: int = 24_000) -> bool:
-    """In a folder to keep, or in a temporary one; whether the proof held."""
+    """Run the demonstration in a folder to keep or a temporary one. Return True if the proof holds."""
     if missing := [name for name in ("torch", "datasets") if find_spec(name) is None]:
         raise ImportError(f'the demo needs {" and ".join(missing)}: pip install "midepoch[torch,hf,demo]"')
     if keep is not None:
@@ -71,7 +71,7 @@ def run(keep: Path | None = None, rows: int = 24_000) -> bool:
 
 
 def show(folder: Path, size: Size) -> bool:
-    """The whole demonstration; whether the proof held."""
+    """Run the complete demonstration. Return True if the proof holds."""
     started = time.monotonic()
     os.environ["MIDEPOCH_CACHE"] = str(folder / "index")
     with console.status("making a dataset in the Hugging Face cache layout"):
@@ -89,7 +89,7 @@ def show(folder: Path, size: Size) -> bool:
 
 
 def make_data(folder: Path, rows: int) -> None:
-    """Parquet files, loaded once through ``datasets``: Arrow files in its cache layout are what training then reads."""
+    """Write Parquet files and load them once with ``datasets``. Training reads the Arrow files in its cache."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -121,13 +121,13 @@ def train(
     kill: bool = False,
     first: int = 0,
 ) -> None:
-    """Run the training in a process of its own, watching its log; kill it at the last step if asked to."""
+    """Run the training in a separate process and follow its log. With ``kill``, kill it at the last step."""
     run.mkdir(exist_ok=True)
     (run / "rows.log").unlink(missing_ok=True)
     command = [sys.executable, "-m", "midepoch.demo.train", f"--data={folder}/data/*.parquet"]
     command += [f"--cache={folder}/cache", f"--run={run}", f"--num-workers={workers}", f"--epochs={EPOCHS}"]
     if kill:
-        command += [f"--wait-at={last + 20}"]  # on a busy machine it might come to its end before it is killed
+        command += [f"--wait-at={last + 20}"]  # on a busy machine it might finish before it is killed
     task = progress.add_task(what, total=last, completed=first)
     process = subprocess.Popen(command)
     try:
@@ -157,7 +157,7 @@ def last_step(run: Path) -> int:
 
 
 def read_log(run: Path) -> dict[int, list[int]]:
-    """Step -> row ids, of whole lines only: the last one may have been cut by the kill."""
+    """Return the row ids by step, from complete lines only: the kill may have truncated the last one."""
     lines = (run / "rows.log").read_text().split("\n")[:-1]
     steps = (list(map(int, line.split())) for line in lines)
     return {numbers[0]: numbers[1:] for numbers in steps}
@@ -170,7 +170,7 @@ def checkpoint_step(run: Path) -> int:
 
 
 def prove(whole: Path, killed: Path, before: dict[int, list[int]], cut: int, size: Size, seconds: float) -> bool:
-    """Compare, from the logs, what the killed and resumed run was fed with what the uninterrupted one was."""
+    """Compare the logged rows of the killed and resumed run with those of the uninterrupted run."""
     import torch
 
     expected, after = read_log(whole), read_log(killed)

@@ -1,4 +1,4 @@
-"""The training process that gets killed: a small model, a checkpoint every few steps, a log of the rows it was fed."""
+"""Training process that gets killed: a small model, a checkpoint every few steps, a log of the rows it received."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 4096
 
 
 def words_to_features(row: dict[str, Any]) -> dict[str, Any]:
-    """A fixed number of hashed words for each text: enough for a model to learn its label from."""
+    """Return a fixed number of hashed words for a text, enough for a model to learn its label."""
     words = [sum(word.encode()) * 31 % VOCABULARY for word in row["text"].split()]
     return {"features": (words + [0] * 16)[:16]}
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--run", required=True, type=Path, help="folder for checkpoint and log")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--wait-at", type=int, help="the step at which to wait for the kill, if it has not come")
+    parser.add_argument("--wait-at", type=int, help="step at which to wait for the kill")
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ _prepared: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
-    """A loader whose batches lie on the accelerator's device. Made by ``prepare``."""
+    """Loader whose batches are on the accelerator's device. Created by ``prepare``."""
 
     def __init__(self, accelerator: Accelerator, loader: Loader) -> None:
         self.loader = loader
@@ -33,9 +33,9 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
         self._delivered: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass, as the loader makes it. The state is that behind the batch handed over, not that looked at next.
+        """Return an iterator over one pass of the loader. The state is that after the delivered batch.
 
-        One batch is looked ahead: gradients are to be synchronised with the last one.
+        One batch is fetched ahead, because gradients have to be synchronised with the last one.
         """
         place = self._accelerator.device if self._accelerator.device_placement else None
         self.begin()
@@ -51,8 +51,8 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
                 self.end_of_dataloader = coming is self
                 if place is not None:
                     batch = send_to_device(batch, place, non_blocking=self._accelerator.non_blocking)
-                # The last thing before the batch is delivered, see Loader. After the last batch the loader itself is
-                # at the next epoch by now.
+                # Directly before the batch is delivered, see Loader. After the last batch the loader is already at the
+                # next epoch.
                 delivered += 1
                 self._delivered = None if self.end_of_dataloader else state
                 yield batch
@@ -69,36 +69,36 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch to be handed over."""
+        """Epoch of the next batch to be delivered."""
         return self.loader.epoch if self._delivered is None else int(_one(self._delivered)["epoch"])
 
     @property
     def position(self) -> int:
-        """How many rows of the epoch all ranks together have been handed."""
+        """Number of rows of the epoch that were delivered to all ranks together."""
         return self.loader.position if self._delivered is None else int(_one(self._delivered)["position"])
 
     def stats(self, *, reset: bool = False) -> Stats:
-        """As the loader's."""
+        """Return the stats of the loader."""
         return self.loader.stats(reset=reset)
 
     def close(self) -> None:
-        """End threads and workers now."""
+        """Stop threads and workers now."""
         self.loader.close()
 
     def __repr__(self) -> str:
         return f"PreparedLoader({self.loader!r})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch, as the loader does. The one that a loaded state is in is gone on with."""
+        """Go to an epoch, as the loader does. The epoch of a loaded state is resumed."""
         self.loader.set_epoch(epoch)
         self._delivered = None
 
     def state_dict(self) -> Any:
-        """Just behind the last batch handed over, as the loader's."""
+        """Return the state of the loader after the last delivered batch."""
         return self.loader.state_dict() if self._delivered is None else self._delivered
 
     def load_state_dict(self, state: Any) -> None:
-        """As the loader's."""
+        """Load a state of the loader."""
         self.loader.load_state_dict(state)
         self._delivered = None
 
@@ -108,15 +108,18 @@ def _one(state: Any) -> Any:
 
 
 def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") -> PreparedLoader:
-    """A loader for an Accelerate loop: batches on the device, its place in every ``save_state`` and ``load_state``.
+    """Return a loader for an Accelerate loop. Its batches are on the device, and ``save_state`` and ``load_state``
+    include its state.
 
-    It cuts the data over the ranks already, so nothing is cut, dispatched or made even by repetition. ``name`` tells
-    several from each other; each is a file ``midepoch-NAME.json`` in the folder of ``save_state``. A state of other
-    data is refused before anything is loaded.
+    The loader already shards the data over the ranks: Accelerate neither shards, dispatches nor pads batches. ``name``
+    distinguishes several loaders. Each is a file ``midepoch-NAME.json`` in the folder of ``save_state``. A state of
+    different data is refused before anything is loaded.
     """
     names = _prepared.setdefault(accelerator, set())
     if name in names:
-        raise ValueError(f"there is a loader named {name!r} already: prepare(accelerator, loader, name=…)")
+        raise ValueError(
+            f"there already is a loader named {name!r}. Pass another name: prepare(accelerator, loader, name=…)"
+        )
     names.add(name)
     prepared, file = PreparedLoader(accelerator, loader), f"midepoch-{name}.json"
 

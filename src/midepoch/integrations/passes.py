@@ -1,4 +1,4 @@
-"""Passes for loops that take as many batches as an epoch has, and never ask for the one that is not there."""
+"""Passes for loops that take exactly as many batches as an epoch has and never request another one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from midepoch.loader import Loader
 
 
 def rest_or_next(loader: Loader) -> Iterator[Any]:
-    """What is left of the epoch that a loader is in; if nothing is, the next epoch.
+    """Yield the rest of the loader's current epoch, or the next epoch if nothing is left.
 
-    ``iter(loader)`` would begin again where its last pass began: to it, a loop that took the last batch and did not
-    ask for the end looks like one that was left by a ``break``, which moves nothing. This goes on wherever it was left.
+    ``iter(loader)`` would restart its last pass: a loop that takes the last batch without requesting the end looks like
+    one that was left by a ``break``. This continues where the loop stopped.
     """
     ends = 0
     while ends < 2:

@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer`` that goes on exactly, and reads nothing to skip it. Needs ``midepoch[transformers]``.
+"""Hugging Face ``Trainer`` that resumes exactly, without reading data to skip it. Needs ``midepoch[transformers]``.
 
 trainer = ResumableTrainer(model, args, train_dataset=midepoch.load_dataset(…).shuffle(seed=42).map(tokenize))
 trainer.train(resume_from_checkpoint=True)
@@ -25,33 +25,33 @@ from midepoch.integrations.states import check_same_steps, for_all_ranks, read_s
 from midepoch.loader import Loader
 
 STATE_FILE = "midepoch.json"
-"""In every ``checkpoint-N``: where in the data it was saved."""
+"""File in every ``checkpoint-N`` with the position in the data."""
 
 
 class ResumableTraining:
-    """What makes a Trainer resume exactly, to be mixed into one: ``class Mine(ResumableTraining, SFTTrainer)``.
+    """Mixin that makes a Trainer resume exactly: ``class Mine(ResumableTraining, SFTTrainer)``.
 
-    Of a Dataset as ``train_dataset`` a loader is made as ``TrainingArguments`` say, and ``loader_options``,
-    for what they have no words for: ``{"ends": "pad", "audit": "runs/7"}``. Other datasets are left to the Trainer,
-    and so is evaluation.
+    For a Dataset as ``train_dataset``, it creates a loader from the ``TrainingArguments``, and from
+    ``loader_options`` for options that they lack: ``{"ends": "pad", "audit": "runs/7"}``. Other datasets and evaluation
+    are left to the Trainer.
     """
 
-    _checkpoint: str | None = None  # that the run goes on from
-    _before: tuple[int, Any] | None = None  # global step and state when batches were taken last
+    _checkpoint: str | None = None  # from which the run resumes
+    _before: tuple[int, Any] | None = None  # global step and state before the last batches were taken
 
     def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._options = dict(loader_options or {})
         super().__init__(*rest, **named)
         if isinstance(self.train_dataset, Loader):  # type: ignore[attr-defined]
             raise TypeError(
-                "train_dataset must be a Dataset, not a loader: give what is special about the "
-                "loader as loader_options, {'ends': 'pad'} for one."
+                "train_dataset must be a Dataset, got a loader. Pass options of the loader as "
+                "loader_options, such as {'ends': 'pad'}."
             )
 
     def train(
         self: Any, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *rest: Any, **named: Any
     ) -> Any:
-        if resume_from_checkpoint is True:  # None where there is none: the Trainer says so itself
+        if resume_from_checkpoint is True:  # True if there is none: the Trainer reports it
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._before = None
         self._checkpoint = None if isinstance(resume_from_checkpoint, bool | None) else str(resume_from_checkpoint)
@@ -64,14 +64,14 @@ class ResumableTraining:
         if self._checkpoint is not None:
             if self.args.ignore_data_skip:
                 raise ValueError(
-                    "ignore_data_skip=True makes the Trainer count the epoch from its beginning. Leave it out: nothing "
-                    "is skipped by reading here, the data goes on at the very next row."
+                    "ignore_data_skip=True makes the Trainer count the epoch from its beginning. Leave it out: no data "
+                    "is read to skip it, and the data resumes at the next row."
                 )
-            self._go_on(loader, Path(self._checkpoint, STATE_FILE))
-        # A DataLoader that does nothing: the Trainer, and skip_first_batches, know how to take one apart.
-        # Its seed is drawn from a generator of its own, lest the model's dropout depend on where a run was resumed.
+            self._resume(loader, Path(self._checkpoint, STATE_FILE))
+        # A DataLoader without work of its own, as the Trainer and skip_first_batches expect one. Its seed is drawn from
+        # its own generator, so that the model's dropout does not depend on the point of a resume.
         batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
-        return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=own)
+        return DataLoader(batches, batch_size=None, collate_fn=_unchanged, generator=own)
 
     def _make_loader(self: Any, data: Dataset) -> Loader:
         args = self.args
@@ -87,14 +87,14 @@ class ResumableTraining:
             self._train_batch_size * args.gradient_accumulation_steps
         )
         if data_ranks != args.world_size and "data_parallel" not in self._options:
-            # Tensor and context parallelism: neighbours see the same rows.
+            # Tensor and context parallelism: neighbouring ranks get the same rows.
             options |= {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
         return data.loader(self._train_batch_size, **{**options, **self._options})
 
-    def _go_on(self: Any, loader: Loader, path: Path) -> None:
+    def _resume(self: Any, loader: Loader, path: Path) -> None:
         saved = read_state(path)
         if not isinstance(saved, dict) or not saved.keys() >= {"data", "total_batch"}:
-            raise CheckpointDamagedError(f"{path} is not what was written there.")
+            raise CheckpointDamagedError(f"{path} is not a state of midepoch: it is damaged. Use another checkpoint.")
         if _length(loader) is not None:
             check_same_steps(saved["total_batch"], self.get_total_train_batch_size(self.args), "the Trainer")
         loader.load_state_dict(saved["data"])
@@ -104,17 +104,17 @@ class ResumableTraining:
         return found.rows if isinstance(found, _Batches) else super().num_examples(dataloader)  # type: ignore[misc]
 
     def _to_be_skipped(self: Any, loader: Loader) -> int:
-        """How many batches the Trainer, which counts steps, is going to throw away when a run goes on."""
+        """Return the number of batches that the Trainer, which counts steps, discards when a run resumes."""
         if self._checkpoint is None:
             return 0
         accumulated = self.args.gradient_accumulation_steps
         length = _length(loader)
-        # Of a stream of unknown length: to the Trainer, an epoch is all of the run.
+        # For data of unknown length the Trainer treats the complete run as one epoch.
         steps = self.args.max_steps if length is None else max(1, math.ceil(length / accumulated))
         return int(self.state.global_step % steps * accumulated)
 
     def _trained_with(self: Any) -> Loader | None:
-        """The loader of the run that is under way. (Others are made where somebody wants a look at a batch.)"""
+        """Return the loader of the current run. (Others are created to look at a batch.)"""
         found = getattr(self.callback_handler.train_dataloader, "dataset", None)
         return found.loader if isinstance(found, _Batches) else None
 
@@ -126,24 +126,24 @@ class ResumableTraining:
     def _save_checkpoint(self: Any, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
         if (loader := self._trained_with()) is not None:
             step, state = self._before or (None, None)
-            if step != self.state.global_step:  # the step whose batches were taken last has been made
+            if step != self.state.global_step:  # the step with the last batches is complete
                 state = loader.state_dict()
             state = for_all_ranks(loader, state)
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            if self.args.should_save:  # before all else: what has the Trainer's state, which is written last, has this
+            if self.args.should_save:  # first: a checkpoint with the Trainer's state, which is written last, has this
                 total = self.get_total_train_batch_size(self.args)
                 write_state(folder / STATE_FILE, {"data": state, "total_batch": total})
         super()._save_checkpoint(model, trial, *rest, **named)  # type: ignore[misc]
 
 
 class ResumableTrainer(ResumableTraining, Trainer):  # type: ignore[misc]
-    """``Trainer`` whose data goes on exactly where a checkpoint was saved."""
+    """``Trainer`` whose data resumes exactly where a checkpoint was saved."""
 
 
 class _Batches(IterableDataset[Any]):  # type: ignore[misc]
-    """The batches of a loader, behind as many of nothing as the Trainer throws away before it goes on.
+    """Batches of a loader, after as many placeholders as the Trainer discards before it resumes.
 
-    It counts steps by what it takes from the loader, so these keep its count right; making them costs nothing.
+    The Trainer counts steps by the batches it takes. The placeholders keep its count correct at no cost.
     """
 
     def __init__(self, loader: Loader, to_be_skipped: Callable[[Loader], int]) -> None:
@@ -161,7 +161,7 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """Of an epoch, on all ranks; of a stream, at most."""
+        """Rows of an epoch on all ranks. For a stream, an upper bound."""
         loader = self.loader
         if loader.pipeline.has_positions:
             return loader.pipeline.rows
@@ -169,12 +169,12 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
 
 
 def _length(loader: Loader) -> int | None:
-    """Batches of an epoch, if that is known."""
+    """Return the batches of an epoch, or None if the number is unknown."""
     try:
         return len(loader)
     except TypeError:
         return None
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

@@ -1,9 +1,9 @@
-"""A few numbers that a dataset shares with the DataLoader workers that hold copies of it.
+"""Shared memory between a dataset and its copies in DataLoader workers.
 
-torch's workers get a copy of the dataset and no further word from the main process. ``set_epoch`` must reach persistent
-ones all the same, and workers that resume must know whether all of them are at the end of an epoch. An anonymous
-mapping does both under fork; under spawn it moves into an unnamed file whose descriptor travels with the pickle. It has
-no name, so nothing is left behind however a process dies.
+torch's workers get a copy of the dataset and no further messages from the main process. Two facts must reach them all
+the same: ``set_epoch``, for persistent workers, and whether all workers that resume are at the end of an epoch. Under
+fork an anonymous mapping shares them. Under spawn it moves into an unnamed file whose descriptor is sent with the
+pickle. The file has no name, so that nothing remains however a process dies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTE = struct.Struct("<qqq")
 
 
 class Note(NamedTuple):
-    """Where a worker stands: how many epochs it has rolled over to since it was resumed, and if it is at the end."""
+    """Position of a worker: the epochs it has begun since it resumed, and 1 if it is at the end of one."""
 
     round: int
     at_end: int
@@ -33,8 +33,8 @@ class Note(NamedTuple):
 
 
 class SharedCell:
-    """The epoch, whether it was named for by name, the seed of the global generators once it is drawn, and where each
-    worker stood when it began.
+    """Shared values: the epoch, True if ``set_epoch`` requested it, the seed of the global generators once drawn, and
+    the position of each worker when it began.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SharedCell:
         return [Note(*_NOTE.unpack_from(self._memory, _NOTES + i * _NOTE.size)) for i in range(workers)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if context.get_spawning_popen() is None:  # a plain pickle: a copy of the values
+        if context.get_spawning_popen() is None:  # pickled without starting a process: copy the values
             return SharedCell, (self.epoch, self.named, self.global_seed)
         if self._fd is None:
             self._move_to_file()
@@ -101,7 +101,7 @@ class SharedCell:
 
 
 def worker_share(cut: Cut) -> tuple[Cut, tuple[int, int, int] | None]:
-    """This process's share of a shard; in a DataLoader worker its part of that, and (worker, workers, shards)."""
+    """Return the shard of this process. In a DataLoader worker, its part of it and (worker, workers, shards)."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is None:
@@ -114,7 +114,7 @@ def _rebuild(handle: Any) -> SharedCell:
 
 
 def unnamed_file(size: int) -> int:
-    """A descriptor of memory that no name points to, so that it is gone with the last process that holds it."""
+    """Return a descriptor of memory without a name. It is freed with the last process that holds it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("midepoch", os.MFD_CLOEXEC)
     else:

@@ -1,12 +1,12 @@
 """The order of rows: a position of an epoch in, a row id out.
 
-PURE. Numpy and ``midepoch.errors`` only: no I/O, no pyarrow, no clock, no global state. Everything in this room is a
-function of its arguments, so that a resume is nothing but asking again.
+PURE. Numpy and ``midepoch.errors`` only: no I/O, no pyarrow, no clock, no global state. Everything in this package is a
+function of its arguments. A resume calls the same functions with the saved position.
 
     position ──lanes──► sequence index ──shuffle──► chosen row ──selection──► row of the source
 
-``Order`` is the frozen description; ``EpochOrder`` is the same bound to a layout of blocks and an epoch, with the few
-arrays that make it fast.
+``Order`` is the frozen description. ``EpochOrder`` binds it to a layout of blocks and an epoch, with a few precomputed
+arrays.
 """
 
 from midepoch.order.bijection import Bijection

@@ -1,4 +1,4 @@
-"""The order as a whole: a frozen description, and the same bound to a layout and an epoch."""
+"""The complete order: its frozen description, and its form bound to a layout and an epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a source's blocks and files begin, in rows, each with the total at the end."""
+    """First rows of a source's blocks and files, each array with the total at the end."""
 
     block_starts: Int64Array
     file_starts: Int64Array
@@ -28,9 +28,9 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """When blocks are read, in the order of their first use: from the first to the last position, for one lane.
+    """Use of blocks by lane: first and last position, sorted by first use.
 
-    A lane of -1: rows of all lanes. A block in two lanes is listed twice.
+    Lane -1 means all lanes. A block in two lanes is listed twice.
     """
 
     blocks: Int64Array
@@ -40,7 +40,7 @@ class Uses:
 
 
 class _Permute(Protocol):
-    """Sequence indices in, chosen rows out, and back; a bijection on range(rows)."""
+    """Bijection on range(rows), from sequence indices to chosen rows, with its inverse."""
 
     def __call__(self, sequence: Int64Array) -> Int64Array: ...
 
@@ -49,7 +49,7 @@ class _Permute(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Selection, shuffle and lanes: all that decides which row stands at a position of an epoch."""
+    """Selection, shuffle and lanes: everything that determines the row at a position of an epoch."""
 
     selection: Selection
     shuffle: Shuffle | None = None
@@ -57,7 +57,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if isinstance(self.lanes, bool) or not isinstance(self.lanes, int) or self.lanes < 1:
-            raise ValueError(f"lanes must be a whole number of at least 1, got {self.lanes!r}")
+            raise ValueError(f"lanes must be an integer of at least 1, got {self.lanes!r}")
 
     def __len__(self) -> int:
         return len(self.selection)
@@ -67,7 +67,7 @@ class Order:
 
 
 class EpochOrder:
-    """``rows(positions)`` of one epoch. Opening it costs nothing by rows, one pass over the blocks by window."""
+    """Order of one epoch. Creating it is free for scope "rows" and takes one pass over the blocks for "window"."""
 
     def __init__(self, order: Order, epoch: int, layout: Layout) -> None:
         self._order, self._n, self._layout = order, len(order), layout
@@ -91,14 +91,14 @@ class EpochOrder:
         return lane * size + np.minimum(lane, longer)
 
     def uses(self) -> Uses:
-        """When each block is read."""
+        """Return the positions at which each block is read."""
         runs = self._order.selection.boundaries(self._layout.block_starts)
         first_rows = self._order.selection.source_rows(runs[:-1])
         blocks = np.searchsorted(self._layout.block_starts, first_rows, side="right") - 1
         starts = runs[:-1].copy()
         if isinstance(self._permute, RowShuffle):
-            whole = np.zeros(len(blocks), dtype=np.int64)
-            return Uses(blocks, whole, whole + self._n - 1, whole - 1)
+            zeros = np.zeros(len(blocks), dtype=np.int64)
+            return Uses(blocks, zeros, zeros + self._n - 1, zeros - 1)
         if isinstance(self._permute, UnitShuffle):
             files = self._order.selection.boundaries(self._layout.file_starts)
             owner = np.searchsorted(files, starts, side="right") - 1
@@ -113,7 +113,7 @@ class EpochOrder:
         return self._in_lanes(blocks, starts, stops)
 
     def _in_lanes(self, blocks: Int64Array, starts: Int64Array, stops: Int64Array) -> Uses:
-        """Ranges of the sequence as ranges of positions, one for each lane that they reach into."""
+        """Convert ranges of the sequence to ranges of positions, one for each lane that they touch."""
         edges = np.append(self.lane_starts, self._n)
         low = np.searchsorted(edges[:-1], starts, side="right") - 1
         high = np.searchsorted(edges[:-1], stops - 1, side="right") - 1
@@ -128,7 +128,7 @@ class EpochOrder:
         return Uses(blocks[which][order], (first * lanes + lane)[order], (last * lanes + lane)[order], lane[order])
 
     def sequence(self, positions: Int64Array) -> Int64Array:
-        """Positions to sequence indices: lane ``p mod L``, offset ``p div L``, lanes being L equal pieces."""
+        """Map positions to sequence indices: lane ``p mod L``, offset ``p div L``, where lanes are L equal pieces."""
         lanes = self._order.lanes
         if lanes == 1:
             return positions
@@ -137,7 +137,7 @@ class EpochOrder:
         return lane * size + np.minimum(lane, longer) + offset
 
     def position(self, sequence: int) -> int:
-        """The position of a sequence index: the inverse of ``sequence``."""
+        """Return the position of a sequence index: the inverse of ``sequence``."""
         return int(self._in_lane(np.array([sequence]))[0])
 
     def _in_lane(self, sequence: Int64Array) -> Int64Array:
@@ -145,15 +145,15 @@ class EpochOrder:
         return (sequence - self.lane_starts[lane]) * self._order.lanes + lane
 
     def positions(self, chosen: Int64Array) -> Int64Array:
-        """Chosen rows to the positions at which they stand: the inverse of ``chosen``."""
+        """Map chosen rows to their positions: the inverse of ``chosen``."""
         sequence = chosen if self._permute is None else self._permute.inverse(chosen)
         return sequence if self._order.lanes == 1 else self._in_lane(sequence)
 
     def chosen(self, positions: Int64Array) -> Int64Array:
-        """Positions to chosen rows: the row numbers of the dataset before it was shuffled."""
+        """Map positions to chosen rows: the row numbers of the dataset before the shuffle."""
         sequence = self.sequence(positions)
         return sequence if self._permute is None else self._permute(sequence)
 
     def rows(self, positions: Int64Array) -> Int64Array:
-        """Positions (each in range(len)) to rows of the source."""
+        """Map positions (each in range(len)) to rows of the source."""
         return self._order.selection.source_rows(self.chosen(positions))

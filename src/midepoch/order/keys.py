@@ -16,13 +16,13 @@ PURPOSE = {
     "functions": 8,
     "collate": 9,
 }
-"""Numbers that are part of the order for ever: never renumber, only add."""
+"""Numbers that are a permanent part of the order: never renumber, only add."""
 
 
 def derive(seed: int, epoch: int, purpose: str, index: int = 0, *, words: int = 8) -> npt.NDArray[np.uint64]:
-    """Independent 64-bit words for each (seed, epoch, purpose, index).
+    """Return independent 64-bit words for each (seed, epoch, purpose, index).
 
-    The four are hashed as fields of fixed width, so that seed 1 epoch 1 shares nothing with seed 2 epoch 0.
+    The four are hashed as fixed-width fields, so that seed 1 epoch 1 is unrelated to seed 2 epoch 0.
     """
     mask = 0xFFFFFFFF
     entropy = (seed & mask, seed >> 32, epoch & mask, epoch >> 32, PURPOSE[purpose], index & mask, index >> 32)
@@ -30,9 +30,9 @@ def derive(seed: int, epoch: int, purpose: str, index: int = 0, *, words: int = 
 
 
 def check_seed(seed: int) -> int:
-    """The seed as a plain int, or ValueError: seeds are whole numbers in [0, 2**64)."""
+    """Return the seed as an int. Raise TypeError or ValueError unless it is an integer in [0, 2**64)."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be a whole number or None, got {seed!r}")
+        raise TypeError(f"seed must be an integer or None, got {seed!r}")
     if not 0 <= int(seed) < 2**64:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
     return int(seed)

@@ -1,4 +1,4 @@
-"""Which source of a mix each position is of: by arithmetic, with exact counts in every span of positions."""
+"""Sources of the positions of a mix, computed by arithmetic, with exact counts in every span of positions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _LONGEST = 10_000
 
 
 def spans(weights: Sequence[float]) -> tuple[int, ...]:
-    """How often each source comes in a span of positions: the shortest that has the weights exactly, or 10,000.
+    """Return the count of each source in a span: the shortest span that matches the weights exactly, or 10,000
+    positions.
 
-    One of weight 0 never comes.
+    A source of weight 0 has count 0.
 
     >>> spans([0.5, 0.3, 0.2])
     (5, 3, 2)
@@ -36,13 +37,13 @@ def spans(weights: Sequence[float]) -> tuple[int, ...]:
     for i in np.argsort(counts - shares * _LONGEST, kind="stable")[: _LONGEST - int(counts.sum())]:
         counts[i] += 1
     if (counts < least).any():
-        raise ValueError(f"a weight is less than a {_LONGEST:,}th of all: {list(weights)}")
+        raise ValueError(f"expected weights of 0 or at least 1/{_LONGEST:,} of the total, got {list(weights)}")
     return tuple(int(count) for count in counts)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The sources of the positions of one lane, in one epoch. ``era`` counts how often the mix was changed."""
+    """Sources of the positions of one lane in one epoch. ``era`` counts the changes of the mix."""
 
     counts: tuple[int, ...]
     seed: int
@@ -60,9 +61,9 @@ class Schedule:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def sources(self, start: int, stop: int) -> Int64Array:
-        """The source at each of the positions [start, stop)."""
+        """Return the source at each of the positions [start, stop)."""
         size = len(self._labels)
         first, last = start // size, -(-stop // size)
         keys = hashed(np.arange(first * size, last * size), self._key).reshape(-1, size)
-        found = self._labels[np.argsort(keys, axis=1, kind="stable")].reshape(-1)
-        return found[start - first * size : stop - first * size]
+        labels = self._labels[np.argsort(keys, axis=1, kind="stable")].reshape(-1)
+        return labels[start - first * size : stop - first * size]

@@ -1,4 +1,4 @@
-"""Which rows of the source take part: slices and picks, chosen before any order is applied."""
+"""Selection of source rows by slices and picks, applied before the order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """A sequence of source rows: ranges, or picks in any order. Chosen row v is the v-th of them.
+    """Sequence of source rows: ranges, or picks in any order. Chosen row v is the v-th of them.
 
     >>> s = Selection.of_ranges([(0, 10)]).slice(2, 8)
     >>> s.source_rows(np.array([0, 5])).tolist(), len(s), s.text
@@ -28,7 +28,7 @@ class Selection:
 
     @staticmethod
     def of_ranges(ranges: Iterable[tuple[int, int]]) -> Selection:
-        """Consecutive ranges, empty ones dropped and touching ones joined."""
+        """Return the selection of consecutive ranges. Empty ranges are dropped and adjacent ones joined."""
         joined: list[tuple[int, int]] = []
         for start, stop in ranges:
             if start >= stop:
@@ -40,23 +40,23 @@ class Selection:
         return Selection(tuple(joined))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Selection, (self.ranges, self.picks)  # not what was computed from them
+        return Selection, (self.ranges, self.picks)  # without the cached properties
 
     def __len__(self) -> int:
         return int(self._starts[-1]) if self.picks is None else len(self.picks)
 
     @cached_property
     def _starts(self) -> Int64Array:
-        """Chosen row at which each range begins, and the total."""
+        """Chosen rows at which the ranges begin, and the total."""
         return np.cumsum([0, *(stop - start for start, stop in self.ranges)], dtype=np.int64)
 
     @cached_property
     def _offsets(self) -> Int64Array:
-        """What to add to a chosen row of each range to get its source row."""
+        """Difference of source row and chosen row in each range."""
         return np.array([start for start, _ in self.ranges], dtype=np.int64) - self._starts[:-1]
 
     def source_rows(self, chosen: Int64Array) -> Int64Array:
-        """Chosen rows (each in range(len)) to rows of the source."""
+        """Map chosen rows (each in range(len)) to rows of the source."""
         if self.picks is not None:
             return self.picks[chosen]
         if len(self.ranges) == 1:
@@ -64,9 +64,9 @@ class Selection:
         return chosen + self._offsets[np.searchsorted(self._starts, chosen, side="right") - 1]
 
     def boundaries(self, starts: Int64Array) -> Int64Array:
-        """Where the chosen rows cross a boundary of the source (``starts``: of blocks or files, and the total).
+        """Return the chosen rows at which a run inside one block or file begins, and the total.
 
-        Returns the chosen rows at which a run inside one block begins, and the total.
+        ``starts``: the first rows of the source's blocks or files, and the total.
         """
         if self.picks is not None:
             owner = np.searchsorted(starts, self.picks, side="right")
@@ -81,7 +81,7 @@ class Selection:
         return np.unique(np.concatenate(cuts))
 
     def slice(self, start: int | None, stop: int | None, step: int | None = None) -> Selection:
-        """As ``sequence[start:stop:step]``."""
+        """Return the selection ``[start:stop:step]`` of the chosen rows."""
         first, last, by = slice(start, stop, step).indices(len(self))
         if by != 1:
             return self.select(np.arange(first, last, by, dtype=np.int64))
@@ -94,16 +94,16 @@ class Selection:
         return Selection.of_ranges(clipped)
 
     def select(self, rows: Iterable[int] | Int64Array) -> Selection:
-        """The chosen rows with these numbers (negative ones count from the end), in this order."""
+        """Return the selection of these chosen rows, in this order. Negative numbers count from the end."""
         if isinstance(rows, range) and rows.step == 1 and 0 <= rows.start <= rows.stop <= len(self):
             return self.slice(rows.start, rows.stop)
         picks = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
         if picks.ndim != 1:
             raise TypeError(f"select takes a list of row numbers, got an array of shape {picks.shape}")
         if picks.dtype == np.bool_:
-            raise TypeError("select takes row numbers, not a mask of booleans: pass np.flatnonzero(mask)")
+            raise TypeError("select takes row numbers, got a mask of booleans. Pass np.flatnonzero(mask).")
         if len(picks) and not np.issubdtype(picks.dtype, np.integer):
-            raise TypeError(f"select takes whole numbers, got values of type {picks.dtype}")
+            raise TypeError(f"select takes integers, got values of type {picks.dtype}")
         picks = picks.astype(np.int64)
         if len(picks) and (picks.min() < -len(self) or picks.max() >= len(self)):
             bad = picks[(picks < -len(self)) | (picks >= len(self))][0]
@@ -112,7 +112,7 @@ class Selection:
 
     @cached_property
     def text(self) -> str:
-        """A short name that differs where the chosen rows differ: part of the state."""
+        """Short name that identifies the chosen rows. It is part of the state."""
         if self.picks is not None:
             return f"{len(self.picks)} picks {hashlib.blake2b(self.picks.tobytes(), digest_size=8).hexdigest()}"
         text = ",".join(f"{a}:{b}" for a, b in self.ranges)

@@ -1,4 +1,4 @@
-"""How rows are shuffled within an epoch: three scopes, each a function of the sequence index."""
+"""Shuffles within an epoch: three scopes, each a function of the sequence index."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEFAULT_WINDOW = 64
 
 @dataclass(frozen=True)
 class Shuffle:
-    """What to shuffle: all ``rows``, rows in a ``window`` of blocks, or whole ``files``.
+    """Description of a shuffle: of all ``rows``, of rows in a ``window`` of blocks, or of entire ``files``.
 
-    ``window`` counts blocks (record batches); it only matters for the scope of that name. ``aligned``: windows begin
-    anew with every lane, so that a lane shares no block with another but the one in which it begins.
+    ``window`` is a number of blocks (record batches), used only by the scope of that name. ``aligned``: every lane
+    begins with a new window, so that it shares only its first block with another lane.
     """
 
     seed: int
@@ -53,7 +53,7 @@ class RowShuffle:
 
 
 class UnitShuffle:
-    """Whole units (files, or blocks) permuted; the rows inside keep their order.
+    """Permutation of entire units (files or blocks). The rows inside keep their order.
 
     ``boundaries`` are the rows at which units begin, and the total.
     """
@@ -63,7 +63,9 @@ class UnitShuffle:
         self._boundaries = boundaries
         self.permuted = Bijection(units, derive(shuffle.seed, epoch, purpose))(np.arange(units, dtype=np.int64))
         first = boundaries[self.permuted]
-        self.starts = np.zeros(units + 1, dtype=np.int64)  # sequence index at which the unit at each place begins
+        self.starts = np.zeros(
+            units + 1, dtype=np.int64
+        )  # sequence index at which the unit at each permuted place begins
         np.cumsum(boundaries[self.permuted + 1] - first, out=self.starts[1:])
         self._shift = first - self.starts[:-1]
 
@@ -76,14 +78,14 @@ class UnitShuffle:
 
     @property
     def sequence_starts(self) -> Int64Array:
-        """The sequence index at which each unit begins: of unit u, not of the unit at place u."""
-        found = np.empty(len(self.permuted), dtype=np.int64)
-        found[self.permuted] = self.starts[:-1]
-        return found
+        """Sequence index at which each unit begins: of unit u, not of the unit at place u."""
+        starts = np.empty(len(self.permuted), dtype=np.int64)
+        starts[self.permuted] = self.starts[:-1]
+        return starts
 
 
 class WindowShuffle:
-    """Blocks permuted, then the rows inside windows of consecutive permuted blocks: an exact shuffle buffer."""
+    """Permutation of blocks, then of the rows in windows of consecutive permuted blocks: an exact shuffle buffer."""
 
     def __init__(
         self, shuffle: Shuffle, epoch: int, boundaries: Int64Array, lane_starts: Int64Array | None = None
@@ -102,16 +104,16 @@ class WindowShuffle:
 
     @property
     def block_starts(self) -> Int64Array:
-        """The sequence index at which each run of a block begins, before rows are moved within windows."""
+        """Sequence index at which each run of a block begins, before rows are moved within windows."""
         return self._blocks.sequence_starts
 
     @property
     def window_starts(self) -> Int64Array:
-        """The sequence index at which each window begins, and the total."""
+        """Sequence index at which each window begins, and the total."""
         return self._starts
 
     def _within(self, window: int) -> Bijection:
-        if self._last[0] != window:  # reading goes window by window: remember the one in use
+        if self._last[0] != window:  # rows are read window by window: cache the current one
             rows = int(self._starts[window + 1] - self._starts[window])
             self._last = (window, Bijection(rows, derive(self._seed, self._epoch, "window", window)))
         return self._last[1]
@@ -123,7 +125,7 @@ class WindowShuffle:
         return self._in_windows(self._blocks.inverse(chosen), lambda window, inner: self._within(window).inverse(inner))
 
     def _in_windows(self, sequence: Int64Array, move: Callable[[int, Int64Array], Int64Array]) -> Int64Array:
-        """Sequence indices moved within their windows."""
+        """Apply ``move`` to the sequence indices within their windows."""
         owner = np.searchsorted(self._starts, sequence, side="right") - 1
         moved = np.empty_like(sequence)
         for window in np.unique(owner).tolist():

@@ -1,7 +1,7 @@
-"""The file of a decoded block: a header of 64 bytes, then an Arrow stream of one record batch.
+"""File of a decoded block: a header of 64 bytes, then an Arrow stream of one record batch.
 
-The header says which block of which data it is, how many rows it has, and the checksum of the rest. All of it is
-checked when a block is opened.
+The header contains the identity of the block and its data, the number of rows, and the checksum of the rest. All of it
+is checked when a block is opened.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from midepoch.sources.resources import retried
 
 _MAGIC = b"MEBLOCK2"
 _HEADER = struct.Struct("<8s16sqqI")  # magic, identity, rows, bytes of the rest, their CRC-32
-_HEADER_BYTES = 64  # so that the rest is aligned as Arrow wants it
+_HEADER_BYTES = 64  # keeps the alignment that Arrow needs
 
 
 @dataclass(frozen=True)
 class BlockFile:
-    """The file of one block. ``identity`` (16 bytes) is that of the block and the data; ``mapped``: see ``read``."""
+    """File of one block. ``identity`` (16 bytes) identifies the block and its data. For ``mapped`` see ``read``."""
 
     path: Path
     identity: bytes
     mapped: bool
 
     def read(self, *, trusted: bool = False) -> pa.RecordBatch:
-        """The rows. Raises OSError, or ValueError if the file is not what it should be.
+        """Return the rows. Raise OSError, or ValueError if the file is not valid.
 
-        Mapped files share their memory. Those of a file system that other machines reach are read instead: a mapped
-        page of a file that another machine has removed would end the process. ``trusted``: just written here.
+        Mapped files share their memory between processes. Files on a network file system are read instead: a mapped
+        page of a file that another machine has removed would crash the process. ``trusted``: just written by this
+        process.
         """
         content = retried(self._content, str(self.path))
         if content.size < _HEADER_BYTES:
@@ -59,7 +60,7 @@ class BlockFile:
             return file.read_buffer()
 
     def write(self, batch: pa.RecordBatch) -> int:
-        """Write the rows to this path, where nobody looks for a block yet; return how many bytes that took."""
+        """Write the rows to this path, under which no reader looks for a block yet. Return the number of bytes."""
         os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with pa.OSFile(str(self.path), "wb") as sink:
             sink.write(bytes(_HEADER_BYTES))

@@ -1,4 +1,4 @@
-"""Opening blocks: from the index's byte offset to a record batch, without touching another page of the file."""
+"""Blocks of mapped files: from the byte offset in the index to a record batch, without reading any other page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from midepoch.sources.index import IndexedFile
 from midepoch.sources.resources import retried
 
 HEAP_BYTES = 256 << 20
-"""How much of decoded (compressed or dictionary-encoded) blocks one process keeps."""
+"""Bytes of decoded (compressed or dictionary-encoded) blocks that one process keeps."""
 _MAPPED_BLOCKS = 512
 _CHECK_SECONDS = 1.0
 _CHECKED_FILES = 1024  # at most, each time: 1.5 ms
@@ -35,7 +35,7 @@ _LEAST_FILES = 64
 
 
 def _most_mappings() -> int:
-    """The most files one process maps: a quarter of what the kernel allows, since other libraries map memory too."""
+    """Return the maximum number of mapped files: a quarter of the kernel's limit, as other libraries map memory too."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text()) // 4
     except (OSError, ValueError):
@@ -48,7 +48,7 @@ _mapping: weakref.WeakSet[Blocks] = weakref.WeakSet()
 
 @dataclass
 class _MappedFile:
-    """A mapped file as it was when last looked at."""
+    """A mapped file and its identity at the last check."""
 
     buffer: pa.Buffer
     identity: tuple[int, int]
@@ -57,13 +57,13 @@ class _MappedFile:
 
 
 class Blocks:
-    """Record batches of a source by number. Not thread-safe: each reading thread has its own."""
+    """Record batches of a source by number. Not thread-safe: each reading thread has its own instance."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._files: OrderedDict[int, _MappedFile] = OrderedDict()  # the most recently used last
         self._held = HeldBuffers()
-        self._open: OrderedDict[int, tuple[pa.RecordBatch, bool]] = OrderedDict()  # and whether it is mapped
+        self._open: OrderedDict[int, tuple[pa.RecordBatch, bool]] = OrderedDict()  # and True if it is mapped
         self._heap_bytes = 0
         self._file_blocks = source.file_blocks
         self._has_dictionaries = any(holds_dictionary(field.type) for field in source.schema)
@@ -73,7 +73,7 @@ class Blocks:
 
     @property
     def memory(self) -> Memory:
-        """The mapped files."""
+        """Memory of the mapped files."""
         return self._held.memory
 
     def _file(self, number: int) -> pa.Buffer:
@@ -98,7 +98,9 @@ class Blocks:
         return mapped.buffer
 
     def check(self) -> None:
-        """Once a second, look whether mapped files were cut or rewritten in place: reading them could be fatal."""
+        """Check at most once a second that no mapped file was truncated or rewritten: reading it could crash the
+        process.
+        """
         now = time.monotonic()
         if now < self._next_check:
             return
@@ -106,7 +108,7 @@ class Blocks:
         for number in list(islice(self._files, _CHECKED_FILES)):
             self._compare(number, self._files[number])
             if len(self._files) > _CHECKED_FILES:
-                self._files.move_to_end(number)  # the others are next
+                self._files.move_to_end(number)  # check the others next time
 
     def _compare(self, number: int, mapped: _MappedFile) -> None:
         file = self._source.files[number]
@@ -114,20 +116,20 @@ class Blocks:
         try:
             stat = os.stat(file.path)
         except OSError:
-            return  # a file that was removed stays mapped as it was
+            return  # the mapping of a removed file is unchanged
         if (stat.st_dev, stat.st_ino) != mapped.identity:
-            return  # and so does one that was replaced
+            return  # as is that of a replaced file
         if stat.st_size < mapped.buffer.size:
             raise DataChangedError(
-                f"{file.path} was cut to {stat.st_size} bytes while it was read (it had {mapped.buffer.size}). Restore "
-                "it; replace files of a running job by renaming, never by writing into them."
+                f"{file.path} was truncated to {stat.st_size} bytes while it was read (it had {mapped.buffer.size}). "
+                "Restore it. Replace files of a running job by renaming, never by writing into them."
             )
         if stat.st_mtime_ns != mapped.mtime_ns:
             _same_contents(file)
             mapped.mtime_ns = stat.st_mtime_ns
 
     def trim(self) -> npt.NDArray[np.int64]:
-        """Release the files that were not used for longest, if too many are mapped. Return their blocks."""
+        """Release the least recently used files if too many are mapped. Return their blocks."""
         most = max(_LEAST_FILES, MOST_MAPPINGS // max(1, len(_mapping)))
         dropped = []
         if len(self._files) > most:
@@ -136,20 +138,20 @@ class Blocks:
                 self._readers.pop(number, None)
                 self._held.remove(number)
                 dropped.append(np.arange(self._file_blocks[number], self._file_blocks[number + 1]))
-            gone = np.concatenate(dropped)
-            for block in set(self._open).intersection(gone.tolist()):
+            released = np.concatenate(dropped)
+            for block in set(self._open).intersection(released.tolist()):
                 self._forget(block)
-            return gone
+            return released
         return _NONE
 
     def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
-        """The block as a record batch, zero-copy where the file allows it, and whether it did: then its addresses hold
-        for as long as the file is mapped. Raises CorruptBlockError.
+        """Return the block as a record batch, and True if it is zero-copy: its addresses are then valid while the file
+        is mapped. Raise CorruptBlockError if it cannot be read.
         """
-        found = self._open.get(block)
-        if found is not None:
+        opened = self._open.get(block)
+        if opened is not None:
             self._open.move_to_end(block)
-            return found
+            return opened
         number = int(self._file_blocks.searchsorted(block, side="right")) - 1
         file = self._file(number)
         offset = int(self._source.offsets[block])
@@ -165,7 +167,7 @@ class Blocks:
             path = self._source.files[number].path
             raise CorruptBlockError(
                 f"the record batch at byte {offset} of {path} (rows {starts[block]} to {starts[block + 1] - 1} of the "
-                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to go on without it.'
+                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to leave it out.'
             ) from None
         mapped = _is_mapped(batch, file.address, file.address + file.size)
         self._keep(block, batch, mapped)
@@ -197,9 +199,9 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 def _same_contents(file: IndexedFile) -> None:
-    """Refuse a file with another time of change unless it holds what it held."""
+    """Raise DataChangedError for a file with another modification time unless its contents are the same."""
     if scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
-        raise _changed(file, "it has other contents")
+        raise _changed(file, "its contents differ")
 
 
 def _changed(file: IndexedFile, difference: str) -> DataChangedError:
@@ -210,7 +212,7 @@ def _changed(file: IndexedFile, difference: str) -> DataChangedError:
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:
-    """Whether every buffer lies in the mapping."""
+    """Return True if every buffer is inside the mapping."""
     for column in batch.columns:
         for buffer in column.buffers():
             if buffer is not None and buffer.size:

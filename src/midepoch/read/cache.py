@@ -1,7 +1,7 @@
-"""Decoded blocks on disk, shared by all processes of a user that can reach the folder.
+"""Decoded blocks on disk, shared by all processes of a user that can access the folder.
 
-A block that is not there, or not what it should be, is made again: anybody may remove blocks at any time. A killed
-process leaves at most a temporary file, which a later one removes.
+A block that is missing or invalid is decoded again, so blocks may be removed at any time. A killed process leaves at
+most a temporary file, which a later process removes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from midepoch.sources.source import CacheSpec
 from midepoch.sources.storage import make_private, temporary_path
 
 _log = logging.getLogger("midepoch")
-_EVICTING = 1 << 40  # the lock of who makes room; blocks have the numbers below it
+_EVICTING = 1 << 40  # number of the lock for eviction; locks of blocks have smaller numbers
 
 _PATIENCE = 30.0
-"""Seconds to wait for a block that another process is making."""
+"""Seconds to wait for a block that another process is decoding."""
 _REPORT_SECONDS = 60.0
-_ROOM_SHARE = 16  # after so small a part of the limit was written, room is made again
+_ROOM_SHARE = 16  # eviction runs again after limit / 16 bytes were written
 
 
 class BlockCache:
-    """The blocks of one source and choice of columns, which ``key`` stands for.
+    """Blocks of one source and choice of columns, identified by ``key``.
 
-    ``next_use`` says how soon a block will be read again.
+    ``next_use`` returns the distance to the next use of a block.
     """
 
     def __init__(self, spec: CacheSpec, key: str, next_use: NextUse) -> None:
         self._root = Path(spec.folder)
-        self._folder = self._root / f"{key}-{os.getuid()}"  # others cannot read it
+        self._folder = self._root / f"{key}-{os.getuid()}"  # other users cannot read it
         self._limit, self._next_use = spec.limit, next_use
         self._turns = Turns()
-        self._written = spec.limit  # so that the first block makes room: other runs may have left more than the limit
+        self._written = spec.limit  # evict with the first block: other runs may have left more than the limit
         self._unkept = _Unkept(self._root)
         self._locks: LockFile | None = None
         try:
@@ -56,7 +56,7 @@ class BlockCache:
             tidy(self._root, self._folder)
         except OSError as problem:
             _log.warning(
-                "decoded blocks cannot be kept in %s (%s): every process keeps its own", spec.folder, problem.strerror
+                "decoded blocks cannot be cached in %s (%s): every process keeps its own", spec.folder, problem.strerror
             )
         self._mapped = self._locks is not None and not is_network(self._folder)
         self._versions: dict[int, tuple[int, int, int]] = {}  # of mapped files, when they were opened
@@ -69,7 +69,7 @@ class BlockCache:
         return self._locks is not None and self._file(block).path.exists()
 
     def open(self, block: int, *, trusted: bool = False) -> pa.RecordBatch | None:
-        """The block, if it is there and is what it should be. ``trusted``: just written by this process."""
+        """Return the block if it is cached and valid, else None. ``trusted``: just written by this process."""
         if self._locks is None:
             return None
         file = self._file(block)
@@ -78,10 +78,10 @@ class BlockCache:
             batch = file.read(trusted=trusted)
         except OSError as problem:
             if not isinstance(problem, FileNotFoundError):
-                _log.info("the cached block %s cannot be read and is made again: %s", file.path, problem)
+                _log.info("the cached block %s cannot be read and is decoded again: %s", file.path, problem)
             return None
         except (CorruptBlockError, ValueError) as problem:
-            _log.warning("the cached block %s cannot be used and is made again: %s", file.path, problem)
+            _log.warning("the cached block %s is not valid and is decoded again: %s", file.path, problem)
             with contextlib.suppress(OSError):
                 file.path.unlink(missing_ok=True)
             return None
@@ -91,15 +91,15 @@ class BlockCache:
         return batch
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise DataChangedError if the file of one of these blocks, which are in use, was written to in place."""
+        """Raise DataChangedError if the file of one of these open blocks was written to in place."""
         for block in blocks:
             opened, file = self._versions.get(block), self._file(block)
             try:
                 version = _version(file.path)
             except OSError:
-                continue  # a file that was removed stays mapped as it was
+                continue  # the mapping of a removed file is unchanged
             if opened is None or version == opened or version[0] != opened[0]:
-                continue  # and so does one that was replaced
+                continue  # as is that of a replaced file
             try:
                 file.read()
             except FileNotFoundError:
@@ -108,12 +108,12 @@ class BlockCache:
                 file.path.unlink(missing_ok=True)
                 raise DataChangedError(
                     f"the cached block {file.path} was written to while it was in use: batches since the last check, a "
-                    "second ago, may hold wrong values. It was removed; load the last state to go on."
+                    "second ago, may contain wrong values. It was removed. Load the last state to resume."
                 ) from None
             self._versions[block] = version
 
     def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
-        """The block: as it is if it is there, else made, by one process at a time."""
+        """Return the block, from the cache or decoded by one process at a time."""
         batch = self.open(block)
         if batch is not None:
             return batch
@@ -122,7 +122,7 @@ class BlockCache:
             return batch if batch is not None else self._make(block, make)
 
     def prefetch(self, block: int, make: Callable[[], pa.Table]) -> bool:
-        """See to it that the block is there, unless somebody is at it already. Return whether it was made."""
+        """Decode the block unless it is cached or being decoded. Return True if it was decoded."""
         if self._locks is None or self.has(block):
             return False
         with self._held(block, wait=False) as mine:
@@ -145,7 +145,7 @@ class BlockCache:
     def _write(self, block: int, batch: pa.RecordBatch) -> None:
         path = self._file(block).path
         temporary = temporary_path(path)
-        make_private(self._folder)  # somebody may have cleared the cache
+        make_private(self._folder)  # the cache may have been cleared
         try:
             try:
                 size = self._file(block, temporary).write(batch)
@@ -174,7 +174,7 @@ class BlockCache:
 
     @contextlib.contextmanager
     def _held(self, block: int, *, wait: bool) -> Iterator[bool]:
-        """A block for this thread alone: in this process by turns, among processes by a lock that goes with them."""
+        """Lock a block: between threads by turns, between processes by a lock that ends with its process."""
         with self._turns.held(block, wait=wait) as mine:
             if not mine or self._locks is None:
                 yield mine
@@ -193,7 +193,7 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 
 class _Unkept:
-    """Counts the blocks that cannot be kept, and says so once a minute at most."""
+    """Counter of the blocks that cannot be cached. It logs at most once a minute."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
@@ -206,20 +206,20 @@ class _Unkept:
             return
         self._next_report = time.monotonic() + _REPORT_SECONDS
         _log.warning(
-            "%d decoded block%s could not be kept in %s (%s): blocks are decoded again when they are needed again. "
-            "Free some space, or give another cache_dir or less cache_bytes.",
+            "%d decoded block%s could not be cached in %s (%s) and will be decoded again when needed. "
+            "Free some space, or set another cache_dir or a smaller cache_bytes.",
             self._count, "s" * (self._count > 1), self._folder, problem.strerror or problem,
         )  # fmt: skip
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:
-    """A table as one record batch."""
+    """Return a table as one record batch."""
     batches = table.combine_chunks().to_batches()
     if len(batches) == 1:
         return batches[0]
     if not batches:
         return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in table.schema], schema=table.schema)
     raise FormatError(
-        f"a block of {table.num_rows:,} rows has more than 2 GiB of text in one column: write smaller row groups, or "
+        f"a block of {table.num_rows:,} rows has more than 2 GiB of text in one column. Write smaller row groups, or "
         "the column as large_string."
     )

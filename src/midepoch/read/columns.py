@@ -1,7 +1,7 @@
-"""Gathering one column from mapped blocks: a class for each way in which Arrow lays values out.
+"""Gathering of one column from mapped blocks: one class for each memory layout of Arrow.
 
-Each keeps the addresses of its buffers by block, filled when a block is first touched, so that a gather is arithmetic
-on whole arrays and one copy. Columns of other layouts (structs, lists of lists, views, …) are taken by pyarrow instead.
+Each class keeps the buffer addresses by block, recorded when a block is first used. A gather is then array arithmetic
+and one copy. Columns of other layouts (structs, lists of lists, views, …) are read with pyarrow's ``take`` instead.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ _PAGE = mmap.PAGESIZE
 
 
 class Gatherer(Protocol):
-    """Opens blocks one by one; gathers rows of opened blocks only."""
+    """Gatherer of one column. It opens blocks one by one and gathers rows of opened blocks only."""
 
     def open(self, block: int, column: pa.Array) -> bool:
-        """Note where a block's buffers lie; False if it cannot be gathered by address; CorruptBlockError if bad."""
+        """Record a block's buffer addresses. Return False if it cannot be gathered. Raise CorruptBlockError."""
 
     def gather(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> pa.Array:
-        """The values at (block, row in block) as a new array that owns its memory. ``memory`` holds those blocks."""
+        """Return the values at (block, row in block) as a new array that owns its memory. ``memory`` holds those
+        blocks.
+        """
 
 
 def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
-    """The gatherer of a type, or None where only pyarrow can take."""
+    """Return the gatherer of a type, or None if only pyarrow supports it."""
     if pa.types.is_boolean(kind):
         return _Bits(kind, blocks)
     if (width := fixed_width(kind)) is not None:
@@ -53,7 +55,7 @@ def gatherer(kind: pa.DataType, blocks: int) -> Gatherer | None:
 
 
 def is_plain(kind: pa.DataType) -> bool:
-    """Numbers, booleans, dates, text, and fixed-size lists of numbers: nothing whose shape may differ between rows."""
+    """Return True for types of one shape per row: numbers, booleans, dates, text, fixed-size lists of numbers."""
     if pa.types.is_fixed_size_list(kind):
         return number_dtype(kind.value_type) is not None
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
@@ -62,7 +64,7 @@ def is_plain(kind: pa.DataType) -> bool:
 
 
 def fixed_width(kind: pa.DataType) -> int | None:
-    """Bytes of a value of a type that is laid out as one plain buffer, else None."""
+    """Return the bytes per value of a type that is stored as one plain buffer, else None."""
     plain = pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_fixed_size_binary(kind)
     if not plain or pa.types.is_boolean(kind) or kind.bit_width % 8:
         return None
@@ -71,7 +73,7 @@ def fixed_width(kind: pa.DataType) -> int | None:
 
 @dataclass(frozen=True)
 class Located:
-    """Where the values of some rows of a plain column lie, and what array they make."""
+    """Addresses of some rows of a plain column, and the shape and dtype of the array that they form."""
 
     memory: Memory
     addresses: Int64Array
@@ -80,40 +82,40 @@ class Located:
     shape: tuple[int, ...]
 
     def array(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """The values of rows start to stop, copied once into memory of their own."""
+        """Return a copy of the values of rows start to stop."""
         data = self.memory.gather(self.addresses[start:stop], self.width)
         return data.view(self.dtype).reshape(stop - start, *self.shape)
 
     def at(self, places: Any) -> Located:
-        """Those at some places: a slice, or an array of numbers."""
+        """Return the rows at some places: a slice, or an array of indices."""
         return replace(self, addresses=self.addresses[places])
 
     def alike(self, other: Located) -> bool:
-        """Whether both make arrays of one kind."""
+        """Return True if both form arrays of the same width, dtype and shape."""
         return (self.width, self.dtype, self.shape) == (other.width, other.dtype, other.shape)
 
     @staticmethod
     def join(parts: Sequence[Located]) -> Located:
-        """Rows of several sources one after the other."""
+        """Concatenate the rows of several sources."""
         addresses = np.concatenate([part.addresses for part in parts])
         return replace(parts[0], memory=Memory.union([part.memory for part in parts]), addresses=addresses)
 
     def touch(self, start: int, stop: int) -> None:
-        """Have the system read the pages of rows start to stop, if they are not in memory: a byte of each page."""
+        """Load the pages of rows start to stop into memory by reading one byte of each."""
         addresses = self.addresses[start:stop]
         for offset in (*range(0, self.width - 1, _PAGE), self.width - 1):
             self.memory.gather(addresses + offset, 1)
 
 
 def number_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
-    """The numpy type of an Arrow number, else None."""
+    """Return the numpy dtype of an Arrow number type, else None."""
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         return None
     return np.dtype({"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind)))
 
 
 class _Nulls:
-    """The validity bitmap that every layout begins with."""
+    """Validity bitmap, the first buffer of every layout."""
 
     def __init__(self, blocks: int) -> None:
         self._validity = np.zeros(blocks, dtype=np.int64)  # 0: no nulls in the block
@@ -137,7 +139,7 @@ def _bits(memory: Memory, address: Int64Array, rows: Int64Array) -> npt.NDArray[
 
 
 class _Bits:
-    """Booleans, a bit each."""
+    """Booleans, one bit each."""
 
     def __init__(self, kind: pa.DataType, blocks: int) -> None:
         self._kind, self._nulls = kind, _Nulls(blocks)
@@ -177,7 +179,9 @@ class Fixed:
         return True
 
     def locate(self, memory: Memory, blocks: Int64Array, rows: Int64Array) -> Located | None:
-        """Where rows of opened blocks lie, if they are numbers (or fixed-size lists of them)."""
+        """Return the addresses of rows of opened blocks, or None unless they are numbers or fixed-size lists of
+        numbers.
+        """
         dtype = number_dtype(self._kind.value_type if self._list else self._kind)
         if dtype is None:
             return None
@@ -213,9 +217,10 @@ class _Variable:
             return False
         ends = np.frombuffer(offsets, self._offset, len(column) + 1)
         items = 0 if data is None else data.size // self._width
-        # Checked once a block, in full, so that no gather can reach outside it and a bad block is bad for every row.
+        # Checked in full once per block: no gather can read outside of it, and a corrupt block is corrupt for every
+        # row.
         if ends[0] < 0 or ends[-1] > items or (ends[1:] < ends[:-1]).any():
-            raise CorruptBlockError(f"block {block} holds offsets that point outside its own data")
+            raise CorruptBlockError(f"block {block} contains offsets that point outside its own data")
         self._nulls.open(block, column)
         self._offsets[block] = offsets.address
         self._values[block] = 0 if data is None else data.address
@@ -226,10 +231,10 @@ class _Variable:
         ends = memory.gather(self._offsets[blocks] + rows * size, 2 * size).view(self._offset).astype(np.int64)
         start, length = self._values[blocks] + ends[:, 0] * self._width, ends[:, 1] - ends[:, 0]
         if int(length.sum()) > np.iinfo(self._offset).max:
-            raise OverflowError(f"{len(rows)} rows of {self._kind} exceed 2 GiB in one batch: use smaller batches")
+            raise OverflowError(f"{len(rows)} rows of {self._kind} exceed 2 GiB in one batch. Use smaller batches.")
         nulls = self._nulls.bitmap(memory, blocks, rows)
-        if not self._list and (found := memory.gather_bytes(start, length, nulls, self._kind)) is not None:
-            return found
+        if not self._list and (array := memory.gather_bytes(start, length, nulls, self._kind)) is not None:
+            return array
         total = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(length, out=total[1:])
         offsets, data = pa.py_buffer(total.astype(self._offset)), memory.join(start, start + length * self._width)

@@ -1,4 +1,4 @@
-"""Blocks that are fetched or decoded: read ahead in the order that is known, mapped from the cache of the machine."""
+"""Blocks that are fetched or decoded: prefetched in the known order and shared through the cache of the machine."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 
 _THREADS_LOCAL, _THREADS_REMOTE = 2, 4
-_AHEAD_SHARE = 0.7  # of the cache, for blocks in use and to come
+_AHEAD_SHARE = 0.7  # of the cache, for blocks in use and prefetched ones
 _LEAST_AHEAD = 2
-_KEPT_SHARE = 0.75  # of the cache; the rest is for what is being decoded
+_KEPT_SHARE = 0.75  # of the cache; the rest is for blocks that are being decoded
 _DECODING_BYTES = 96 << 20
-"""Of blocks that are decoded at once, when done: decoding takes several times as much."""
+"""Decoded size of the blocks that are decoded concurrently. Decoding takes several times as much memory."""
 _LARGE = 16 << 20
 CHECK_SECONDS = 1.0
 _AHEAD_BYTES = 256 << 20
-"""Blocks to come, decoded: as many bytes as are in use (the next window), and at least this many."""
+"""Least decoded bytes to prefetch. As many bytes as are in use (the next window) are prefetched if that is more."""
 
 
 class FetchedBlocks:
-    """Record batches of a source by number, with just the columns asked for. Not thread-safe, but it has threads.
+    """Record batches of a source by number, with only the requested columns. Not thread-safe, but it has threads.
 
-    ``sharers``: how many processes may read the same, so that blocks are kept where all of them find them.
+    ``sharers``: the number of processes that may read the same blocks. If there are several, blocks are cached on disk.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class FetchedBlocks:
         with self._gate:
             table = self._source.fetch(block, self._columns)
         if bytes_of(table) > _LARGE:
-            pa.default_memory_pool().release_unused()  # what decoding took besides
+            pa.default_memory_pool().release_unused()  # temporary memory of decoding
         return table
 
-    def _make_now(self, block: int) -> pa.Table:
+    def _make_late(self, block: int) -> pa.Table:
         self._spent.blocks_there -= 1
         return self._make(block)
 
     def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
-        """Rows from this position of an epoch on will be read next.
+        """Announce that rows from this position of an epoch on are read next.
 
-        Nothing is fetched ahead before the second time: who looks at one batch pays for that batch.
+        Prefetching begins with the second call, so that reading a single batch costs only that batch.
         """
         known = self._plan.known
         self._plan.move(epoch, position, uses)
@@ -92,18 +92,18 @@ class FetchedBlocks:
             self._ahead.wake(lambda: [block for block in plan.coming() if block not in held])
 
     def need(self, blocks: Sequence[int]) -> None:
-        """Several blocks will be asked for at once: fetch them side by side."""
+        """Fetch several blocks concurrently that are requested next."""
         missing = [block for block in blocks if block not in self._open]
         if len(missing) > 1:
             self._ahead.wake(lambda: missing)
 
     def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
-        """The block. Its addresses hold until ``trim`` names it."""
+        """Return the block. Its addresses are valid until ``trim`` returns it."""
         batch = self._open.get(block)
         if batch is None:
             self._spent.blocks += 1
             self._spent.blocks_there += 1
-            batch = self._cache.get(block, lambda: self._make_now(block))
+            batch = self._cache.get(block, lambda: self._make_late(block))
             self._plan.learn(bytes_of(batch), batch.num_rows)
             self._open[block] = batch
             self._open_bytes += bytes_of(batch)
@@ -114,18 +114,18 @@ class FetchedBlocks:
 
     @property
     def memory(self) -> Memory:
-        """The blocks that are held."""
+        """Memory of the open blocks."""
         return self._held.memory
 
     def check(self) -> None:
-        """Once a second, look whether files of mapped blocks were written to. Raises DataChangedError."""
+        """Raise DataChangedError if the file of a mapped block was written to. Checks at most once a second."""
         now = time.monotonic()
         if now >= self._checked + CHECK_SECONDS:
             self._checked = now
             self._cache.check(list(self._open))
 
     def trim(self) -> list[int]:
-        """Let go of blocks that are not needed any more, or of those not used for longest if there are too many."""
+        """Release blocks that are not needed any more, and the least recently used ones if there are too many."""
         dropped = []
         for block in list(self._open):
             if self._plan.over(block) or (self._open_bytes > self._limit and len(self._open) > 1):
@@ -136,9 +136,9 @@ class FetchedBlocks:
 
 
 def _key(source: Source, columns: Sequence[str]) -> str:
-    """All that decides what a decoded block holds: the files here and now, how they are cut, the filter, the columns.
+    """Return a hash of everything that determines a decoded block: files, boundaries of blocks, filter, columns.
 
-    The fingerprint alone would not do: it may be that of a file with other values.
+    The fingerprint alone is not enough: a file with other values may have the same one.
     """
     assert source.access is not None
     chosen = source.access.filter
@@ -154,7 +154,7 @@ def _key(source: Source, columns: Sequence[str]) -> str:
 
 
 class _Plan:
-    """Which blocks are read when, as far as it is known, and how large they are."""
+    """Schedule of block uses, as far as known, and the size of blocks."""
 
     def __init__(self, source: Source, sharers: int) -> None:
         self._sharers = sharers
@@ -172,37 +172,37 @@ class _Plan:
 
     @property
     def block_bytes(self) -> float:
-        """Of a block, decoded, on average."""
+        """Average decoded bytes of a block."""
         return float(self._rows.mean()) * self._row_bytes if len(self._rows) else 0.0
 
     def move(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
         with self._lock:
             if epoch != self._epoch:
-                own, found = uses()
+                own, shared = uses()
                 self._epoch, self._blocks, self._first, self._last = epoch, own.blocks, own.first, own.last
-                order = np.argsort(found.last, kind="stable")
-                self._last_of = dict(zip(found.blocks[order].tolist(), found.last[order].tolist(), strict=True))
-                self._first_of = dict(zip(found.blocks[::-1].tolist(), found.first[::-1].tolist(), strict=True))
+                order = np.argsort(shared.last, kind="stable")
+                self._last_of = dict(zip(shared.blocks[order].tolist(), shared.last[order].tolist(), strict=True))
+                self._first_of = dict(zip(shared.blocks[::-1].tolist(), shared.first[::-1].tolist(), strict=True))
             self._position, self.known = position, True
 
     def learn(self, size: int, rows: int) -> None:
-        """How many bytes some rows have taken."""
+        """Update the estimated bytes per row from the size of some rows."""
         self._row_bytes += (size / max(1, rows) - self._row_bytes) / 4
 
     def over(self, block: int) -> bool:
-        """Whether a block will not be read again in this epoch."""
+        """Return True if a block will not be read again in this epoch."""
         last = self._last_of.get(block)
         return last is not None and last < self._position
 
     def next_use(self, block: int) -> float:
-        """How many positions away the next use is."""
+        """Return the number of positions until the next use."""
         first, last = self._first_of.get(block), self._last_of.get(block)
         if first is None or last is None or last < self._position:
             return float("inf")
         return float(max(0, first - self._position))
 
     def coming(self) -> list[int]:
-        """Blocks in use and to come, in order, as many as have room."""
+        """Return the blocks in use, then the next ones in order, as many as fit."""
         with self._lock:
             start = int(np.searchsorted(self._first, self._position, side="right"))
             blocks, last, position = self._blocks, self._last, self._position
@@ -213,8 +213,8 @@ class _Plan:
         if taken > self._limit and not self._warned:
             self._warned = True
             _log.warning(
-                "%d blocks are in use at once and take about %d MB, more than cache_bytes=%d: they will be decoded "
-                "again and again. Give more cache_bytes, or shuffle(scope='window', window=…) with fewer blocks.",
+                "%d blocks are in use at the same time and take about %d MB, more than cache_bytes=%d: they will be "
+                "decoded repeatedly. Increase cache_bytes, or use shuffle(scope='window', window=…) with fewer blocks.",
                 len(used), taken / 1e6, self._limit,
             )  # fmt: skip
         fits = int(np.searchsorted(np.cumsum(self._rows[ahead]) * self._row_bytes, room, side="right"))
@@ -222,20 +222,20 @@ class _Plan:
 
 
 class _Ahead:
-    """Threads that fetch what comes next. They hold the cache and the plan, never the one who reads."""
+    """Threads that prefetch blocks. They reference the cache and the plan, never the reader."""
 
     def __init__(self, cache: BlockCache | KeptBlocks, make: Callable[[int], pa.Table], threads: int) -> None:
         self._cache, self._count = cache, threads
         self._make = weakref.WeakMethod(make)
         self._moved = threading.Condition()
-        self._asked = 0  # how often somebody asked for more: a thread looks once for all that was asked meanwhile
+        self._requests = 0  # number of ``wake`` calls: a thread handles all calls since its last look together
         self._wanted: Callable[[], Sequence[int]] = list
         self._threads: list[threading.Thread] = []
         self._stop, self._process = False, os.getpid()
         self._failed: set[int] = set()
 
     def wake(self, wanted: Callable[[], Sequence[int]]) -> None:
-        """Fetch these blocks, in this order, and whatever was asked for before them no more."""
+        """Fetch these blocks in this order, and drop earlier requests."""
         if not self._threads:
             self._threads = [
                 threading.Thread(target=self._run, name=f"midepoch-fetch-{i}", daemon=True) for i in range(self._count)
@@ -243,22 +243,22 @@ class _Ahead:
             for thread in self._threads:
                 thread.start()
         with self._moved:
-            self._asked, self._wanted = self._asked + 1, wanted
+            self._requests, self._wanted = self._requests + 1, wanted
             self._moved.notify_all()
 
     def _run(self) -> None:
-        heard = 0
+        handled = 0
         while True:
             with self._moved:
-                while self._asked == heard and not self._stop:
+                while self._requests == handled and not self._stop:
                     self._moved.wait()
-                heard, wanted = self._asked, self._wanted
+                handled, wanted = self._requests, self._wanted
             if self._over():
                 return
             for block in wanted():
                 if self._over():
                     return
-                if self._asked != heard:
+                if self._requests != handled:
                     break
                 if block not in self._failed and not self._fetch(block):
                     return
@@ -267,20 +267,20 @@ class _Ahead:
         return self._stop
 
     def _fetch(self, block: int) -> bool:
-        """Whether to go on: not when there is nobody left to fetch for."""
+        """Fetch one block. Return False if the reader no longer exists."""
         make = self._make()
         if make is None:
             return False
         try:
             self._cache.prefetch(block, lambda: make(block))
-        except Exception as problem:  # whoever needs the block will hear of it
+        except Exception as problem:  # the reader gets the error when it needs the block
             self._failed.add(block)
-            _log.debug("block %d could not be fetched ahead: %s", block, problem)
+            _log.debug("block %d could not be prefetched: %s", block, problem)
         return True
 
     def close(self) -> None:
         if self._process != os.getpid():
-            return  # a fork: the threads are not here, and their lock may be held for ever
+            return  # a fork: the threads do not exist here, and their lock may be held indefinitely
         with self._moved:
             self._stop = True
             self._moved.notify_all()

@@ -1,4 +1,4 @@
-"""Decoded blocks in the memory of one process: where nobody else reads the same, a file would only cost a copy."""
+"""Decoded blocks in the memory of one process, for blocks that no other process reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midepoch.read.turns import Turns
 
 
 class KeptBlocks:
-    """As ``BlockCache``, for the threads of one process."""
+    """Cache with the interface of ``BlockCache``, for the threads of one process."""
 
     def __init__(self, limit: int, next_use: NextUse) -> None:
         self._limit, self._next_use = limit, next_use
@@ -23,13 +23,13 @@ class KeptBlocks:
         self._turns, self._lock = Turns(), threading.Lock()
 
     def get(self, block: int, make: Callable[[], pa.Table]) -> pa.RecordBatch:
-        """The block, made by one thread at a time."""
+        """Return the block, decoded by one thread at a time."""
         with self._turns.held(block, wait=True):
-            found = self._blocks.get(block)
-            return found if found is not None else self._keep(block, one_batch(make()))
+            batch = self._blocks.get(block)
+            return batch if batch is not None else self._keep(block, one_batch(make()))
 
     def prefetch(self, block: int, make: Callable[[], pa.Table]) -> bool:
-        """See to it that the block is there, unless somebody is at it already. Whether it was made."""
+        """Decode the block unless it is cached or being decoded. Return True if it was decoded."""
         with self._turns.held(block, wait=False) as mine:
             if not mine or block in self._blocks:
                 return False
@@ -37,7 +37,7 @@ class KeptBlocks:
             return True
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Do nothing: nobody else can write to memory."""
+        """Do nothing: no other process can write to this memory."""
 
     def _keep(self, block: int, batch: pa.RecordBatch) -> pa.RecordBatch:
         with self._lock:

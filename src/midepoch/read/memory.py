@@ -1,11 +1,11 @@
-"""Vectorised reads at given addresses, through views that are bounded by the buffers themselves.
+"""Vectorised reads at given addresses, through views that are bounded by the buffers.
 
-``Table.take`` over many chunks costs 30 µs a row and a Python loop over blocks 1.6 µs. A view of overlapping rows over
-a buffer lets numpy's own indexing do the gather: 0.7 µs for 4 KB, of which the copy is nearly all. One view covers a
-group of neighbouring buffers, since the system maps files side by side: a batch over a thousand files is one call.
+``Table.take`` over many chunks costs 30 µs per row, a Python loop over blocks 1.6 µs. Here numpy's indexing gathers
+from a view of overlapping rows over a buffer: 0.7 µs for 4 KB, nearly all of it for the copy. One view covers a group
+of neighbouring buffers, since the system maps files next to each other: a batch from a thousand files is one call.
 
-All arithmetic is relative to the first address of a group, so no address is too large. A ``Memory`` holds its buffers,
-so no address goes stale. Callers check every offset inside a block against its buffers when they open the block.
+All arithmetic is relative to the first address of a group, so that no address is too large. A ``Memory`` holds its
+buffers, so that no address becomes stale. Callers check every offset inside a block when they open the block.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Int64Array = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _REACH = 1 << 30
-"""Buffers with at most this many bytes between them share a view. The bytes between are never read."""
+"""Largest gap in bytes between buffers that share a view. The gap is never read."""
 _WIDE = 1 << 15
-"""Rows of this many bytes are copied one by one: 0.3 µs of Python each, where the copy takes 5 µs or more.
+"""Bytes of a row from which rows are copied one by one: 0.3 µs of Python each, where the copy takes 5 µs or more.
 
 Views of narrower rows cannot exceed numpy's 2⁶³ elements: a group would have to span 2⁴⁸ bytes.
 """
-_INLINE = 12  # bytes: a view of a string holds what is not longer in itself
+_INLINE = 12  # bytes: a string view stores shorter values inline
 _WINDOW_BITS = 30
 
 
@@ -42,20 +42,20 @@ def grouped(starts: Int64Array, stops: Int64Array, reach: int = _REACH) -> tuple
 
 
 class Memory:
-    """Buffers and the bytes in them, by address. Immutable; holds the buffers."""
+    """Buffers, read by address. Immutable; keeps the buffers alive."""
 
     def __init__(self, buffers: Sequence[pa.Buffer] = (), *, beside: Memory | None = None) -> None:
         added = sorted((b for b in buffers if b.size), key=lambda b: (b.address, -b.size))
         starts = np.array([b.address for b in added], dtype=np.int64)
         stops = starts + np.array([b.size for b in added], dtype=np.int64)
-        if beside is not None:  # a thousand files opened one after the other are not sorted a thousand times
+        if beside is not None:  # insert into the sorted arrays: a thousand files are not sorted a thousand times
             places = beside._starts.searchsorted(starts)
             starts, stops = np.insert(beside._starts, places, starts), np.insert(beside._stops, places, stops)
             ordered = list(beside.buffers)
             for place, buffer in zip(reversed(places.tolist()), reversed(added), strict=True):
                 ordered.insert(place, buffer)
             added = ordered
-        # Buffers inside another one (columns of a mapped file) add nothing.
+        # Buffers inside another one (columns of a mapped file) are dropped.
         outer = np.ones(len(added), dtype=bool)
         outer[1:] = stops[1:] > np.maximum.accumulate(stops)[:-1]
         outer[:-1] &= (starts[:-1] != starts[1:]) | (stops[:-1] >= stops[1:])
@@ -71,12 +71,12 @@ class Memory:
 
     @staticmethod
     def union(parts: Sequence[Memory]) -> Memory:
-        """The memory of several."""
+        """Return the memory over the buffers of several."""
         distinct = list(dict.fromkeys(parts))
         return distinct[0] if len(distinct) == 1 else Memory([b for part in distinct for b in part.buffers])
 
     def gather(self, addresses: Int64Array, width: int) -> Bytes:
-        """``width`` bytes from each address, as a new array of shape (len(addresses), width)."""
+        """Return ``width`` bytes from each address as a new array of shape (len(addresses), width)."""
         if self._only is not None:
             return self._only.gather(addresses, width)
         out = np.empty((len(addresses), width), dtype=np.uint8)
@@ -88,7 +88,7 @@ class Memory:
         return out
 
     def join(self, starts: Int64Array, stops: Int64Array) -> bytearray:
-        """The bytes of the ranges [start, stop), one after the other, copied once."""
+        """Return the concatenated bytes of the ranges [start, stop), copied once."""
         if self._only is not None:
             return bytearray().join(self._only.slices(starts, stops))
         some = np.flatnonzero(stops > starts)
@@ -105,14 +105,14 @@ class Memory:
     def gather_bytes(
         self, starts: Int64Array, lengths: Int64Array, nulls: pa.Buffer | None, kind: pa.DataType
     ) -> pa.Array | None:
-        """An array of strings or bytes from ranges of memory, copied once and without a Python object for each.
+        """Return an array of strings or bytes from ranges of memory, copied once and without a Python object for each.
 
-        The ranges become views into the buffers, which pyarrow then copies together. None if a range is too long for a
-        view or lies in two buffers.
+        The ranges become views into the buffers, which pyarrow then copies together. Return None if a range is too long
+        for a view or spans two buffers.
         """
         if not len(starts) or int(lengths.max()) >= 1 << _WINDOW_BITS:
             return None
-        # Of each view: length, first bytes (which copying does not need), buffer, offset.
+        # Fields of a view: length, first bytes (not needed for copying), buffer, offset.
         views = np.zeros((len(starts), 4), dtype=np.int32)
         views[:, 0] = lengths
         windows: list[pa.Buffer] = []
@@ -140,7 +140,7 @@ class Memory:
     def _locate(
         self, starts: Int64Array, lengths: Int64Array
     ) -> tuple[Int64Array | int, Int64Array, list[pa.Buffer]] | None:
-        """Which window each range lies in, where in it, and the windows: pieces of buffers that 31 bits can address."""
+        """Return the window and offset of each range, and the windows: pieces of buffers that 31 bits can address."""
         if len(self.buffers) == 1 and self._small:
             return 0, starts - self._starts[0], [self.buffers[0]]
         owner = self._starts.searchsorted(starts, side="right") - 1
@@ -152,13 +152,13 @@ class Memory:
         else:
             window, most = self._windows[owner] + (offsets >> _WINDOW_BITS), int(self._windows[-1])
             offsets &= (1 << _WINDOW_BITS) - 1
-        if most <= len(starts):  # naming them all costs less than finding out which are used
+        if most <= len(starts):  # passing all windows is cheaper than finding the used ones
             return window, offsets, list(self.buffers) if self._small else [self._window(i) for i in range(most)]
         numbers, which = np.unique(window, return_inverse=True)
         return which, offsets, [self._window(number) for number in numbers.tolist()]
 
     def _window(self, number: int) -> pa.Buffer:
-        """Up to 2 GiB of a buffer from a multiple of 1 GiB, so that a range shorter than 1 GiB lies inside of one."""
+        """Return up to 2 GiB of a buffer from a multiple of 1 GiB: any range below 1 GiB is inside one window."""
         if self._small:
             return self.buffers[number]
         owner = int(self._windows.searchsorted(number, side="right")) - 1
@@ -168,7 +168,7 @@ class Memory:
 
 
 class _Group:
-    """The range from the first to the last byte of neighbouring buffers."""
+    """Range from the first to the last byte of neighbouring buffers."""
 
     def __init__(self, start: int, stop: int, buffers: tuple[pa.Buffer, ...]) -> None:
         self.start, self._size, self._buffers = start, stop - start, buffers
@@ -176,10 +176,10 @@ class _Group:
         self._flat = self.view(1)[:, 0]
 
     def view(self, width: int) -> Bytes:
-        """Rows of ``width`` bytes that begin at every byte; nothing is touched until it is indexed."""
-        found = np.asarray(_Extent(self.start, self._size - width + 1, width, self._buffers))
-        self._views[width] = found
-        return found
+        """Return a view of rows of ``width`` bytes that begin at every byte. No memory is read until it is indexed."""
+        view = np.asarray(_Extent(self.start, self._size - width + 1, width, self._buffers))
+        self._views[width] = view
+        return view
 
     def gather(self, addresses: Int64Array, width: int) -> Bytes:
         places = addresses - self.start
@@ -199,7 +199,7 @@ class _Group:
 
 
 class _Extent:
-    """Overlapping rows of bytes, through numpy's array interface. Arrays made of it hold the buffers."""
+    """Overlapping rows of bytes, through numpy's array interface. Arrays made from it keep the buffers alive."""
 
     def __init__(self, start: int, rows: int, width: int, buffers: tuple[pa.Buffer, ...]) -> None:
         self._buffers = buffers
@@ -213,7 +213,7 @@ class _Extent:
 
 
 class HeldBuffers:
-    """The buffers of what is open, by a key, and the memory over all of them."""
+    """Buffers by key, and the memory over all of them."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Sequence[pa.Buffer]] = {}

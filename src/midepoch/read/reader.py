@@ -23,14 +23,14 @@ _log = logging.getLogger("midepoch")
 
 _UNKNOWN, _BY_ADDRESS, _BY_TAKE, _BAD = 0, 1, 2, 3
 MIN_RUN = 32
-"""Rows that lie side by side in runs of this length on average are sliced: cheaper than gathering one by one."""
+"""Average length of runs of consecutive rows from which slicing is cheaper than gathering row by row."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as read. ``owned``: the memory is this batch's alone, so it may be handed out for writing.
+    """Rows as read. ``owned``: only this batch uses the memory, so that it may be delivered as writable.
 
-    ``kept`` says which of the rows asked for are here, None for all: blocks that cannot be read were passed over.
+    ``kept`` is the mask of the requested rows that are present, None for all. Rows of unreadable blocks are missing.
     """
 
     batch: pa.RecordBatch
@@ -39,7 +39,7 @@ class Rows:
 
 
 class Reader:
-    """Reads chosen columns of a source. Not thread-safe; cheap to make; nothing to close."""
+    """Reader of chosen columns of a source. Not thread-safe, cheap to create, nothing to close."""
 
     def __init__(
         self,
@@ -58,21 +58,21 @@ class Reader:
         self._source, self._skip_corrupt = source, skip_corrupt
         self._blocks: Blocks | FetchedBlocks = Blocks(source)
         self._fetched = FetchedBlocks(source, names, sharers, threads, spent) if source.access is not None else None
-        if self._fetched is not None:  # such blocks hold just the columns asked for
+        if self._fetched is not None:  # such blocks hold only the requested columns
             self._blocks, self._numbers = self._fetched, list(range(len(names)))
         self._starts = source.layout.block_starts
         count = len(self._starts) - 1
         sizes = np.diff(self._starts)
         self._block_rows = int(sizes[0]) if count and (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0] else 0
-        """Rows of every block but the last, if they are equal: a division is 10 times faster than a search."""
+        """Rows of every block except the last, if equal, else 0: a division is 10 times faster than a search."""
         self._status = np.zeros(count, dtype=np.uint8)
         self._last: tuple[int, pa.RecordBatch] | None = None
         storage = [_storage(field.type) for field in self.schema]
         self._gatherers: list[Gatherer | None] = [gatherer(kind, count) for kind in storage]
 
     def read(self, rows: Int64Array) -> Rows:
-        """The rows, in the order asked for. Raises CorruptBlockError unless told to pass corrupt blocks over."""
-        self._let_go()
+        """Return the rows in the requested order. Raise CorruptBlockError unless ``skip_corrupt`` is set."""
+        self._release()
         blocks = self._blocks_of(rows)
         kept = self._open(blocks)
         if kept is not None:
@@ -97,12 +97,12 @@ class Reader:
         return Rows(pa.RecordBatch.from_arrays(arrays, schema=self.schema), True, kept)
 
     def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
-        """Rows from this position on will be read next: where blocks have to be fetched, that can begin."""
+        """Announce that rows from this position on are read next, so that their blocks can be prefetched."""
         if self._fetched is not None:
             self._fetched.expect(epoch, position, uses)
 
-    def _let_go(self) -> None:
-        """Forget the addresses of blocks that are no longer held."""
+    def _release(self) -> None:
+        """Forget the addresses of blocks that are no longer open."""
         self._blocks.check()
         dropped = self._blocks.trim()
         if len(dropped):
@@ -112,7 +112,7 @@ class Reader:
                 self._last = None
 
     def check(self) -> None:
-        """Look, once a second, whether files were changed under their mappings. Raises DataChangedError."""
+        """Raise DataChangedError if a mapped file was changed. Checks at most once a second."""
         self._blocks.check()
 
     def _blocks_of(self, rows: Int64Array) -> Int64Array:
@@ -121,8 +121,8 @@ class Reader:
         return self._starts.searchsorted(rows, side="right") - 1
 
     def read_run(self, row: int, count: int) -> Rows:
-        """Rows that lie side by side in one block: a view of it. As ``read``, for the cost of a look-up."""
-        self._let_go()
+        """Return consecutive rows of one block as a view. Like ``read``, at the cost of a look-up."""
+        self._release()
         block = int(self._starts.searchsorted(row, side="right")) - 1
         if not self._status[block]:
             self._status[block] = self._open_one(block)
@@ -131,27 +131,28 @@ class Reader:
         return Rows(self._batch(block).slice(row - int(self._starts[block]), count), False)
 
     def locate(self, rows: Int64Array) -> dict[str, Located] | None:
-        """Where rows lie, for columns that are all plain numbers in blocks that can be gathered from; else None.
+        """Return the addresses of rows by column, or None unless all columns are numbers in blocks that can be
+        gathered.
 
-        Batches cut from this cost one copy each and nothing else. The caller sees to it that no column has nulls.
+        Each batch made from the addresses costs one copy. The caller ensures that no column has nulls.
         """
         if self._fetched is not None or not all(isinstance(gather, Fixed) for gather in self._gatherers):
             return None
-        self._let_go()
+        self._release()
         blocks = self._blocks_of(rows)
         if self._open(blocks) is not None or not (self._status[blocks] == _BY_ADDRESS).all():
             return None
         inner = rows - self._starts[blocks]
         fixed = [gather for gather in self._gatherers if isinstance(gather, Fixed)]
         memory = self._blocks.memory
-        found = {
+        columns = {
             name: gather.locate(memory, blocks, inner) for name, gather in zip(self.schema.names, fixed, strict=True)
         }
-        located = {name: each for name, each in found.items() if each is not None}
-        return located if len(located) == len(found) else None
+        located = {name: each for name, each in columns.items() if each is not None}
+        return located if len(located) == len(columns) else None
 
     def _open(self, blocks: Int64Array) -> npt.NDArray[np.bool_] | None:
-        """Note where the buffers of blocks not seen before lie; which rows can be read, None for all."""
+        """Record the buffer addresses of new blocks. Return the mask of readable rows, None for all."""
         status = self._status[blocks]
         if not status.all():
             unknown = np.unique(blocks[status == _UNKNOWN]).tolist()
@@ -182,7 +183,7 @@ class Reader:
         return _BY_ADDRESS if all(able) else _BY_TAKE
 
     def _named(self, block: int, problem: CorruptBlockError) -> CorruptBlockError:
-        """The error with the name of the file, which those who check buffers do not know."""
+        """Return the error with the name of the file, which the buffer checks do not know."""
         row = int(self._starts[block])
         file = self._source.file_of(row)
         if self._source.name(file) in str(problem):
@@ -207,7 +208,7 @@ class Reader:
         return Rows(parts[0], False, kept) if len(parts) == 1 else Rows(pa.concat_batches(parts), True, kept)
 
     def _take(self, numbers: Sequence[int], blocks: Int64Array, inner: Int64Array) -> list[pa.Array]:
-        """Some columns by pyarrow: one take a block, joined, then put into the order asked for."""
+        """Return some columns by pyarrow: one take per block, concatenated, then sorted into the requested order."""
         order = np.lexsort((inner, blocks))
         cuts = np.flatnonzero(np.diff(blocks[order])) + 1
         parts: list[list[pa.Array]] = [[] for _ in numbers]
@@ -222,7 +223,7 @@ class Reader:
 
 
 def _validate(block: int, column: pa.Array) -> None:
-    """pyarrow trusts the offsets inside nested columns, and crashes the process where they lie: check them in full."""
+    """Check the offsets inside nested columns in full. pyarrow trusts them, and wrong ones crash the process."""
     try:
         column.validate(full=True)
     except pa.ArrowException as problem:
@@ -232,12 +233,14 @@ def _validate(block: int, column: pa.Array) -> None:
 def _taken(column: pa.Array, places: pa.Array) -> pa.Array:
     try:
         return column.take(places)
-    except pa.ArrowNotImplementedError:  # views and unions: pyarrow cannot take them, but join slices of them
+    except (
+        pa.ArrowNotImplementedError
+    ):  # views and unions: pyarrow cannot take them, but can concatenate slices of them
         return pa.concat_arrays([column.slice(0, 0), *(column.slice(place, 1) for place in places.to_pylist())])
 
 
 def _int64(values: Int64Array) -> pa.Array:
-    """As ``pa.array``, which would import pandas."""
+    """Return an Arrow array. ``pa.array`` would import pandas."""
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
 
 

@@ -1,4 +1,4 @@
-"""The bound of a cache folder: over the blocks of all data, runs and machines that use it."""
+"""Size limit of a cache folder, over the blocks of all data, runs and machines that use it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ NextUse = Callable[[int], float]
 
 
 def mark_used(path: Path) -> None:
-    """Note that a block was used now. Its time of modification stays that of its contents."""
+    """Record that a block was used now, in its access time. Its modification time is kept."""
     with suppress(OSError):
         stat = os.stat(path)
         os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
 
 
 def make_room(root: Path, limit: int, own: Path, next_use: NextUse) -> None:
-    """Remove blocks until those below ``root`` take no more than ``limit`` bytes, the one that is needed last first.
+    """Remove blocks until those below ``root`` take at most ``limit`` bytes, beginning with the one needed last.
 
-    Of those in the folder ``own`` it is known how far away their next use is; of all others, when they were used last.
+    For blocks in the folder ``own`` the next use is known; for others, the time of the last use.
     """
-    found = []
+    candidates = []
     for path in root.rglob(f"*{BLOCK}"):
         with suppress(OSError, ValueError):
             stat = path.stat()
             age = time.time() - max(stat.st_atime, stat.st_mtime)
             distance = next_use(int(path.stem)) if path.parent == own else _distance_of_others(age)
-            found.append(((distance, age), path, stat.st_size))
-    total = sum(size for _, _, size in found)
-    for _, path, size in sorted(found, key=lambda each: each[0], reverse=True):
+            candidates.append(((distance, age), path, stat.st_size))
+    total = sum(size for _, _, size in candidates)
+    for _, path, size in sorted(candidates, key=lambda each: each[0], reverse=True):
         if total <= limit:
             break
         with suppress(OSError):
@@ -47,7 +47,7 @@ def make_room(root: Path, limit: int, own: Path, next_use: NextUse) -> None:
 
 
 def bytes_kept(root: Path) -> int:
-    """The bytes of all blocks below a folder."""
+    """Return the total bytes of all blocks below a folder."""
     total = 0
     for path in root.rglob(f"*{BLOCK}"):
         with suppress(OSError):
@@ -56,7 +56,7 @@ def bytes_kept(root: Path) -> int:
 
 
 def tidy(root: Path, own: Path) -> None:
-    """Remove what ended processes left, and folders without blocks that nobody has used for a day."""
+    """Remove temporary files of dead processes, and folders without blocks that were unused for a day."""
     for folder in root.iterdir():
         with suppress(OSError):
             lock = folder / LOCK

@@ -1,4 +1,4 @@
-"""How much memory Arrow data takes."""
+"""Memory size of Arrow data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 
 
 def bytes_of(data: pa.RecordBatch | pa.Table) -> int:
-    """Bytes of its values, or of the buffers that hold them: pyarrow 20 cannot count those of string views."""
+    """Return the bytes of the values, or of their buffers: pyarrow 20 cannot count the values of string views."""
     try:
         return int(data.nbytes)
     except pa.ArrowTypeError:

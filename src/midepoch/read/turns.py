@@ -1,4 +1,4 @@
-"""One thread of a process at a time for each block."""
+"""Locks by block number between the threads of a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Who is at which block."""
+    """Set of blocks that are locked by a thread."""
 
     def __init__(self) -> None:
         self._busy: set[int] = set()
@@ -16,7 +16,7 @@ class Turns:
 
     @contextmanager
     def held(self, block: int, *, wait: bool) -> Iterator[bool]:
-        """Yields whether the block is this thread's: always, if it waits for its turn."""
+        """Lock a block. Yield True if this thread holds it, which is always so with ``wait``."""
         with self._done:
             while wait and block in self._busy:
                 self._done.wait()

@@ -1,7 +1,7 @@
-"""Where rows come from: files as they lie, the index of their blocks, and fingerprints of their contents.
+"""Sources of rows: files in place, the index of their blocks, and fingerprints of their contents.
 
-A ``Source`` is an ordered, fingerprinted set of blocks in files. Finding it costs one scan of the files' block headers,
-kept in an index; a later open reads the index and nothing else. No file of the user's is ever written to.
+A ``Source`` is an ordered, fingerprinted set of blocks in files. The first open scans the block headers of the files
+and saves them in an index. Later opens read only the index. The user's files are never written to.
 """
 
 from midepoch.sources.source import Access, CacheSpec, Source

@@ -1,6 +1,6 @@
-"""Which store an address means, and the path in it.
+"""Resolution of an address to a store and a path in it.
 
-Credentials in an address become options of the store: paths, and with them indexes and names of caches, hold none.
+Credentials in an address become options of the store. Paths, indexes and cache names contain none.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
 def resolve(
     path: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any = None, retry: Retry | None = None
 ) -> tuple[Store, str]:
-    """The store that a path or URL means, and the path in it, without credentials."""
+    """Return the store of a path or URL, and the path in it, without credentials."""
     retry, address = retry or Retry(), Address(path)
     if filesystem is not None:
         return _given(filesystem, address, retry)
     if "://" not in path:
         if is_mistyped(path) and not os.path.exists(path):
             raise ValueError(
-                f"{address} is an address without '://', and no local path. Write it as scheme://host/path"
+                f"{address} is an address without '://' and not a local path. Write it as scheme://host/path"
             )
         if storage_options:
-            raise ValueError(f"storage_options were given, but {address} is a local path: it needs a scheme like s3://")
+            raise ValueError(f"storage_options were given, but {address} is a local path. Add a scheme like s3://")
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(os.path.expanduser(path))
     scheme = path.split("://", 1)[0].lower()
     if scheme == "file":
@@ -49,7 +49,7 @@ def resolve(
         return _by_fsspec(scheme, address, options, secrets, retry)
     except MidepochError:
         raise
-    except Exception as problem:  # raised below, since what is chained is shown as it is
+    except Exception as problem:  # raised below, since chained errors are shown with their credentials
         failure = _failure(problem, scheme, address, secrets)
     raise failure
 
@@ -58,7 +58,7 @@ def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets
     text = secrets.clean(str(problem))
     if scheme in _NATIVE:
         return ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
-    if isinstance(problem, FileNotFoundError):  # the archive that the files are in
+    if isinstance(problem, FileNotFoundError):  # the archive that contains the files
         return DataNotFoundError(f"{address} cannot be opened, because {text} does not exist. Check the address.")
     if isinstance(problem, (ImportError, ValueError)):
         return MidepochError(
@@ -99,11 +99,13 @@ def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: 
 
 
 def native_options(link: Link) -> tuple[str, dict[str, str]]:
-    """The path that an address of an object store means, and the options in it: ``s3://KEY:SECRET@bucket?region=…``."""
+    """Return the path and the options of an object store address: ``s3://KEY:SECRET@bucket?region=…``."""
     if "/" in link.userinfo:
-        raise ValueError("the address holds a secret with a '/': write it as %2F, or use storage_options")
+        raise ValueError("the address contains a secret with a '/'. Write it as %2F, or use storage_options")
     if link.holds_credentials:
-        raise ValueError("the query of the address holds a credential, and names of no options: use storage_options")
+        raise ValueError(
+            "the query of the address contains a credential and names that are not options. Use storage_options"
+        )
     name, password = link.user
     user = {"access_key": name, "secret_key": password} if link.userinfo else {}
     return link.path, {**dict(link.parameters), **user}
@@ -111,8 +113,8 @@ def native_options(link: Link) -> tuple[str, dict[str, str]]:
 
 @lru_cache(maxsize=16)
 def _s3(options: tuple[tuple[str, Any], ...]) -> fs.S3FileSystem:
-    """One file system for equal options: it keeps connections."""
-    # The waiting is done in Store.persist, where it has a budget; the SDK only tries again at once.
+    """Return one file system for equal options, so that connections are reused."""
+    # Store.persist waits and retries within a budget; the SDK makes a single attempt.
     return fs.S3FileSystem(**{"retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=1), **dict(options)})
 
 
@@ -132,13 +134,13 @@ _S3_NAMES = {
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise ValueError for one with a user or a password, which stores sign no requests with, and look up as a host."""
+    """Raise ValueError for an endpoint with a user or a password: stores do not use them to sign requests."""
     if "@" in endpoint:
-        raise ValueError("the endpoint holds a user or a password. Use access_key and secret_key instead")
+        raise ValueError("the endpoint contains a user or a password. Use access_key and secret_key instead")
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under pyarrow's names; fsspec's and boto's are understood as well."""
+    """Return the options under pyarrow's names. Those of fsspec and boto are accepted, too."""
     given = {**options, **options.get("client_kwargs", {})}
     given.pop("client_kwargs", None)
     found = {_S3_NAMES.get(name.lower(), name): value for name, value in given.items() if value is not None}
@@ -174,21 +176,19 @@ def _by_fsspec(
     redact_logs()
     filesystem, inner = fsspec.core.url_to_fs("::".join(parts), **options)
     if Address(inner).identity != inner:
-        raise ValueError(
-            f"{address} comes with a credential that fsspec leaves in the path. Use storage_options for it"
-        )
-    whole = "://" in inner  # the path is the address itself, as of a web server
-    return Store(fs.PyFileSystem(Handler(filesystem)), "" if whole else f"{scheme}://", secrets, retry), inner
+        raise ValueError(f"{address} contains a credential that fsspec leaves in the path. Use storage_options for it")
+    is_address = "://" in inner  # as for a web server
+    return Store(fs.PyFileSystem(Handler(filesystem)), "" if is_address else f"{scheme}://", secrets, retry), inner
 
 
 def _add_options(options: dict[str, Any], scheme: str, own: Mapping[str, Any], first: bool) -> None:
-    """Add options of an address to those that were given for its scheme, or for all that comes first in a chain."""
+    """Add the options of an address to those given for its scheme, or for the first address of a chain."""
     plain = {name: options.pop(name) for name in own if first and name in options}
     options[scheme] = _merged(own, _merged(plain, options.get(scheme, {})))
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options, and those given beside them, which count where both have one."""
+    """Merge options recursively. The given ones take precedence."""
     merged = {**own, **given}
     for name in own.keys() & given.keys():
         if isinstance(own[name], Mapping) and isinstance(given[name], Mapping):
@@ -197,16 +197,18 @@ def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fsspec_options(link: Link) -> dict[str, Any] | None:
-    """The credentials of an address, as fsspec wants them; None where it reads them from the address itself."""
+    """Return the credentials of an address as options of fsspec. None if fsspec reads them from the address itself."""
     if link.scheme in ("s3", "s3a"):
         if link.query or link.holds_credentials:
-            raise ValueError(f"{link.public} is in a chain, where options are not read. Use storage_options for them")
+            raise ValueError(
+                f"{link.public} is part of a chain, in which options are not read. Use storage_options for them"
+            )
         return dict(zip(("key", "secret"), link.user, strict=True)) if link.userinfo else {}
     if link.scheme not in ("http", "https"):
         return None
     if len(link.credentials) < len(link.parameters):
         raise ValueError(
-            f"{link._replace(query='').public} comes with a query that is no signature, and queries are not written to "
+            f"{link._replace(query='').public} has a query that is not a signature, and queries are not saved in "
             "an index. Use the plain address, and storage_options (of fsspec's http file system) for the query"
         )
     own: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Reading single record batches of Arrow IPC files, with the dictionaries they need, and what those stand for."""
+"""Reading of single record batches of Arrow IPC files, with the dictionaries that they need."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from midepoch.sources.arrow_messages import DAMAGE, MAGIC, Bytes, Read, read_foo
 class BatchReader:
     """Record batches of one file, by offset, in any order.
 
-    pyarrow reads a batch with dictionaries only as part of a stream. So it is given a stream of its own: the schema,
-    then for each batch those dictionaries that differ from the last batch's, and the batch. A file in which every batch
-    has dictionaries of its own is read in linear time this way. Not thread-safe.
+    pyarrow reads a batch with dictionaries only as part of a stream. Therefore it gets a synthetic stream: the schema,
+    then for each batch the dictionaries that differ from those of the last batch, and the batch. Even a file with new
+    dictionaries for every batch is read in linear time. Not thread-safe.
     """
 
     def __init__(self, read: Read, size: int) -> None:
@@ -27,7 +27,7 @@ class BatchReader:
         self._loaded: list[tuple[int, ...]] = []
 
     def read(self, offset: int, end: int | None, dictionaries: Chains) -> pa.RecordBatch:
-        """The record batch at an offset; ``end``: where it ends at the latest. Raises ``pa.ArrowException``."""
+        """Return the record batch at an offset. ``end``: upper bound of its end. Raise ``pa.ArrowException``."""
         needed = [_version_at(versions, offset) for versions in dictionaries]
         try:
             if self._stream is None:
@@ -35,16 +35,17 @@ class BatchReader:
                 self._stream = pa.ipc.open_stream(pa.PythonFile(self._feed, mode="r"))
                 self._loaded = [()] * len(needed)
             changed = [new for new, old in zip(needed, self._loaded, strict=True) if new != old]
-            # Before the first batch pyarrow wants one message of each dictionary, then those that add to them.
-            for at in (*(version[0] for version in changed), *(at for version in changed for at in version[1:])):
+            # Before the first batch pyarrow expects one message of each dictionary, then the deltas.
+            bases, deltas = [version[0] for version in changed], [at for version in changed for at in version[1:]]
+            for at in (*bases, *deltas):
                 self._feed.give(whole_message(self._read, at, self._size))
             self._feed.give(whole_message(self._read, offset, self._size, end))
             batch = self._stream.read_next_batch()
-            batch.validate(full=True)  # whatever takes from it or casts it trusts its offsets
+            batch.validate(full=True)  # later casts and takes trust its offsets
         except BaseException as problem:
             self._stream = None  # its dictionaries may be half loaded
             if isinstance(problem, (EOFError, StopIteration, *DAMAGE)):
-                raise pa.ArrowInvalid(f"there is no whole record batch at byte {offset}: {problem}") from None
+                raise pa.ArrowInvalid(f"there is no complete record batch at byte {offset}: {problem}") from None
             raise
         finally:
             self._feed.clear()
@@ -58,7 +59,7 @@ class BatchReader:
 
 
 def _version_at(versions: tuple[tuple[int, ...], ...], offset: int) -> tuple[int, ...]:
-    """The messages of a dictionary for the batch at an offset: all of its version, as those that follow the batch only
+    """Return the messages of a dictionary for the batch at an offset: all of its version. Those after the batch only
     add values that it does not use.
     """
     number = bisect_right(versions, offset, key=lambda version: version[0]) - 1
@@ -66,7 +67,7 @@ def _version_at(versions: tuple[tuple[int, ...], ...], offset: int) -> tuple[int
 
 
 class _Feed:
-    """A Python file of what it is given."""
+    """Python file that returns the bytes it is given."""
 
     closed = False
 
@@ -80,7 +81,7 @@ class _Feed:
         self._parts.clear()
 
     def read(self, size: int = -1) -> Any:
-        """The next bytes; of one message, as pyarrow asks for a part of one at a time."""
+        """Return the next bytes of one message. pyarrow never reads across messages."""
         if not self._parts:
             return b""
         part = self._parts.popleft()
@@ -90,7 +91,7 @@ class _Feed:
         return part
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def readable(self) -> bool:
         return True

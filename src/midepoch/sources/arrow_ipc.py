@@ -1,8 +1,8 @@
-"""Finding the record batches of an Arrow IPC file (stream or file format) without reading their bodies.
+"""Search for the record batches of an Arrow IPC file (stream or file format) without reading their bodies.
 
-pyarrow reads such files but does not say where in them a batch lies or how many rows it has before it is read. Both
-stand in the header of each message, so finding them costs one small read a record batch. A file has a footer that lists
-its messages. A stream has none: its messages follow each other up to the end-of-stream marker, or the end of the file.
+pyarrow reads such files but does not report the offset or the rows of a batch before it reads it. The header of each
+message contains both, so that the search costs one small read per record batch. A file has a footer that lists its
+messages. A stream has none: its messages follow each other up to the end-of-stream marker, or the end of the file.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SAMPLE = 256
 _ZEROS_READ = 1 << 20
 
 Chains = tuple[tuple[tuple[int, ...], ...], ...]
-"""Dictionaries of a file: for each one its versions, in order, and of each the offsets of the messages that make it."""
+"""Dictionaries of a file: for each, its versions in order; for each version, the offsets of its messages."""
 
 
 @dataclass
 class FileScan:
-    """What a walk over one file found."""
+    """Result of a walk over one file."""
 
     schema: pa.Schema
     offsets: list[int] = field(default_factory=list)  # of record batches
@@ -57,12 +57,12 @@ class FileScan:
     dictionaries: Chains = ()
     nullable: set[tuple[str, ...]] = field(default_factory=set)  # paths of columns and children with a null
     fingerprint: str = ""
-    complete: bool = True  # False when record batches of a damaged file were left out
-    compressed: bool = False  # whether some record batches have to be decompressed
+    complete: bool = True  # False if record batches of a damaged file were left out
+    compressed: bool = False  # True if some record batches have to be decompressed
 
 
 class _Scanning:
-    """A FileScan in the making."""
+    """Builder of a FileScan."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.scan = FileScan(schema)
@@ -75,12 +75,12 @@ class _Scanning:
     def check(self, message: Message) -> None:
         """Raise ``struct.error`` for a header that contradicts itself or the schema."""
         if message.kind == SCHEMA:
-            raise struct.error("a second schema, as if files had been joined")
+            raise struct.error("a second schema, as if files had been concatenated")
         if message.kind == RECORD_BATCH:
             check_rows(message, self._columns, len(self._paths))
 
     def add(self, at: int, message: Message) -> None:
-        """Note a message. Those of a dictionary come in the order in which they apply."""
+        """Add a message. The messages of a dictionary are added in the order in which they apply."""
         if message.kind == DICTIONARY:
             versions = self._versions.setdefault(message.dictionary, [])
             if message.delta and versions:
@@ -93,13 +93,15 @@ class _Scanning:
             self.scan.compressed |= message.compressed
             nulls = [count for _, count in message.nodes]
             for i, (path, count) in enumerate(zip(self._paths, nulls, strict=False)):
-                # A null list of a fixed size has null items in the file, which are no values of any row.
+                # A null fixed-size list has null items in the file, which are not values of any row.
                 if count and not (self._sizes[i] and count == nulls[i - 1] * self._sizes[i]):
                     self.scan.nullable.add(path)
             self._messages.append(message)
 
     def finish(self, read: Read, digest: hashlib.blake2b, length: int) -> FileScan:
-        """The scan, with the fingerprint of the headers in ``digest``, the length of all messages, and some values."""
+        """Return the scan. Its fingerprint covers the headers in ``digest``, the length of all messages and some
+        values.
+        """
         digest.update(f"{length}".encode())
         _sample(read, self._messages, digest)
         self.scan.fingerprint = digest.hexdigest()
@@ -108,13 +110,12 @@ class _Scanning:
 
 
 def _node_paths(schema: pa.Schema) -> list[tuple[str, ...]]:
-    """The path of each field node of a record batch: the column's name, then those of its children, depth first."""
-
+    """Return the path of each field node of a record batch: the column's name, then its children, depth first."""
     return [path for column in schema for path in node_paths(column.name, column.type)]
 
 
 def node_paths(name: str, kind: pa.DataType, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The path of a column and of everything inside it."""
+    """Return the paths of a column and of all fields inside it."""
     if isinstance(kind, pa.BaseExtensionType):
         return node_paths(name, kind.storage_type, above)
     here = (*above, name)
@@ -125,7 +126,7 @@ def node_paths(name: str, kind: pa.DataType, above: tuple[str, ...] = ()) -> lis
 
 
 def _item_counts(kind: pa.DataType, items: int = 0) -> list[int]:
-    """For each field node of a column, the number of items that a list of a fixed size around it has; 0 for others."""
+    """Return for each field node of a column the size of the fixed-size list around it, else 0."""
     if isinstance(kind, pa.BaseExtensionType):
         return _item_counts(kind.storage_type, items)
     if pa.types.is_dictionary(kind):
@@ -135,7 +136,7 @@ def _item_counts(kind: pa.DataType, items: int = 0) -> list[int]:
 
 
 def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
-    """``walk`` over a local file."""
+    """Call ``walk`` for a local file."""
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
         return walk(str(path), lambda size, at: os.pread(fd, size, at), os.fstat(fd).st_size, skip_damage=skip_damage)
@@ -144,8 +145,9 @@ def scan(path: Path, *, skip_damage: bool = False) -> FileScan:
 def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> FileScan:
     """Find the record batches of one Arrow IPC file.
 
-    Raises FormatError for a file that is not Arrow, or damaged. With ``skip_damage`` what can be read is kept instead:
-    of a file all whole batches that its footer lists; of a stream, or without a footer, those before the damage.
+    Raise FormatError for a file that is not Arrow, or damaged. With ``skip_damage``, keep the readable batches instead:
+    in the file format all complete batches that the footer lists, in a stream or without a footer those before the
+    damage.
     """
     start = _first_message(path, bytes(read(16, 0)), size)
     if start:
@@ -161,7 +163,7 @@ def walk(path: str, read: Read, size: int, *, skip_damage: bool = False) -> File
 
 
 def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: bool) -> FileScan:
-    """Scan the messages that a footer lists, in the order in which they lie."""
+    """Scan the messages that a footer lists, in the order of their offsets."""
     scanning = _begin(path, footer.schema_message)
     digest = hashlib.blake2b(read(HEADER_READ, _FILE_START), digest_size=16)
     messages: dict[int, Message] = {}
@@ -175,7 +177,7 @@ def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: b
             head = read(HEADER_READ, at)
             message = message_at(read, head, at, footer.start)
             if message.kind != kinds[at]:
-                raise struct.error("it is not what the footer says it is")
+                raise struct.error("its type differs from that in the footer")
             scanning.check(message)
         except DAMAGE as problem:
             if not skip_damage:
@@ -185,7 +187,7 @@ def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: b
             continue
         digest.update(head)
         messages[at], end = message, message.end
-    for at in kinds:  # in the order of the footer, which is that of the rows
+    for at in kinds:  # in the order of the footer, which is the order of the rows
         if at in messages:
             scanning.add(at, messages[at])
     if list(footer.batches) != sorted(footer.batches):
@@ -194,7 +196,7 @@ def _listed(path: str, read: Read, size: int, footer: FileFooter, skip_damage: b
 
 
 def _schema_end(read: Read, footer: FileFooter) -> int:
-    """The end of the schema message with which a file begins; Polars writes one that has no length."""
+    """Return the end of the schema message at the beginning of a file. Polars writes one without a length."""
     try:
         message = message_at(read, read(HEADER_READ, _FILE_START), _FILE_START, footer.start)
     except DAMAGE:
@@ -203,7 +205,7 @@ def _schema_end(read: Read, footer: FileFooter) -> int:
 
 
 def _check_unlisted(read: Read, end: int, start: int) -> None:
-    """Raise ``struct.error`` for a message that lies between two others and is not listed: the footer is damaged."""
+    """Raise ``struct.error`` for an unlisted message between two others: the footer is damaged."""
     if start - end <= len(END_OF_STREAM):
         return
     head = read(HEADER_READ, end)
@@ -239,19 +241,19 @@ def _followed(path: str, read: Read, size: int, start: int, skip_damage: bool) -
         digest.update(head)
         if scanning is None:
             if message.kind != SCHEMA:
-                raise FormatError(f"{path}: an Arrow IPC stream must begin with its schema; this is not one.")
+                raise FormatError(f"{path}: not an Arrow IPC stream: it does not begin with a schema.")
             scanning = _begin(path, whole_message(read, at, size, message.end))
         scanning.add(at, message)
         at = message.end
     else:
-        _log.warning("%s has no end-of-stream marker: it may have been cut off between two record batches", path)
+        _log.warning("%s has no end-of-stream marker: it may have been truncated between two record batches", path)
     if scanning is None:
         raise FormatError(f"{path}: no Arrow schema found in {size} bytes: the file is empty or not Arrow IPC.")
     return scanning.finish(read, digest, at - start)
 
 
 def _ends_stream(head: Bytes, at: int, size: int) -> bool:
-    """Return whether the end-of-stream marker is here. Before Arrow 0.15 it was four zero bytes: the last of a file."""
+    """Return True at the end-of-stream marker. Before Arrow 0.15 it was four zero bytes at the end of the file."""
     return head[: len(END_OF_STREAM)] == END_OF_STREAM or (at + 4 == size and head == b"\0\0\0\0")
 
 
@@ -259,14 +261,14 @@ def _check_after(read: Read, at: int, size: int) -> None:
     """Raise ``struct.error`` unless only zero bytes follow the end of the stream."""
     for start in range(at, size, _ZEROS_READ):
         if any(read(min(_ZEROS_READ, size - start), start)):
-            raise struct.error("there is data after the end of the stream, as if files had been joined")
+            raise struct.error("there is data after the end of the stream, as if files had been concatenated")
 
 
 def _sample(read: Read, messages: list[Message], digest: hashlib.blake2b) -> None:
-    """Bytes from the start, middle and end of every buffer of up to 64 blocks spread over the file.
+    """Hash bytes from the start, middle and end of every buffer of up to 64 blocks spread over the file.
 
-    All headers are in the digest already, and with them the length of every buffer; this is for values that change
-    without changing a length. More blocks would cost a large file minutes of random reads.
+    The digest already covers all headers, and thereby the length of every buffer. The sample detects changes of values
+    that keep all lengths. More blocks would cost minutes of random reads for a large file.
     """
     step = max(1, -(-len(messages) // _SAMPLED_BLOCKS))
     for message in [*messages[::step], *messages[-1:]]:
@@ -285,18 +287,18 @@ def _first_message(path: str, head: bytes, size: int) -> int:
     if head.startswith(MAGIC):
         return _FILE_START
     if head.startswith(_FEATHER_V1):
-        raise FormatError(f"{path}: Feather V1 files hold no record batches; write it again with pyarrow (Feather V2).")
+        raise FormatError(f"{path}: Feather V1 files have no record batches. Write it again with pyarrow (Feather V2).")
     if head[:4] == b"PAR1":
         raise FormatError(
-            f"{path}: this is a Parquet file: pass format='parquet', or give it a name that ends with .parquet."
+            f"{path}: this is a Parquet file. Pass format='parquet', or give it a name that ends with .parquet."
         )
     if len(head) >= 8 and struct.unpack_from("<I", head)[0] != CONTINUATION:
-        # Before Arrow 0.15 there was no marker: the length came first. Anything larger is another format.
+        # Before Arrow 0.15 there was no marker: the length came first. A larger value means another format.
         (length,) = struct.unpack_from("<i", head)
         if not 0 < length < min(size, 1 << 24):
             raise FormatError(
-                f"{path}: not an Arrow IPC file (it begins with {head[:8]!r}). If it is of another format, say so with "
-                "format=…; else write it again."
+                f"{path}: not an Arrow IPC file (it begins with {head[:8]!r}). Pass format=… if it has another format, "
+                "else write it again."
             )
     return 0
 
@@ -304,7 +306,7 @@ def _first_message(path: str, head: bytes, size: int) -> int:
 def _begin(path: str, schema_message: Bytes) -> _Scanning:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(schema_message))
-        _ = schema.metadata, schema.to_string()  # bytes that are no text show only when asked for
+        _ = schema.metadata, schema.to_string()  # invalid UTF-8 is detected only on access
         return _Scanning(schema)
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{path}: its Arrow schema cannot be read: {problem}") from None
@@ -312,7 +314,7 @@ def _begin(path: str, schema_message: Bytes) -> _Scanning:
 
 def _damage(path: str, at: int, size: int, problem: Exception) -> str:
     return (
-        f"{path}: not a whole Arrow IPC file: the message at byte {at} of {size} cannot be read ({problem}). "
+        f"{path}: not a complete Arrow IPC file: the message at byte {at} of {size} cannot be read ({problem}). "
         "The file is probably truncated or damaged: copy or download it again, "
         'or pass on_error="skip" to use the record batches that can be read.'
     )

@@ -1,7 +1,7 @@
-"""The messages of Arrow IPC, as far as they have to be understood to find record batches without reading them.
+"""Parser of Arrow IPC messages, limited to what is needed to find record batches without reading them.
 
 Layout: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
-Every function here raises one of ``DAMAGE`` for bytes that are no such message.
+Every function here raises one of ``DAMAGE`` for bytes that are not a valid message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DAMAGE = (struct.error, IndexError, OverflowError)
 
 Bytes = bytes | memoryview
 Read = Callable[[int, int], Bytes]
-"""So many bytes from an offset on, fewer at the end of the file."""
+"""Function ``read(size, offset)`` that returns ``size`` bytes, or fewer at the end of the file."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Message:
     rows: int = 0
     nodes: tuple[tuple[int, int], ...] = ()  # length and null count of each array, depth first
     buffers: tuple[tuple[int, int], ...] = ()  # offset in the body and length of each
-    dictionary: int = 0  # which one a dictionary message defines
-    delta: bool = False  # and whether it adds values to it
+    dictionary: int = 0  # id of the dictionary that a message defines
+    delta: bool = False  # True if it adds values to that dictionary
     compressed: bool = False
 
 
 @dataclass(frozen=True)
 class FileFooter:
-    """The footer of an IPC file: the only place that says which messages belong to it."""
+    """Footer of an IPC file, the only list of its messages."""
 
     start: int
     schema_message: bytes
@@ -52,7 +52,7 @@ class FileFooter:
 
 
 class _Table:
-    """One table of a flatbuffer: just enough of the format to look up a field."""
+    """One table of a flatbuffer, with just enough of the format to look up a field."""
 
     def __init__(self, data: Bytes, at: int) -> None:
         self._data, self.at = data, at
@@ -80,7 +80,7 @@ class _Table:
         return _Table(self._data, where + struct.unpack_from("<I", self._data, where)[0])
 
     def structs(self, number: int, code: str) -> list[tuple[int, ...]]:
-        """A vector of structs."""
+        """Return a vector of structs."""
         where = self._where(number)
         if not where:
             return []
@@ -93,7 +93,7 @@ class _Table:
 
 
 def message_at(read: Read, head: Bytes, at: int, size: int) -> Message:
-    """The message at an offset, of which ``head`` is the beginning."""
+    """Return the message at an offset. ``head`` is its beginning."""
     prefix = 8 if struct.unpack_from("<I", head)[0] == CONTINUATION else 4
     (length,) = struct.unpack_from("<i", head, prefix - 4)
     if length == 0:
@@ -123,25 +123,26 @@ def _parsed(metadata: Bytes, body: int) -> Message:
     nodes, buffers = header.structs(1, "<qq"), header.structs(2, "<qq")
     if any(at < 0 or size < 0 or at + size > length for at, size in buffers):
         raise struct.error("a buffer reaches outside its body")
-    found: dict[str, Any] = {"nodes": tuple(nodes), "buffers": tuple(buffers)}
-    return Message(kind, body, end, header.scalar(0, "<q"), **found, compressed=header.has(3))
+    arrays: dict[str, Any] = {"nodes": tuple(nodes), "buffers": tuple(buffers)}
+    return Message(kind, body, end, header.scalar(0, "<q"), **arrays, compressed=header.has(3))
 
 
 def check_rows(message: Message, columns: Sequence[int], nodes: int) -> None:
-    """See that the row count of a record batch is that of its columns, whose nodes these are of so many in all.
+    """Check that the row count of a record batch matches the lengths of its columns.
 
-    A type whose nodes are counted otherwise shows in their number: then the first column has to do.
+    ``columns``: the nodes of the columns, among ``nodes`` in total. If the message has another number of nodes, only
+    the first column is checked: some types are counted differently.
     """
     lengths = [length for length, _ in message.nodes]
     checked = columns if len(lengths) == nodes else columns[:1]
     if message.rows < 0 or any(i >= len(lengths) or lengths[i] != message.rows for i in checked):
-        raise struct.error(f"a record batch of {message.rows} rows whose columns have others")
+        raise struct.error(f"a record batch of {message.rows} rows has columns of other lengths")
     if any(not -1 <= nulls <= length for length, nulls in message.nodes):
         raise struct.error("a column with more nulls than rows")
 
 
 def read_footer(read: Read, size: int) -> FileFooter:
-    """The footer of an IPC file."""
+    """Read the footer of an IPC file."""
     tail = read(min(10, size), max(0, size - 10))
     if len(tail) < 10 or tail[4:] != MAGIC:
         raise struct.error("its footer is missing")
@@ -160,9 +161,9 @@ def read_footer(read: Read, size: int) -> FileFooter:
 
 
 def _schema_message(data: Bytes, schema: int, version: int) -> bytes:
-    """A message whose header is the schema at an offset of a flatbuffer, which it holds whole.
+    """Return a message whose header is the schema at an offset of a flatbuffer, which it contains completely.
 
-    pyarrow reads a schema from a message only, and written again by pyarrow its dictionaries would have other numbers.
+    pyarrow reads a schema only from a message. A schema rewritten by pyarrow would have other dictionary ids.
     """
     vtable = struct.pack("<HHHHH2x", 10, 12, 4, 6, 8)  # places of the fields: version, kind of header, header
     start = 32  # of the flatbuffer
@@ -173,7 +174,7 @@ def _schema_message(data: Bytes, schema: int, version: int) -> bytes:
 
 
 def whole_message(read: Read, at: int, size: int, end: int | None = None) -> Bytes:
-    """The bytes of a message, or all up to ``end`` where that is known. Raises ``pa.ArrowInvalid``."""
+    """Return the bytes of a message, or all up to ``end`` if it is given. Raise ``pa.ArrowInvalid``."""
     if end is None or end <= at:
         try:
             end = message_at(read, read(HEADER_READ, at), at, size).end

@@ -1,4 +1,4 @@
-"""Damage of a row or block, which ``on_error="skip"`` passes over, and everything else, which it never does."""
+"""Distinction of damaged data, which ``on_error="skip"`` skips, from all other errors, which it never skips."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from midepoch.errors import CorruptBlockError, FetchError, FormatError, MapError
 
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OF_NUMBERS = (errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ERANGE, errno.EDOM, errno.EILSEQ)
-"""Refusals of a request that was computed from damaged numbers: an offset or a length that cannot be."""
+"""Errors of a request that was computed from damaged numbers: an impossible offset or length."""
 _OF_THE_MACHINE = (*_SHORTAGES, errno.EDQUOT, errno.EIO, errno.ESTALE)
-_MOST_COMPRESSED = 1 << 12  # times; constants compress better, so that this alone proves nothing
+_MOST_COMPRESSED = 1 << 12  # ratio; constants compress better, so that it is not sufficient evidence
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _NUMBER = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
 _TEXTS = {os.strerror(number): number for number in errno.errorcode}
 
 
 def is_damage(problem: BaseException, size: int | None = None, *, of_row: bool = False) -> bool:
-    """Return whether a problem lies in the data, so that the rows it concerns can be skipped.
+    """Return True if a problem is in the data, so that the affected rows can be skipped.
 
-    A missing package, a type that is not supported, and whatever the operating system refuses are not damage: skipping
-    would lose healthy rows. But where more memory was asked for than the machine has, and than a file of ``size`` bytes
-    is likely to hold compressed, its lengths are damaged. ``of_row``: the problem came up in a function of one row,
-    which may name a file that is missing or a server that does not answer: then only what every other row would meet as
-    well is no damage.
+    A missing package, an unsupported type, and errors of the operating system are not damage: skipping would lose
+    healthy rows. A request for more memory than the machine has, and than a file of ``size`` bytes can plausibly
+    contain, is damage: its lengths are wrong. ``of_row``: the problem occurred in a function of one row, which may
+    refer to a missing file or an unreachable server. Then only errors that affect every row are not damage.
     """
     if size is not None and isinstance(problem, MemoryError):
         asked = max(map(int, re.findall(r"[0-9]+", str(problem))), default=0)
@@ -43,7 +42,7 @@ def is_damage(problem: BaseException, size: int | None = None, *, of_row: bool =
 
 
 def error_number(problem: OSError) -> int | None:
-    """The number of an error of the operating system, which pyarrow at times writes only into its text; else None."""
+    """Return the errno of an error, or None. pyarrow sometimes puts it only into the text."""
     if problem.errno is not None:
         return problem.errno
     text = str(problem)
@@ -53,11 +52,11 @@ def error_number(problem: OSError) -> int | None:
 
 
 def refusal(problem: Exception, text: str) -> Exception:
-    """The error to raise for a problem that is not damage, which no ``on_error`` passes over."""
+    """Return the error to raise for a problem that is not damage. No ``on_error`` skips it."""
     if isinstance(problem, MemoryError):
         return MemoryError(f"{text}. Use fewer workers, or less cache_bytes.")
     if isinstance(problem, OSError) and error_number(problem) in _SHORTAGES:
-        return FetchError(f"{text}. The machine has no memory, open files or disk left: raise its limits.")
+        return FetchError(f"{text}. The machine is out of memory, open files or disk space. Raise its limits.")
     if isinstance(problem, OSError):
-        return FetchError(f"{text}. The file may be healthy: check its disk, its mount and its permissions.")
-    return FormatError(f"{text}. pyarrow does not support this: write the column in another type, or leave it out.")
+        return FetchError(f"{text}. The file may be intact. Check its disk, its mount and its permissions.")
+    return FormatError(f"{text}. pyarrow does not support this. Write the column in another type, or leave it out.")

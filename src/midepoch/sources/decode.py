@@ -1,4 +1,4 @@
-"""A block as a table of exactly the columns asked for, whatever its file has."""
+"""Decoding of a block to a table of exactly the requested columns, whichever its file has."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from midepoch.sources.stores import Store
 
 
 def partition_expression(values: Values) -> Any:
-    """What is known of all rows of a file, as an expression; None if nothing is."""
+    """Return an expression that is true for all rows of a file, from its partition values. None if there are none."""
     import pyarrow.compute as pc
 
     known = None
     for name, value in values:
-        one = pc.field(name).is_null() if value is None else pc.field(name) == value
-        known = one if known is None else known & one
+        condition = pc.field(name).is_null() if value is None else pc.field(name) == value
+        known = condition if known is None else known & condition
     return known
 
 
@@ -34,9 +34,9 @@ def decoder(
     columns: Sequence[str],
     rows: int | None,
 ) -> Callable[[], pa.Table]:
-    """A function that decodes a block: exactly these columns, in the types of the schema, nulls where a file has none.
+    """Return a function that decodes a block to exactly these columns, in the types of the schema.
 
-    ``rows``: how many there must be, where no filter makes them fewer.
+    Columns that the file lacks are null. ``rows``: the expected number of rows, None with a filter.
     """
     constants = dict(values)
     fields = [schema.field(name) for name in columns]
@@ -48,15 +48,15 @@ def decoder(
         assert count is not None
         if rows is not None and count != rows and (table is None or table.num_columns):
             raise pa.ArrowInvalid(f"{count} rows where the index says {rows}")
-        arrays, there = [], {} if table is None else dict(zip(table.schema.names, table.columns, strict=True))
+        arrays, present = [], {} if table is None else dict(zip(table.schema.names, table.columns, strict=True))
         for name, field in zip(columns, fields, strict=True):
             kind = field.type
             if name in constants:
                 arrays.append(pa.repeat(pa.scalar(constants[name], kind), rows if rows is not None else count))
-            elif name not in there:
+            elif name not in present:
                 arrays.append(pa.nulls(rows if rows is not None else count, kind))
             else:
-                arrays.append(_cast(store, block, name, there[name], kind))
+                arrays.append(_cast(store, block, name, present[name], kind))
         return pa.table(arrays, schema=pa.schema(fields))
 
     return decode

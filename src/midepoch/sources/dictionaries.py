@@ -1,4 +1,4 @@
-"""Dictionary-encoded columns as the values they stand for, also inside of lists, structs and extension types."""
+"""Decoding of dictionary-encoded columns, also inside lists, structs and extension types."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pyarrow.types as pt
 
 
 def holds_dictionary(kind: pa.DataType) -> bool:
-    """Return whether a type is dictionary-encoded, or anything inside it."""
+    """Return True if a type, or any type inside it, is dictionary-encoded."""
     if isinstance(kind, pa.BaseExtensionType):
         return holds_dictionary(kind.storage_type)
     return pt.is_dictionary(kind) or any(holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def undecodable(kind: pa.DataType) -> pa.DataType | None:
-    """The type inside this one that holds a dictionary and cannot be decoded, if there is one."""
+    """Return the type inside this one that contains a dictionary and cannot be decoded, or None."""
     if isinstance(kind, pa.BaseExtensionType):
         return undecodable(kind.storage_type)
     if not holds_dictionary(kind):
@@ -29,7 +29,7 @@ def undecodable(kind: pa.DataType) -> pa.DataType | None:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the values. pyarrow cannot take from views, which Polars writes: those become text or bytes."""
+    """Return the type of the values. Views, as Polars writes, become text or bytes: pyarrow cannot take from them."""
     if not holds_dictionary(kind):
         return kind
     if isinstance(kind, pa.BaseExtensionType):
@@ -41,7 +41,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema of the values."""
+    """Return the schema of the values."""
     for i, field in enumerate(schema):
         if holds_dictionary(field.type):
             schema = schema.set(i, field.with_type(plain_type(field.type)))
@@ -49,7 +49,7 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def plain_array(array: pa.Array) -> pa.Array:
-    """The values, of ``plain_type``."""
+    """Return the values, of ``plain_type``."""
     kind = array.type
     if not holds_dictionary(kind):
         return array
@@ -67,7 +67,7 @@ def plain_array(array: pa.Array) -> pa.Array:
 
 
 def large_text(kind: pa.DataType) -> pa.DataType:
-    """A type whose text and bytes, at any depth, have offsets of 64 bits."""
+    """Return the type with 64-bit offsets for text and bytes at any depth."""
     if pt.is_string(kind) or pt.is_binary(kind):
         return pa.large_string() if pt.is_string(kind) else pa.large_binary()
     if not (_has_lists(kind) or pt.is_struct(kind)):
@@ -76,7 +76,7 @@ def large_text(kind: pa.DataType) -> pa.DataType:
 
 
 def has_large_text(kind: pa.DataType) -> bool:
-    """Return whether there is text or bytes with offsets of 64 bits in a type."""
+    """Return True if a type contains text or bytes with 64-bit offsets."""
     if isinstance(kind, pa.BaseExtensionType):
         return has_large_text(kind.storage_type)
     large = pt.is_large_string(kind) or pt.is_large_binary(kind)
@@ -84,7 +84,7 @@ def has_large_text(kind: pa.DataType) -> bool:
 
 
 def with_children(kind: pa.DataType, fields: list[pa.Field]) -> pa.DataType:
-    """A list, map or struct with other fields inside."""
+    """Return a list, map or struct type with other fields inside."""
     if pt.is_struct(kind):
         return pa.struct(fields)
     if pt.is_map(kind):

@@ -12,7 +12,7 @@ _DICT, _STATE = "dataset_dict.json", "state.json"
 
 
 def saved_splits(path: Path) -> dict[str, list[Path]] | None:
-    """Split name -> Arrow files of a folder with a dataset dict; None for a folder with a single dataset."""
+    """Return the Arrow files by split of a folder with a dataset dict, or None for a folder with a single dataset."""
     if not path.exists():
         raise DataNotFoundError(f"{str(path)!r} does not exist.")
     if (path / _STATE).is_file():
@@ -27,10 +27,10 @@ def saved_splits(path: Path) -> dict[str, list[Path]] | None:
 
 
 def saved_files(path: Path) -> list[Path]:
-    """The Arrow files of a folder with a single dataset, in order."""
+    """Return the Arrow files of a folder with a single dataset, in order."""
     state = _read_json(path / _STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise FormatError(f"{path} was saved with an indices mapping; load it with datasets and save it again.")
+        raise FormatError(f"{path} was saved with an indices mapping. Load it with datasets and save it again.")
     try:
         files = [path / entry["filename"] for entry in state["_data_files"]]
     except (KeyError, TypeError):
@@ -45,11 +45,11 @@ def saved_files(path: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         raise DataNotFoundError(f"{path} does not exist.") from None
     except (ValueError, OSError) as problem:
         raise FormatError(f"{path} cannot be read: {problem}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} holds {type(found).__name__} where an object was expected.")
-    return found
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} contains {type(content).__name__} where an object was expected.")
+    return content

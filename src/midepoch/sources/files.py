@@ -1,4 +1,4 @@
-"""Which files a user means: a file, a list, a glob, or a folder, anywhere, listed in one order on every host."""
+"""Resolution of paths to files: a file, a list, a glob or a folder, in any store, in the same order on every host."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
-class Found:
-    """The files meant, in order, where they lie, and what they are."""
+class DataFiles:
+    """Files in order, with their store and format."""
 
     store: Store
     format: str
@@ -49,7 +49,7 @@ class Found:
 
 
 def check_format(given: str | None) -> str | None:
-    """A format by its name, in any of its spellings."""
+    """Return the canonical name of a format. Raise ValueError for an unknown one."""
     if given is None:
         return None
     name = _ALIASES.get(str(given).lower(), str(given).lower())
@@ -59,7 +59,7 @@ def check_format(given: str | None) -> str | None:
 
 
 def format_of(path: str) -> str | None:
-    """The format that a file's name says it has."""
+    """Return the format that a file name indicates, or None."""
     stem, dot, suffix = path.lower().rpartition(".")
     if "." + suffix in COMPRESSIONS:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
@@ -74,15 +74,15 @@ def find_files(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     retry: Retry | None = None,
-) -> Found:
-    """The files meant by ``paths``: each glob and folder sorted, a list kept in the order given."""
+) -> DataFiles:
+    """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
     given = paths_of(paths)
     wanted = check_format(format)
     store, entries = None, []
     for text in given:
         of, path = resolve(text, storage_options, filesystem, retry)
         if store is not None and of.identity != store.identity:
-            raise ValueError(f"all files of a dataset must lie in one store, {of.name(path)} lies in another")
+            raise ValueError(f"all files of a dataset must be in one store, {of.name(path)} is in another")
         if store is not None and of.secrets != store.secrets:
             raise ValueError(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
@@ -90,11 +90,11 @@ def find_files(
         store = store or of
         entries += _expand(store, path, text, wanted)
     assert store is not None
-    return Found(store, wanted or _common_format(store, entries), tuple(entries))
+    return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
 
 
 def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
-    """One or several paths as a list of texts."""
+    """Return one or several paths as a list of strings."""
     if isinstance(paths, (str, os.PathLike)):
         return [check_path(paths)]
     package = type(paths).__module__.partition(".")[0]
@@ -110,7 +110,7 @@ _NO_PATHS = ("datasets", "midepoch", "pyarrow", "pandas", "polars", "torch")
 
 
 def check_path(given: Any) -> str:
-    """A path as text. Raises TypeError for anything else."""
+    """Return a path as a string. Raise TypeError for anything else."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given))
@@ -123,15 +123,15 @@ def _not_a_path(given: Any) -> str:
     if kind.startswith("datasets."):
         return (
             f"paths of files are expected, got a {kind}. Call midepoch.load_dataset(name, split=…) with its source, "
-            "or write it by save_to_disk(folder) and call midepoch.load_from_disk(folder)."
+            "or write it with save_to_disk(folder) and call midepoch.load_from_disk(folder)."
         )
-    return f"paths of files are expected (a text, a pathlib.Path or a list of them), got a {kind}. Pass where it lies."
+    return f"paths of files are expected (a str, a pathlib.Path or a list of them), got a {kind}. Pass its path."
 
 
 def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
-    # In a store a folder is asked for by one listing; only what is called like a file is looked at first.
+    # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
     named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
@@ -157,13 +157,13 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
-        what = f"it holds only {others}" if others else "it is empty"
-        raise DataNotFoundError(f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {what}.")
+        contents = f"it contains only {others}" if others else "it is empty"
+        raise DataNotFoundError(f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}.")
     return typed
 
 
 def _nearest(store: Store, path: str) -> str:
-    """What is there instead, for people."""
+    """Describe the nearest existing folder, for an error message."""
     if not store.local:
         if isinstance(store.given, fs.PyFileSystem):
             return "Check the address, and that the credentials may read it."
@@ -173,13 +173,13 @@ def _nearest(store: Store, path: str) -> str:
         folder = os.path.dirname(folder)
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"The folder {folder} is there and holds {held or 'nothing'}."
+    return f"The folder {folder} exists and contains {held or 'nothing'}."
 
 
 def _existing(store: Store, path: str) -> str:
-    """The folders with which a path begins that are there although their names look like globs: ``runs/run[1]``."""
+    """Return the existing folders at the beginning of a path whose names look like globs: ``runs/run[1]``."""
     parts = path.split("/")
-    signs = "*?[" if store.local else "["  # elsewhere each costs a request, and few keys hold stars
+    signs = "*?[" if store.local else "["  # in other stores each check costs a request, and few keys contain stars
     for i in reversed(range(len(parts))):
         folder = "/".join(parts[: i + 1])
         if any(sign in parts[i] for sign in signs) and store.is_folder(folder):
@@ -189,7 +189,7 @@ def _existing(store: Store, path: str) -> str:
 
 def _stat(store: Store, path: str) -> Entry | None:
     if not store.local:
-        globs = _GLOB.search(path) is not None and "[" not in path  # a key may hold a bracket
+        globs = _GLOB.search(path) is not None and "[" not in path  # a key may contain a bracket
         return None if path.endswith("/") or globs else store.stat(path)
     if not os.path.isfile(path):
         return None
@@ -202,11 +202,11 @@ def _below(store: Store, folder: str) -> list[Entry]:
 
 
 def _walk(folder: str) -> list[Entry]:
-    """All files below a local folder, through links to folders too, each folder once."""
+    """Return all files below a local folder, including linked folders, each folder once."""
     seen, found, todo = set(), [], [folder]
     links: list[str] = []
     while todo or links:
-        # Folders before links to them, and links by their names: what a file is called is the same on every host.
+        # Folders before links to them, and links by name: the path of a file is the same on every host.
         here = todo.pop() if todo else links.pop(links.index(min(links)))
         try:
             stat = os.stat(here)
@@ -214,7 +214,7 @@ def _walk(folder: str) -> list[Entry]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         if (stat.st_dev, stat.st_ino) in seen:
-            continue  # a link that leads back up, or to what was seen
+            continue  # a link to a parent, or to a folder already visited
         seen.add((stat.st_dev, stat.st_ino))
         for entry in entries:
             if entry.is_dir():
@@ -226,7 +226,10 @@ def _walk(folder: str) -> list[Entry]:
 
 
 def _visible(path: str, root: str) -> bool:
-    """Not hidden, and no marker (``_SUCCESS``, ``.crc``), nor in a folder that is; ``_year=2024`` is a partition."""
+    """Return False for hidden files, markers (``_SUCCESS``, ``.crc``) and files in hidden folders.
+
+    A folder like ``_year=2024`` is a partition, not hidden.
+    """
     inner = path[len(root) :].strip("/")
     if inner.endswith(".crc"):
         return False
@@ -239,11 +242,11 @@ def _visible(path: str, root: str) -> bool:
 
 
 def _translated(pattern: str) -> str:
-    """A glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
+    """Return a glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(
-        known.get(part)
+        wildcards.get(part)
         or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
         for part in parts
     )
@@ -252,29 +255,29 @@ def _translated(pattern: str) -> str:
 def _common_format(store: Store, entries: list[Entry]) -> str:
     named: dict[str, str] = {}
     for path in {entry.path.rpartition(".")[2]: entry.path for entry in reversed(entries)}.values():
-        found = format_of(path)  # of one file for each suffix
-        if found is not None:
-            named.setdefault(found, path)
+        kind = format_of(path)  # of one file for each suffix
+        if kind is not None:
+            named.setdefault(kind, path)
     if len(named) > 1:
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
-        raise FormatError(f"the files are of different formats: {listed}. Say which to read with format=….")
+        raise FormatError(f"the files have different formats: {listed}. Choose one with format=….")
     if named:
         return next(iter(named))
     return _sniffed(store, entries[0])
 
 
 def _sniffed(store: Store, entry: Entry) -> str:
-    """What the first bytes say, for a file whose name does not."""
+    """Return the format that the first bytes indicate, for a file whose name does not."""
 
     def head() -> bytes:
         with store.open(entry) as file:
             return file.read_at(8, 0)
 
-    found = store.persist(entry.path, "read", head) if entry.size else b""
+    start = store.persist(entry.path, "read", head) if entry.size else b""
     for magic, kind in _MAGIC.items():
-        if found.startswith(magic):
+        if start.startswith(magic):
             return kind
     raise FormatError(
-        f"{store.name(entry.path)}: its format shows neither in its name nor in its first bytes ({found!r}). "
-        f"Say it with format=…: {', '.join(map(repr, FORMATS))}."
+        f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
+        f"Pass format=…: {', '.join(map(repr, FORMATS))}."
     )

@@ -1,4 +1,4 @@
-"""Filters of rows: pyarrow expressions, or lists of ``(column, operator, value)`` as Parquet readers take them."""
+"""Row filters: pyarrow expressions, or lists of ``(column, operator, value)`` as in Parquet readers."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 
-# Anything but comparisons of columns with values, joined by "and" and "or".
+# Anything except comparisons of columns with values, joined by "and" and "or".
 _MAY_PASS_NAN = re.compile(r"!=|\w\(|\)\s*[=<>]|[=<>]\s*\(")
 
 
 @dataclass(frozen=True, eq=False)
 class Filter:
-    """An expression, and a text that names it in indexes and states."""
+    """An expression, and the text that identifies it in indexes and states."""
 
     expression: pc.Expression
     text: str
 
     @property
     def never_nan(self) -> bool:
-        """Whether NaN surely cannot pass, which statistics of a file leave out: not through plain comparisons."""
+        """True if the filter consists of plain comparisons, which NaN never passes. File statistics ignore NaN."""
         return _MAY_PASS_NAN.search(self.text.replace("is_valid(", "(")) is None
 
     @property
     def digest(self) -> str:
-        """Tells apart what has the same text, as a number of 32 and of 64 bits."""
+        """Hash that distinguishes filters of the same text, such as numbers of 32 and of 64 bits."""
         return hashlib.blake2b(pickle.dumps(self.expression), digest_size=8).hexdigest()
 
     def columns(self, schema: pa.Schema) -> list[str]:
-        """The columns that the expression asks for; pyarrow does not tell, but complains about each that is missing."""
-        whole = schema.empty_table()
-        self._try(whole)
-        named = [name for name in schema.names if name in self.text]  # of thousands of columns a few
-        if not self._passes(whole.select(named)):
+        """Return the columns that the expression uses, found by trying: pyarrow does not list them."""
+        table = schema.empty_table()
+        self._try(table)
+        named = [name for name in schema.names if name in self.text]  # a few of possibly thousands
+        if not self._passes(table.select(named)):
             named = schema.names
-        return [name for name in named if not self._passes(whole.select([each for each in named if each != name]))]
+        return [name for name in named if not self._passes(table.select([each for each in named if each != name]))]
 
     def apply(self, table: pa.Table, columns: list[str]) -> pa.Table:
-        """The rows that pass. ``columns`` are those that the expression asks for."""
+        """Return the rows that pass. ``columns`` are those that the expression uses."""
         try:
             return table.filter(self.expression)
-        except pa.ArrowNotImplementedError:  # for another column, of a type that pyarrow cannot filter
+        except pa.ArrowNotImplementedError:  # another column has a type that pyarrow cannot filter
             numbers = pa.Array.from_buffers(pa.int64(), len(table), [None, pa.py_buffer(np.arange(len(table)))])
             left = table.select(columns).append_column("", numbers).filter(self.expression).column("")
             places = left.combine_chunks().to_numpy()
@@ -76,7 +76,7 @@ class Filter:
 
 
 def _plain(filters: Any) -> Any:
-    """Conditions as tuples and values as lists in one order, however they came: from JSON, as sets, as arrays."""
+    """Return conditions as tuples and their values as lists in a fixed order, also for JSON, sets and arrays."""
     if isinstance(filters, (list, tuple)) and len(filters) == 3 and isinstance(filters[0], str):
         column, operator, value = filters
         if isinstance(value, (set, frozenset)):
@@ -88,7 +88,7 @@ def _plain(filters: Any) -> Any:
 
 
 def _named(expression: pc.Expression) -> Filter:
-    """With its text, and a digest where that was shortened."""
+    """Return the filter with its text, and with a digest if the text is shortened."""
     text = str(expression)
     if "..." in text:
         text += f" {Filter(expression, text).digest}"
@@ -96,10 +96,10 @@ def _named(expression: pc.Expression) -> Filter:
 
 
 def parse_filter(filters: Any) -> Filter | None:
-    """What the user gave, or None for no filter."""
+    """Return the filter for a user's argument, or None for no filter."""
     if filters is None or (isinstance(filters, (list, tuple)) and not filters):
         return None
-    import pyarrow.compute as pc  # 35 ms, of which a dataset without a filter has no use
+    import pyarrow.compute as pc  # 35 ms, not needed without a filter
     import pyarrow.parquet as pq
 
     if isinstance(filters, pc.Expression):

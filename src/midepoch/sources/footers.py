@@ -1,4 +1,4 @@
-"""What has to be known of each file to decode its blocks, kept beside the index and read only when asked for."""
+"""Footers of files, which are needed to decode their blocks. They are stored beside the index and read on demand."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KEPT_SECONDS = 7 * 24 * 3600
 
 @dataclass(frozen=True, eq=False)
 class Footers:
-    """One for each file: in memory, or in a file that is mapped when the first is asked for."""
+    """One footer for each file: in memory, or in a file that is mapped on first use."""
 
     kept: tuple[bytes, ...] = ()
     path: str | None = None
     name: str = ""
-    """Names the contents, so that an index and the footers of another one cannot be taken for each other."""
+    """Hash of the contents, so that an index is never used with the footers of another one."""
 
     @staticmethod
     def of(footers: Iterable[bytes]) -> Footers:
@@ -55,10 +55,10 @@ class Footers:
             if not is_damage(problem):
                 raise refusal(problem, f"{self.path} could not be read: {problem}") from None
             raise FormatError(
-                f"{self.path} cannot be read ({problem}): open the dataset with force_reindex=True."
+                f"{self.path} cannot be read ({problem}). Open the dataset with force_reindex=True."
             ) from None
         if (table.schema.metadata or {}).get(b"midepoch") != self.name.encode():
-            raise FormatError(f"{self.path} belongs to another index: make the dataset again.")
+            raise FormatError(f"{self.path} belongs to another index. Create the dataset again.")
         return table.column(0)
 
     def _table(self) -> pa.Table:
@@ -66,7 +66,7 @@ class Footers:
             return pa.ipc.open_file(mapped).read_all()
 
     def save(self, index: Path) -> Footers:
-        """Written beside the index, under a name of its own: an index in use keeps the ones it was made with."""
+        """Save the footers beside the index, under their own name: an index in use keeps its footers."""
         path = index.with_name(f"{index.stem}.{self.name}{_SUFFIX}")
         if not path.exists():
             atomic_write(path, self._serialised())

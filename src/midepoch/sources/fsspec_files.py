@@ -1,4 +1,4 @@
-"""fsspec's file systems, as pyarrow wants them: each file read from a position of its own, and dated."""
+"""Adapter of fsspec file systems for pyarrow: independent read positions and modification times."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from midepoch.address import Address
 from midepoch.redaction import redacted
 
 _PLACES = ("host", "port", "share", "org", "repo", "sha", "fo")
-"""Options that say where the files lie."""
+"""Options that locate the files."""
 
 
 class Handler(fs.FSSpecHandler):  # type: ignore[misc]
-    """Hands pyarrow the files of a file system of fsspec's."""
+    """Handler that gives pyarrow access to an fsspec file system."""
 
     def open_input_stream(self, path: str) -> Any:
         return self._opened(path)
@@ -33,61 +33,61 @@ class Handler(fs.FSSpecHandler):  # type: ignore[misc]
 
     @staticmethod
     def _create_file_info(path: str, info: dict[str, Any]) -> fs.FileInfo:
-        """With the time of the last change, for which every file system has a name of its own."""
+        """Add the modification time, which every file system names differently."""
         times = (
             info.get(name) for name in ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
         )
-        found = next((time for time in times if isinstance(time, (datetime, int, float))), None)
-        return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": found})
+        mtime = next((time for time in times if isinstance(time, (datetime, int, float))), None)
+        return fs.FSSpecHandler._create_file_info(path, {**info, "mtime": mtime})
 
     @property
     def survives_fork(self) -> bool:
-        """Whether a fork can read on: it has a copy of what is in memory, and opens files of a disk anew. Of others it
-        would share the connections or positions.
+        """True if a forked process can continue to read: files in memory are copied, files on disk are opened again.
+        With other file systems it would share connections or positions.
         """
         inner = _inner(self.fs)
         return _is_of_kind(inner, "file", "memory") or isinstance(getattr(inner, "fo", None), io.BytesIO)
 
     @property
     def place(self) -> str:
-        """The server, repository or archive that the files are in, without credentials."""
+        """Server, repository or archive of the files, without credentials."""
         options = options_of(self)
         return " ".join(
             Address(str(options[name])).identity for name in _PLACES if isinstance(options.get(name), (str, int))
         )
 
     def version(self, path: str) -> str:
-        """What changes with the contents of a file, as far as the file system tells; empty if it does not."""
+        """Return an identifier that changes with the contents of a file. Empty if the file system has none."""
         try:
-            found = self.fs.info(path)
+            info = self.fs.info(path)
         except Exception:
             return ""
-        return str(found.get("ETag") or found.get("etag") or found.get("created") or "")
+        return str(info.get("ETag") or info.get("etag") or info.get("created") or "")
 
     def _opened(self, path: str) -> Any:
         inner = _inner(self.fs)
-        # Each is one of its own where every read is a request, on a disk, and of the Hub.
+        # Files are independent where every read is a request, on disk, and on the Hub.
         if getattr(inner, "async_impl", False) or _is_of_kind(inner, "file", "hf"):
-            return pa.PythonFile(self._found(path), mode="r")
-        # Not by getattr: those that keep copies of other file systems have a way of their own with attributes.
+            return pa.PythonFile(self._open_existing(path), mode="r")
+        # Not by getattr: file systems that cache others override attribute access.
         own = object.__getattribute__(inner, "__dict__")
         lock = own.setdefault("_midepoch_lock", threading.RLock())
         with lock:
-            file = self._found(path)
-        # Whoever opens a file of fsspec's memory gets one and the same object, with one position for all: two that read
-        # at the same time would get each other's bytes. Files of an archive are such parts of one file.
+            file = self._open_existing(path)
+        # Opening a file of fsspec's memory returns one shared object with one position: two concurrent readers would
+        # get each other's bytes. The files of an archive share one file in the same way.
         if isinstance(file, io.BytesIO):
             return pa.BufferReader(file.getvalue())
         return pa.PythonFile(_InTurn(file, lock), mode="r")
 
-    def _found(self, path: str) -> Any:
+    def _open_existing(self, path: str) -> Any:
         if not self.fs.isfile(path):
             raise FileNotFoundError(path)
         return self.fs.open(path, mode="rb")
 
 
 def options_of(filesystem: Any) -> dict[str, Any]:
-    """The options that a file system of pyarrow or fsspec was made with, and those of the ones it is made of."""
+    """Return the options of a pyarrow or fsspec file system, including those of file systems that it wraps."""
     if isinstance(filesystem, fs.PyFileSystem):
         return options_of(filesystem.handler)
     if isinstance(filesystem, fs.FSSpecHandler):
@@ -108,9 +108,9 @@ def options_of(filesystem: Any) -> dict[str, Any]:
 
 
 def redact_logs() -> None:
-    """Let fsspec log addresses, which it does at DEBUG, without their credentials."""
+    """Remove the credentials from addresses that fsspec logs at DEBUG."""
     for name in ("fsspec", "fsspec.http", "fsspec.cached"):
-        logging.getLogger(name).addFilter(_without_credentials)  # once, however often it is called
+        logging.getLogger(name).addFilter(_without_credentials)  # added only once
 
 
 def _without_credentials(record: logging.LogRecord) -> bool:
@@ -122,13 +122,13 @@ def _without_credentials(record: logging.LogRecord) -> bool:
 
 
 def is_foreign(problem: BaseException) -> bool:
-    """Whether an error is of the package that fetches the bytes, and not of Python or pyarrow, which read them."""
+    """Return True for an error of the package that fetches the bytes, not of Python or pyarrow."""
     package = type(problem).__module__.partition(".")[0]
     return package not in sys.stdlib_module_names and package not in ("pyarrow", "midepoch")
 
 
 class _InTurn:
-    """A file that is read while no other of its file system is, from a position that is its own."""
+    """File with its own position, which is read under a lock of its file system."""
 
     def __init__(self, file: Any, lock: threading.RLock) -> None:
         self._file, self._lock, self._at = file, lock, 0
@@ -156,9 +156,9 @@ class _InTurn:
     def read(self, size: int = -1) -> bytes:
         with self._lock:
             self._file.seek(self._at)
-            found: bytes = self._file.read(size)
-        self._at += len(found)
-        return found
+            data: bytes = self._file.read(size)
+        self._at += len(data)
+        return data
 
     def close(self) -> None:
         self.closed = True
@@ -167,12 +167,12 @@ class _InTurn:
 
 
 def _inner(filesystem: Any) -> Any:
-    """The file system in which this one is a folder; itself, if it is none."""
+    """Return the file system in which this one is a folder, else itself."""
     while _is_of_kind(filesystem, "dir") and hasattr(filesystem, "fs"):
         filesystem = filesystem.fs
     return filesystem
 
 
 def _is_of_kind(filesystem: Any, *kinds: str) -> bool:
-    found = getattr(filesystem, "protocol", ())
-    return any(kind in ((found,) if isinstance(found, str) else found) for kind in kinds)
+    protocol = getattr(filesystem, "protocol", ())
+    return any(kind in ((protocol,) if isinstance(protocol, str) else protocol) for kind in kinds)

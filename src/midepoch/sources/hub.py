@@ -1,4 +1,4 @@
-"""The Arrow files behind ``datasets.load_dataset(…)``: asked of ``datasets`` once, then remembered."""
+"""Arrow files of ``datasets.load_dataset(…)``: found by ``datasets`` once, then remembered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midepoch.sources.storage import atomic_write, locked
 VERSION = 1
 
 _CREDENTIALS = {"token", "storage_options", "download_config"}
-# Arguments that say how to fetch the data, not which data: not part of the key, and never written down.
+# Arguments that control how data is fetched, not which data: not part of the key, and never saved.
 _NOT_DATA = {
     *_CREDENTIALS,
     "download_mode",
@@ -34,7 +34,7 @@ _NOT_DATA = {
 
 @dataclass(frozen=True, repr=False)
 class HubRequest:
-    """The arguments of ``load_dataset`` that decide which data is meant."""
+    """The arguments of ``load_dataset`` that identify the data."""
 
     path: str
     name: str | None = None
@@ -53,12 +53,12 @@ class HubRequest:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _relative(self) -> bool:
-        """Whether the same arguments mean other files in another working folder."""
+        """Return True if the same arguments mean other files in another working folder."""
         names = [name for name in (self.data_dir, *_flat(self.data_files)) if name]
         return any("://" not in name and not os.path.isabs(name) for name in names)
 
     def inputs(self, index_dir: Path) -> list[tuple[str, int, int]]:
-        """Path, size and mtime of the local files that the data is made from; empty for data from a hub."""
+        """Return path, size and mtime of the local files from which the data is built. Empty for data of a hub."""
         ours = [os.path.abspath(index_dir), os.path.abspath(self.kwargs.get("cache_dir") or index_dir)]
         base = self.path if os.path.isdir(self.path) else "."
         folder = os.path.join(base, self.data_dir) if self.data_dir else base
@@ -80,12 +80,12 @@ class HubRequest:
 def arrow_files(
     request: HubRequest, *, index_dir: Path | None = None, force: bool = False, num_proc: int | None = None
 ) -> dict[str, list[Path]]:
-    """Split name -> Arrow files in the Hugging Face cache. Runs ``datasets`` only if this is not known yet."""
+    """Return the Arrow files in the Hugging Face cache by split. Run ``datasets`` only if they are not known yet."""
     path = (index_dir or default_index_dir()) / f"{request.key}.midepoch-dataset"
     if not force and (known := _recall(path, request)) is not None:
         return known
     with locked(path, f"the list of files of {Address(request.path)!r}") as place:
-        if not force and (known := _recall(path, request)) is not None:  # another process did it meanwhile
+        if not force and (known := _recall(path, request)) is not None:  # another process has done it
             return known
         inputs = request.inputs(path.parent)
         splits = _ask_datasets(request, num_proc)
@@ -100,7 +100,7 @@ def arrow_files(
 
 
 def _recall(path: Path, request: HubRequest) -> dict[str, list[Path]] | None:
-    """What was found last time, unless files have gone or changed since."""
+    """Return the files found last time, or None if files were removed or changed since."""
     try:
         entry = json.loads(path.read_text())
         if entry["version"] != VERSION or [tuple(each) for each in entry["inputs"]] != request.inputs(path.parent):
@@ -121,7 +121,7 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
     kwargs = {name: value for name, value in request.kwargs.items() if name != "keep_in_memory"}
     if kwargs.pop("streaming", False):
         raise ValueError(
-            "streaming=True has no Arrow files to read; leave it out: midepoch never loads data into memory"
+            "streaming=True has no Arrow files to read. Leave it out: midepoch never loads data into memory"
         )
     redact_logs()
     try:
@@ -142,11 +142,11 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
         if isinstance(found, datasets.Dataset):
             found = {str(found.split or "train"): found}
         return {str(name): _files_of(request, name, split) for name, split in found.items()}
-    raise failure  # not where it was caught: errors that are chained are shown as they are
+    raise failure  # outside of the handler: a chained error would be shown with its credentials
 
 
 def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataError:
-    """The error to raise for one of ``datasets``, chained to it unless that shows credentials."""
+    """Return the error to raise for an error of ``datasets``, chained to it unless that shows credentials."""
     given = {name: value for name, value in request.kwargs.items() if name in _CREDENTIALS or is_secret(name)}
     secrets = Secrets.of(given, *map(Address, (request.path, request.data_dir or "", *_flat(request.data_files))))
     name = repr(Address(request.path))
@@ -166,7 +166,7 @@ def _files_of(request: HubRequest, name: Any, split: Any) -> list[Path]:
     files = [Path(entry["filename"]) for entry in split.cache_files]
     if not files and len(split):
         shown = repr(Address(request.path))
-        raise DataError(f"split {name!r} of {shown} is in memory only; there are no Arrow files to read.")
+        raise DataError(f"split {name!r} of {shown} is in memory only: there are no Arrow files to read.")
     return files
 
 
@@ -184,13 +184,13 @@ def _flat(data_files: Any) -> Iterable[str]:
 
 
 def _canonical(value: Any) -> str:
-    """A text that is the same for the same arguments, whatever they hold and in whatever order their keys stand."""
+    """Return a text that is equal for equal arguments, in any order of their keys."""
     if isinstance(value, Mapping):
         return "{" + ",".join(sorted(f"{key!r}:{_canonical(inner)}" for key, inner in value.items())) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_canonical, value)) + "]"
     if isinstance(value, (str, os.PathLike)):
-        return repr(Address(os.fspath(value)).identity)  # the same data, whatever it takes to be let in
+        return repr(Address(os.fspath(value)).identity)  # the same data with any credentials
     return repr(value)
 
 

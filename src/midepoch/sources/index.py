@@ -1,4 +1,4 @@
-"""The index of a set of files: where every block lies. Written once, checked by ``stat``, memory-mapped when opened."""
+"""Index of a set of files: the location of every block. Written once, checked by ``stat``, opened memory-mapped."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _log = logging.getLogger("midepoch")
 
 
 class EncodedError(FormatError):
-    """A file cannot be used as it is mapped, since its record batches have to be decoded."""
+    """A file cannot be mapped in place, because its record batches have to be decoded."""
 
 
 class IndexedFile(NamedTuple):
-    """One file as it was when indexed."""
+    """State of one file when it was indexed."""
 
     path: str
     size: int
@@ -53,9 +53,9 @@ class IndexedFile(NamedTuple):
     etag: str = ""
     partition: Values = ()
     broken: int = 0
-    """The number of lines that cannot be read and are no part of the data."""
+    """Number of unreadable lines, which are not part of the data."""
     broken_lines: tuple[int, ...] = ()
-    """The numbers of the first of them."""
+    """Line numbers of the first of them."""
 
     def unchanged(self) -> bool:
         try:
@@ -67,10 +67,10 @@ class IndexedFile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Blocks of some files, in order: ``offsets[b]`` is the byte at which block b lies in its file.
+    """Blocks of some files, in order. ``offsets[b]`` is the byte offset of block b in its file.
 
-    ``starts[b]`` is its first row; both arrays have one entry more than there are blocks. ``format`` says how a block
-    is decoded: files of Arrow batches on a local disk are mapped instead. Then the fields behind it stay empty.
+    ``starts[b]`` is its first row. Both arrays have one entry more than there are blocks. ``format`` is the decoder of
+    blocks. Local Arrow files are mapped instead; the fields after ``format`` are then empty.
     """
 
     files: tuple[IndexedFile, ...]
@@ -87,7 +87,7 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the contents of all files, in order; the same wherever they lie and whatever they are called."""
+        """Fingerprint of the contents of all files, in order. It does not depend on their locations and names."""
         digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
         for file in self.files:
             partition = f" {file.partition}" if file.partition else ""
@@ -99,7 +99,7 @@ class Index:
         return pa.ipc.read_schema(pa.py_buffer(self.schema_bytes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A dataset sent to a worker carries the path of the index, not its arrays.
+        # A dataset sent to a worker contains the path of the index, not its arrays.
         if self.path is not None:
             return _reopen, (self.path, self.fingerprint)
         return Index, (
@@ -111,12 +111,14 @@ class Index:
 def _reopen(path: str, fingerprint: str) -> Index:
     index = read_index(Path(path))
     if index is None or index.fingerprint != fingerprint:
-        raise FormatError(f"the index {path} has changed or gone since the dataset was made; make the dataset again.")
+        raise FormatError(
+            f"the index {path} was changed or removed since the dataset was created. Create the dataset again."
+        )
     return index
 
 
 def default_index_dir() -> Path:
-    """``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
+    """Return ``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
     if given := os.environ.get("MIDEPOCH_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midepoch"
@@ -131,7 +133,7 @@ def open_index(
     as_mapped: bool = False,
     progress: Progress | None = None,
 ) -> Index:
-    """The index of these files: read if it is there and fresh, else made (by one process at a time) and kept.
+    """Return the index of these files: read if it is fresh, else built (by one process at a time) and saved.
 
     ``as_mapped``: raise EncodedError for files whose record batches would have to be decoded.
     """
@@ -142,7 +144,7 @@ def open_index(
     if not force and (index := _fresh(path, absolute)) is not None:
         return index
     with locked(path, "the index") as place:
-        if not force and (index := _fresh(path, absolute)) is not None:  # another process made it meanwhile
+        if not force and (index := _fresh(path, absolute)) is not None:  # another process has built it
             return index
         index = _build(absolute, skip_damage, as_mapped, progress)
         if not place.keep(lambda: atomic_write(path, serialise(index))):
@@ -164,7 +166,7 @@ def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: 
     usable(files[0], schema)
     for path, (found, _) in zip(files, scans, strict=True):
         if as_mapped and (found.compressed or any(holds_dictionary(column.type) for column in found.schema)):
-            raise EncodedError(f"{path} is compressed or dictionary-encoded: it cannot be used as it is mapped.")
+            raise EncodedError(f"{path} is compressed or dictionary-encoded: it cannot be mapped in place.")
     entries = []
     for path, (found, stat) in zip(files, scans, strict=True):
         _same_schema(files[0], schema, path, found.schema)
@@ -190,7 +192,7 @@ def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: 
 
 def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
     try:
-        stat = os.stat(path)  # before the scan: a file that changes under it will look stale
+        stat = os.stat(path)  # before the scan: a file that changes during it will look stale
     except OSError as problem:
         raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
     return retried(lambda: scan(path, skip_damage=skip_damage), str(path)), stat
@@ -199,12 +201,12 @@ def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
 def usable(path: object, schema: pa.Schema) -> None:
     twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
     if twice:
-        raise FormatError(f"{path}: several columns are called {', '.join(map(repr, twice))}; rename them in the file.")
+        raise FormatError(f"{path}: several columns are named {', '.join(map(repr, twice))}. Rename them in the file.")
     for column in schema:
         if (inner := undecodable(column.type)) is not None:
             raise FormatError(
-                f"{path}: column {column.name!r} holds dictionary-encoded values inside a {inner}, which cannot be "
-                "read; write them as plain values."
+                f"{path}: column {column.name!r} contains dictionary-encoded values inside a {inner}, which cannot be "
+                "read. Write them as plain values."
             )
 
 
@@ -248,7 +250,7 @@ def serialise(index: Index) -> bytes:
 
 
 def read_index(path: Path) -> Index | None:
-    """The index in a file, or None where there is none that can be used (absent, damaged, of another version)."""
+    """Return the index in a file, or None if it is missing, damaged or of another version."""
     try:
         with pa.memory_map(str(path)) as mapped:
             table = pa.ipc.open_file(mapped).read_all()
@@ -258,21 +260,21 @@ def read_index(path: Path) -> Index | None:
         header = json.loads(text)
         if header["version"] != VERSION:
             return None
-        # Not Array.to_numpy: it would import pandas, which takes longer than all the rest of opening a dataset.
+        # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
         arrays = [np.frombuffer(column.chunk(0).buffers()[1], np.int64) for column in table.columns]
         if any(len(array) != table.num_rows for array in arrays):
-            raise ValueError("its arrays are cut short")
+            raise ValueError("its arrays are truncated")
         if _checksum(arrays) != header["crc"]:
             raise ValueError("its arrays are damaged")
         files = tuple(_file(file) for file in header["files"])
         schema = base64.b64decode(header["schema"])
         footers, name = header["footers"]
         if footers and not path.with_name(footers).exists():
-            raise ValueError("its footers are gone")
+            raise ValueError("its footers are missing")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
-        _log.info("the index %s cannot be used and is made again: %s", path, problem)
+        _log.info("the index %s cannot be used and is built again: %s", path, problem)
         return None
     nullable = frozenset(map(tuple, header["nullable"]))
     kept = Footers((), str(path.with_name(footers)) if footers else None, name)
@@ -302,7 +304,7 @@ def _file(stored: list[Any]) -> IndexedFile:
 
 
 def _checksum(arrays: Sequence[Int64Array]) -> int:
-    found = 0
+    checksum = 0
     for array in arrays:
-        found = zlib.crc32(np.ascontiguousarray(array).data, found)
-    return found
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return checksum

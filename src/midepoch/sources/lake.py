@@ -1,7 +1,7 @@
-"""The index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, and Arrow files in a store.
+"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, and Arrow files in a store.
 
-Made once: footers (or, of text, all rows) are looked at in parallel, types are brought together, and the rows that
-pass the filter are counted, so that a position means the same row on every machine.
+It is built once: footers (for text, all rows) are scanned in parallel, types are unified, and the rows that pass the
+filter are counted, so that a position means the same row on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from midepoch.errors import CorruptBlockError
 from midepoch.sources.decode import decoder, partition_expression
-from midepoch.sources.files import Found
+from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
 from midepoch.sources.formats import Block, Scanned, format_named
@@ -32,12 +32,12 @@ from midepoch.sources.stores import Entry, Store
 _log = logging.getLogger("midepoch")
 
 _NAMED_LINES = 10
-"""Of the lines of a file that cannot be read, how many are named in the log."""
+"""Maximum number of unreadable lines of a file that are named in the log."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What was asked for: all that decides what the index holds. ``find`` lists the files when it has to."""
+    """Everything that determines the contents of an index. ``find`` lists the files when needed."""
 
     store: Store
     paths: tuple[str, ...]
@@ -45,20 +45,20 @@ class Request:
     filter: Filter | None
     partitioning: str | None
     skip_damage: bool
-    find: Callable[[], Found]
+    find: Callable[[], DataFiles]
 
     @property
     def plain(self) -> bool:
-        """Whether all rows and columns of the files are asked for."""
+        """True if all rows and columns of the files are requested."""
         return self.filter is None and self.partitioning is None
 
     def index_path(self, index_dir: Path | None) -> Path:
-        """Where the index is kept."""
+        """Return the path of the index file."""
         return (index_dir or default_index_dir()) / f"{self.key}.midepoch-index"
 
     @property
     def key(self) -> str:
-        """Nothing secret is in it, not even as a hash."""
+        """Name of the index. It contains no secrets, not even as a hash."""
         parts = [self.store.identity, *self.paths, self.format or "", self.filter.text if self.filter else ""]
         parts += [self.partitioning or "", str(self.skip_damage)]
         parts += [self.filter.digest] if self.filter else []
@@ -73,7 +73,7 @@ def open_lake(
     validate: bool = True,
     progress: Progress | None = None,
 ) -> Index:
-    """The index: read if it is there and fresh (by one listing, or unseen with ``validate=False``), else made."""
+    """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
     index = _opened(request, index_dir, force, validate, progress)
     for file in index.files:
         if file.broken:
@@ -95,7 +95,7 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
         return index
     with locked(path, "the index") as place:
         index = None if force else read_index(path)
-        if index is not None and _fresh(index, found):  # another process made it meanwhile
+        if index is not None and _fresh(index, found):  # another process has built it
             return index
         built = _build(request, found, progress)
         if not place.keep(lambda: atomic_write(path, serialise(_with(built, built.footers.save(path))))):
@@ -105,14 +105,12 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
 
 
 def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
-    """Whether the files are plain Arrow files of this machine of which no index says that they have to be read like
-    others; one of other files that were here before says nothing.
-    """
+    """Return True for plain local Arrow files, unless a fresh index shows that they have to be decoded."""
     path = request.index_path(index_dir)
-    known = not force and path.exists()
-    if not (request.store.local and request.plain) or (known and not validate) or request.find().format != "arrow":
+    indexed = not force and path.exists()
+    if not (request.store.local and request.plain) or (indexed and not validate) or request.find().format != "arrow":
         return False
-    index = read_index(path) if known else None
+    index = read_index(path) if indexed else None
     return index is None or not _fresh(index, request.find())
 
 
@@ -123,12 +121,12 @@ def _with(index: Index, footers: Footers) -> Index:
     )  # fmt: skip
 
 
-def _fresh(index: Index, found: Found) -> bool:
+def _fresh(index: Index, found: DataFiles) -> bool:
     now = [(entry.path, entry.size, entry.mtime_ns) for entry in found.entries]
     return [(file.path, file.size, file.mtime_ns) for file in index.files] == now
 
 
-def _build(request: Request, found: Found, progress: Progress | None) -> Index:
+def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
     store, entries = found.store, found.entries
     total = len(entries) * (1 if request.filter is None else 2)
     report = progress or _quiet
@@ -184,7 +182,7 @@ def _scanned(store: Store, form: str, skip_damage: bool, entry: Entry) -> Scanne
 
 
 def _quiet(done: int, total: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""
 
 
 def _holds_floats(kind: pa.DataType) -> bool:
@@ -192,7 +190,7 @@ def _holds_floats(kind: pa.DataType) -> bool:
 
 
 class _Counter:
-    """Counts the rows of each block that pass a filter, reading no column but those that it asks for."""
+    """Counter of the rows of each block that pass a filter. It reads only the columns of the filter."""
 
     def __init__(self, store: Store, form: str, chosen: Filter, schema: pa.Schema, skip_damage: bool) -> None:
         self._store, self._form, self._filter, self._schema = store, format_named(form), chosen, schema

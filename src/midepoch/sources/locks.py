@@ -1,8 +1,8 @@
-"""Locks in files that nobody waits for silently or indefinitely.
+"""File locks with bounded, logged waiting.
 
-The kernel drops a lock when its process ends, however it ends; one that is stopped keeps it. So a process that waits
-says for whom, and goes on without the lock where its holder shows no sign of life for too long. A lock therefore only
-saves work: what it guards must also be right when two processes do it at the same time.
+The kernel releases a lock when its process ends, for whatever reason. A stopped process keeps it. Therefore a waiting
+process logs the holder, and continues without the lock if the holder shows no sign of life for too long. A lock only
+saves work: the guarded task must also be correct when two processes do it at the same time.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # not on Windows: two processes may do the same work, which is harmless
+except ImportError:  # on Windows: two processes may do the same work, which is harmless
     fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger("midepoch")
 
 NOTICE_SECONDS = 5.0
-"""Time to wait before saying for whom."""
+"""Time to wait before the holder is logged."""
 LIMIT_SECONDS = 60.0
-"""Time without a sign of life of the holder after which its lock is not respected any more."""
+"""Time without a sign of life of the holder after which its lock is ignored."""
 LONGEST_SECONDS = 3600.0
-"""The same for a holder that lives and does not come to an end."""
+"""Time after which the lock of a live holder is ignored."""
 _REPEAT_SECONDS = 60.0
 _BEAT_SECONDS = 1.0
 _IGNORED_LIMITS = 10
 
-_NOTE_BYTES, _NOTES = 256, 1024  # of a lock file: what holders write about themselves, at most 256 KiB
+_NOTE_BYTES, _NOTES = 256, 1024  # of a lock file: descriptions of the holders, at most 256 KiB
 
 
 class LockFile:
     """Locks by number, each held by one process at a time, in one file. They do not exclude threads of a process.
 
-    These are POSIX locks: children that were forked meanwhile (the pool of ``datasets``) do not hold them.
+    They are POSIX locks: forked children (such as the pool of ``datasets``) do not hold them.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False  # a process that ends closes its files
+        self._close.atexit = False  # the system closes the file at exit
         self._guard = threading.Lock()
         self._first_seen: dict[int, tuple[bytes, float]] = {}
         self._ignored: dict[tuple[str, int] | None, float] = {}
 
     def acquire(self, number: int, task: str, *, wait: bool, limit: float | None = None) -> bool:
-        """Return whether to do the task: the lock is held, or its holder is not respected any more.
+        """Return True if this process is to do the task: it holds the lock, or ignores the holder.
 
         ``limit``: seconds without a sign of life of the holder, LIMIT_SECONDS by default.
         """
@@ -75,7 +75,7 @@ class LockFile:
                 next_notice = waited + _REPEAT_SECONDS
                 _log.warning(
                     "waiting for %s, which holds the lock %s, to finish %s. Continue or end that process if it is "
-                    "stopped; after %.0f s without a sign of life of it, this process does the work itself.",
+                    "stopped. After %.0f s without a sign of life from it, this process does the work itself.",
                     _described(holder), self._path, task, limit,
                 )  # fmt: skip
             time.sleep(min(0.1, 0.002 + waited / 20))
@@ -84,7 +84,7 @@ class LockFile:
         return True
 
     def release(self, number: int) -> None:
-        """Give up a lock, if it is held."""
+        """Release a lock, if it is held."""
         with self._guard:
             if fcntl is not None and self._fd is not None:
                 with suppress(OSError):
@@ -92,7 +92,7 @@ class LockFile:
 
     @contextmanager
     def signs_of_life(self, number: int) -> Iterator[None]:
-        """Show those who wait for a lock that this process runs: for work that may take longer than they wait."""
+        """Show waiting processes that this process is alive, during work that may take longer than they wait."""
         over, since = threading.Event(), _now()
 
         def beat() -> None:
@@ -131,7 +131,7 @@ class LockFile:
                 os.pwrite(self._fd, text, number % _NOTES * _NOTE_BYTES)
 
     def _holder(self, number: int) -> tuple[dict[str, Any] | None, float]:
-        """The note of who holds a lock, if it is legible, and for how long it has been the same."""
+        """Return the note of a lock's holder (None if it is not legible) and the seconds since it changed."""
         text = b""
         with suppress(OSError):
             if self._fd is not None:
@@ -148,7 +148,7 @@ class LockFile:
         return note if legible else None, now - seen[1]
 
     def _ignore(self, holder: dict[str, Any] | None, task: str, seconds: float, limit: float) -> None:
-        """Do not wait for this holder again soon: it may hold other locks as well."""
+        """Ignore this holder for a while: it may hold other locks as well."""
         if holder is not None:
             self._ignored[_key(holder)] = time.monotonic() + _IGNORED_LIMITS * limit
         _log.warning(

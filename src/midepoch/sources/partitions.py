@@ -1,4 +1,4 @@
-"""Hive partitions: folders called ``key=value`` whose values are columns of all rows below."""
+"""Hive partitions: folders named ``key=value`` whose values become columns of all rows below."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ Values = tuple[tuple[str, Any], ...]
 
 
 def hive_values(paths: Sequence[str]) -> tuple[list[Values], pa.Schema]:
-    """The values of each path, and their types: whole numbers where all are, else text."""
+    """Return the values of each path and their types: integers if all values are, else text."""
     texts = [_texts(path) for path in paths]
     keys = list(texts[0])
-    for path, found in zip(paths, texts, strict=True):
-        if list(found) != keys:
+    for path, values in zip(paths, texts, strict=True):
+        if list(values) != keys:
             raise FormatError(
-                f"the files are not partitioned alike: {paths[0]} has {keys or 'no keys'}, {path} has {list(found)}."
+                f"the files are not partitioned alike: {paths[0]} has {keys or 'no keys'}, {path} has {list(values)}."
             )
-    types = {key: pa.int64() if all(_is_int(found[key]) for found in texts) else pa.string() for key in keys}
-    values = [tuple((key, _typed(found[key], types[key])) for key in keys) for found in texts]
-    return values, pa.schema(list(types.items()))
+    types = {key: pa.int64() if all(_is_int(text[key]) for text in texts) else pa.string() for key in keys}
+    typed = [tuple((key, _typed(text[key], types[key])) for key in keys) for text in texts]
+    return typed, pa.schema(list(types.items()))
 
 
 def below(given: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """The paths of files below the roots of their partitions.
+    """Return the paths of files relative to the roots of their partitions.
 
-    A folder that was given may be a partition itself; those above it are none otherwise. A file or a glob has no such
-    border: there they are the nearest folders called ``key=value`` that follow on each other.
+    For a given folder the root is the folder, or the first parent that is not itself a partition. For a file or a glob
+    the partitions are the nearest consecutive folders named ``key=value``.
     """
     files = set(given).intersection(paths)
     others = [text for text in given if text not in files]
-    found = []
+    relative = []
     for path in paths:
         roots = [_root(text, path) for text in ((path,) if path in files else others)]
         root = max((each for each in roots if path.startswith(each)), key=len, default="")
-        found.append(path[len(root) :].lstrip("/"))
-    return found
+        relative.append(path[len(root) :].lstrip("/"))
+    return relative
 
 
 def _root(text: str, path: str) -> str:
     plain, *glob = _GLOB.split(text, maxsplit=1)
     if text != path and not glob:
         above = text.rstrip("/").split("/")
-        while above and "=" in above[-1]:  # a folder that is a partition itself
+        while above and "=" in above[-1]:  # a folder that is itself a partition
             above.pop()
         return "/".join([*above, ""])
     folders = path.split("/")[:-1]
     fixed = plain.split("/")[:-1] if text != path else folders
     if any("=" in folder for folder in folders[len(fixed) :]):
-        folders = fixed  # some of the partitions are matched by the glob
+        folders = fixed  # the glob matches some of the partitions
     else:
         while any("=" in folder for folder in folders) and "=" not in folders[-1]:
             folders.pop()

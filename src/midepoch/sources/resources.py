@@ -1,4 +1,4 @@
-"""Errors of the machine, which say nothing about the data: too many open files, a disk that does not answer."""
+"""Retries of local file access after errors of the machine, such as too many open files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from midepoch.sources.damage import error_number, is_damage
 T = TypeVar("T")
 
 PAUSES = (0.05, 0.2, 0.8)
-"""Seconds between attempts at a file of a local disk."""
+"""Seconds between attempts to access a local file."""
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def retried(action: Callable[[], T], path: str) -> T:
-    """Run an action on a local file, again after a pause where the operating system refused it.
+    """Run an action on a local file, and retry it after a pause if the operating system refused it.
 
-    A lasting refusal is raised as the OSError that it is, other failures as CorruptBlockError.
+    A persistent refusal is raised as OSError, damage as CorruptBlockError.
     """
     for pause in (*PAUSES, None):
         try:

@@ -1,4 +1,4 @@
-"""One schema for files that may differ: the union of their columns, where nulls are, and how wide a row is."""
+"""Common schema of files that may differ: the union of their columns, the nullable paths, and the row width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from midepoch.sources.stores import Entry, Store
 def unified(
     store: Store, entries: Sequence[Entry], scans: Sequence[Scanned], added: pa.Schema | None, *, text: bool
 ) -> pa.Schema:
-    """One schema for all files: the union of their columns."""
+    """Return one schema for all files: the union of their columns."""
     if scans[0].inferred:
         schema = widest(store.name(entries[0].path), [scan.schema for scan in scans], text=text)
         schema = pa.schema([field.with_type(pa.string()) if field.type == pa.null() else field for field in schema])
@@ -33,7 +33,7 @@ def unified(
 
 
 def _joined(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The union of the columns of these files, each in a type that holds the values of all."""
+    """Return the union of the columns of these files, each with a type that holds the values of all."""
     fields: dict[str, tuple[pa.Field, str]] = {}
     for i, (file, schema) in enumerate(zip(files, schemas, strict=True)):
         if i and schema.equals(schemas[i - 1]):
@@ -54,8 +54,8 @@ def _joined(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def _common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """The type that holds values of both, as pyarrow promotes them: the wider number, the larger offsets, the fields of
-    both structs. None if there is none.
+    """Return the type that holds values of both, as pyarrow promotes them: the wider number, the larger offsets, the
+    fields of both structs. None if there is none.
     """
     for a, b in ((first, second), (_without_views(first), _without_views(second))):
         try:
@@ -67,7 +67,7 @@ def _common(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _without_views(kind: pa.DataType) -> pa.DataType:
-    """Text and bytes for views of them, which pyarrow does not promote."""
+    """Replace views by text and bytes: pyarrow does not promote views."""
     if pt.is_string_view(kind) or pt.is_binary_view(kind):
         return pa.large_string() if pt.is_string_view(kind) else pa.large_binary()
     if not _is_nested(kind):
@@ -76,7 +76,7 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
 
 
 def _free(kind: pa.DataType) -> pa.DataType:
-    """A type without promises that nothing inside is null: files differ in those."""
+    """Return a type in which every inner field is nullable: files differ in this."""
     if not _is_nested(kind):
         return kind
     return with_children(kind, [each.with_type(_free(each.type)).with_nullable(True) for each in _fields(kind)])
@@ -99,21 +99,21 @@ def nullable_paths(
     """
     constant = set(added.names) if added is not None else set()
     types = {field.name: field.type for field in schema if field.name not in constant}
-    found: set[tuple[str, ...]] = {(n,) for n in constant if any(dict(value)[n] is None for value in values)}
+    paths: set[tuple[str, ...]] = {(n,) for n in constant if any(dict(value)[n] is None for value in values)}
     for scan in scans:
         own = dict(zip(scan.schema.names, scan.schema.types, strict=True))
-        found.update((name,) for name in types.keys() - own.keys())
+        paths.update((name,) for name in types.keys() - own.keys())
         other = {n for n, kind in own.items() if n in types and not kind.equals(types[n], check_metadata=True)}
         for name, *inner in scan.nullable:
             if name in types:
-                found.add((name, *(_renamed(inner, types[name]) if name in other else inner)))
+                paths.add((name, *(_renamed(inner, types[name]) if name in other else inner)))
         for name in other:
-            found.update(_lacking((name,), plain_type(own[name]), types[name]))
-    return frozenset(found)
+            paths.update(_lacking((name,), plain_type(own[name]), types[name]))
+    return frozenset(paths)
 
 
 def _renamed(path: Sequence[str], kind: pa.DataType) -> list[str]:
-    """A path inside a column by the names that the common type has: writers name the values of lists differently."""
+    """Return a path inside a column with the names of the common type: writers name the values of lists differently."""
     if isinstance(kind, pa.BaseExtensionType):
         return _renamed(path, kind.storage_type)
     if not path or not kind.num_fields:
@@ -123,7 +123,7 @@ def _renamed(path: Sequence[str], kind: pa.DataType) -> list[str]:
 
 
 def _lacking(path: tuple[str, ...], own: pa.DataType, common: pa.DataType) -> Iterator[tuple[str, ...]]:
-    """Paths of the fields of structs that a file does not have."""
+    """Yield the paths of struct fields that a file does not have."""
     if not (_is_nested(own) and _is_nested(common)):
         return
     if not pt.is_struct(common):
@@ -139,9 +139,9 @@ def _lacking(path: tuple[str, ...], own: pa.DataType, common: pa.DataType) -> It
 
 
 def row_bytes(scans: Sequence[Scanned], schema: pa.Schema) -> float:
-    """About how many bytes a row takes in memory: what files say, and at least the width of what has one."""
-    told = sum(scan.decoded_bytes for scan in scans) / max(1, sum(sum(scan.rows) for scan in scans))
-    return max(told, float(sum(_width(field.type) for field in schema)))
+    """Return the approximate bytes of a row in memory: the size that files report, and at least the fixed widths."""
+    reported = sum(scan.decoded_bytes for scan in scans) / max(1, sum(sum(scan.rows) for scan in scans))
+    return max(reported, float(sum(_width(field.type) for field in schema)))
 
 
 def _width(kind: pa.DataType) -> float:

@@ -1,4 +1,4 @@
-"""The frozen Source: one or more indexes in a row."""
+"""The frozen Source: a sequence of one or more indexes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLAIN_FEATURES = {
     "TranslationVariableLanguages",
 }
 _ARRAY_FEATURES = {"Array2D", "Array3D", "Array4D", "Array5D"}
-"""Stored as nested lists, which need no decoding. Inside of others they do: Arrow makes no lists of them there."""
+"""Features stored as nested lists, which need no decoding. Inside other features they do."""
 
 
 _WINDOW_BYTES = 256 << 20
@@ -43,7 +43,7 @@ _WINDOW_SHARE = 0.35  # of the cache
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Where decoded blocks are kept, and how many bytes of them. ``chosen``: the user named the folder."""
+    """Folder of decoded blocks, and its limit in bytes. ``chosen``: the user named the folder."""
 
     folder: str
     limit: int
@@ -52,7 +52,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """How to get at blocks that are fetched or decoded. Not part of what the data is."""
+    """Access to blocks that are fetched or decoded. Not part of the identity of the data."""
 
     store: Store
     filter: Filter | None
@@ -63,7 +63,7 @@ class Access:
 class Source:
     """An ordered, fingerprinted set of blocks in files, in place. Pickles to the paths of its indexes.
 
-    ``access`` is there where blocks are fetched or decoded, and None where files are mapped.
+    ``access`` is set if blocks are fetched or decoded, and None if files are mapped.
     """
 
     indexes: tuple[Index, ...]
@@ -73,24 +73,24 @@ class Source:
         first = self.indexes[0].schema
         for other in self.indexes[1:]:
             if not first.equals(other.schema):
-                raise FormatError(f"splits of different schemas cannot be joined:\n{first}\nand\n{other.schema}")
+                raise FormatError(f"splits of different schemas cannot be concatenated:\n{first}\nand\n{other.schema}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.indexes, self.access)  # not what was computed from them
+        return Source, (self.indexes, self.access)  # without the cached properties
 
     @property
     def fetched(self) -> bool:
-        """Whether blocks have to be fetched or decoded, and are not mapped where they lie."""
+        """True if blocks have to be fetched or decoded, False if files are mapped in place."""
         return self.access is not None
 
     @property
     def window(self) -> int:
-        """How many blocks to shuffle together by default: those that take 256 MB in memory, if they have to be kept."""
+        """Default number of blocks to shuffle together: those that take 256 MB, if blocks are fetched or decoded."""
         return self._window(_WINDOW_BYTES)
 
     @property
     def window_in_cache(self) -> int:
-        """As ``window``, but with room in the cache for the blocks of one window while the next one is read."""
+        """Like ``window``, but limited so that the cache holds one window while the next one is read."""
         if self.access is None:
             return self.window
         return self._window(min(_WINDOW_BYTES, int(self.access.cache.limit * _WINDOW_SHARE)))
@@ -111,7 +111,7 @@ class Source:
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Byte of each block in its file."""
+        """Byte offset of each block in its file."""
         if len(self.indexes) == 1:
             return self.indexes[0].offsets
         return np.concatenate([index.offsets[:-1] for index in self.indexes] + [np.zeros(1, np.int64)])
@@ -136,17 +136,17 @@ class Source:
 
     @cached_property
     def nullable(self) -> dict[str, frozenset[tuple[str, ...]]]:
-        """For each column, where in it at least one value is null: () for the column itself, (child,) for a child."""
-        found: dict[str, set[tuple[str, ...]]] = {name: set() for name in self.schema.names}
+        """Paths with at least one null, by column: () for the column itself, (child,) for a child."""
+        nullable: dict[str, set[tuple[str, ...]]] = {name: set() for name in self.schema.names}
         for index in self.indexes:
             for name, *inner in index.nullable:
-                if name in found:
-                    found[name].add(tuple(inner))
-        return {name: frozenset(paths) for name, paths in found.items()}
+                if name in nullable:
+                    nullable[name].add(tuple(inner))
+        return {name: frozenset(paths) for name, paths in nullable.items()}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the contents, in order; the same wherever the files lie and whatever they are called."""
+        """Fingerprint of the contents, in order. It does not depend on the location or the names of the files."""
         if len(self.indexes) == 1:
             return self.indexes[0].fingerprint
         return hashlib.blake2b(
@@ -155,7 +155,7 @@ class Source:
 
     @cached_property
     def bytes_per_row(self) -> float:
-        """About how many bytes a row takes in memory."""
+        """Approximate bytes of a row in memory."""
         if self.indexes[0].row_bytes:
             return self.indexes[0].row_bytes
         return sum(file.size for file in self.files) / max(1, self.rows)
@@ -173,12 +173,12 @@ class Source:
         )
 
     def place(self, row: int) -> str:
-        """The place of a source row, in words for people."""
+        """Describe the location of a source row."""
         number = self._file_number(row)
         return f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
 
     def file_of(self, row: int) -> IndexedFile:
-        """The file that a source row is in."""
+        """Return the file of a source row."""
         return self.files[self._file_number(row)]
 
     def _file_number(self, row: int) -> int:
@@ -188,7 +188,7 @@ class Source:
         return file.path if self.access is None else self.access.store.name(file.path)
 
     def fetch(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """A block, fetched and decoded: these columns of the rows that pass the filter. Raises DataError."""
+        """Fetch and decode a block: these columns of the rows that pass the filter. Raise DataError."""
         assert self.access is not None
         store, chosen, (index,) = self.access.store, self.access.filter, self.indexes
         of_file = int(self.file_blocks.searchsorted(number, side="right")) - 1
@@ -225,7 +225,7 @@ class Source:
                     raise
                 raise CorruptBlockError(f"{store.name(file.path)}: {problem}.") from None
             finally:
-                store.check(entry)  # what was read may be half old and half new, and so may be what went wrong
+                store.check(entry)  # the data, or the error, may come from a mix of old and new contents
 
         try:
             table = store.persist(file.path, "read", checked)
@@ -248,8 +248,8 @@ class Source:
     def _remedy(self, number: int) -> str:
         first, stop = self.layout.block_starts[number : number + 2].tolist()
         return (
-            f'These are rows {first} to {stop - 1} of the data. Restore the file, or pass on_error="skip" to go on '
-            "without them."
+            f'These are rows {first} to {stop - 1} of the data. Restore the file, or pass on_error="skip" to leave '
+            "them out."
         )
 
 

@@ -26,9 +26,11 @@ class SplitPart:
     whole_percents: bool = False
 
     def rows(self, length: int) -> tuple[int, int]:
-        """The half-open range of rows it means of a split of this length."""
+        """Return the half-open range of rows in a split of this length."""
         if self.whole_percents and self.percent and length < 100:
-            raise ValueError(f"(pct1_dropremainder) of a split of {length} rows is always empty: it needs 100 or more")
+            raise ValueError(
+                f"(pct1_dropremainder) of a split of {length} rows is always empty: at least 100 rows are needed"
+            )
 
         def absolute(bound: int | None, default: int) -> int:
             if bound is None:
@@ -42,46 +44,46 @@ class SplitPart:
 
 
 def parse_split(text: str) -> tuple[SplitPart, ...]:
-    """The terms of a split notation; ValueError with an example where it is none."""
+    """Return the terms of a split notation. Raise ValueError with an example if it is not valid."""
     parts = []
     for term in re.split(r"\s*\+\s*", str(text).strip()):
-        found = _PART.fullmatch(term)
-        if found is None:
+        match = _PART.fullmatch(term)
+        if match is None:
             raise ValueError(
                 f"cannot read the split {text!r}: expected something like 'train', 'train[:10%]', 'a[5:]+b'"
             )
-        start, stop = found["start"], found["stop"]
-        percent = bool(found["start_pct"] or found["stop_pct"])
+        start, stop = match["start"], match["stop"]
+        percent = bool(match["start_pct"] or match["stop_pct"])
         if percent and any(abs(int(bound)) > 100 for bound in (start, stop) if bound):
             raise ValueError(f"cannot read the split {text!r}: percentages go from -100% to 100%")
-        if found["rounding"] not in (None, "closest", "pct1_dropremainder"):
+        if match["rounding"] not in (None, "closest", "pct1_dropremainder"):
             raise ValueError(f"cannot read the split {text!r}: rounding is 'closest' or 'pct1_dropremainder'")
         parts.append(
             SplitPart(
-                found["split"],
+                match["split"],
                 int(start) if start else None,
                 int(stop) if stop else None,
                 percent,
-                found["rounding"] == "pct1_dropremainder",
+                match["rounding"] == "pct1_dropremainder",
             )
         )
     return tuple(parts)
 
 
 def bound_of(bound: int | str | None, length: int) -> int | None:
-    """A bound of a slice of so many rows: a number, or a percentage like "80%" or "-12.5%"."""
+    """Return a bound of a slice of ``length`` rows: a number, or a percentage like "80%" or "-12.5%"."""
     if not isinstance(bound, str):
         return bound
-    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)%", bound.strip())
-    if found is None or abs(float(found[1])) > 100:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)%", bound.strip())
+    if match is None or abs(float(match[1])) > 100:
         raise ValueError(f"a bound must be a row number or a percentage like '80%' or '-10%', got {bound!r}")
-    return round(float(found[1]) * length / 100.0)
+    return round(float(match[1]) * length / 100.0)
 
 
 def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:
-    """``all`` stands for every split in turn."""
+    """Replace ``all`` by every split in turn."""
     if "all" not in splits and any(part != SplitPart("all") for part in parts if part.split == "all"):
-        raise ValueError("'all' cannot be sliced: slice the splits themselves, as in 'train[:10%]+test[:10%]'")
+        raise ValueError("'all' cannot be sliced. Slice the splits themselves, as in 'train[:10%]+test[:10%]'")
     return tuple(
         each
         for part in parts

@@ -1,7 +1,7 @@
-"""Who looks through thousands of files: the threads of this process, unless a cluster is asked to.
+"""Parallel execution of an action over thousands of files: by threads of this process, or by a cluster.
 
-An action is a function at the top of a module with its arguments bound (``functools.partial``), so that it can be sent
-to another process.
+An action is a module-level function with bound arguments (``functools.partial``), so that it can be sent to another
+process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _THREADS = 16
 
 
 class Spread(Protocol):
-    """The results of an action for all items, in their order. Raises what it raised. Tells how many are done."""
+    """Executor that returns the results of an action for all items in order, raises its errors and reports progress."""
 
     def __call__(self, action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]: ...
 
 
 def threads(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]:
-    """By threads: footers are waited for, and most of reading them is done without the interpreter's lock."""
+    """Run an action in threads: footers are mostly waited for, and read without the interpreter lock."""
     results = []
     with ThreadPoolExecutor(max_workers=max(1, min(_THREADS, len(items)))) as pool:
         for number, result in enumerate(pool.map(action, items), 1):
@@ -37,7 +37,7 @@ _chosen: ContextVar[Spread] = ContextVar("spread", default=threads)
 
 @contextmanager
 def spread_over(spread: Spread) -> Iterator[None]:
-    """Indexes that are made meanwhile are made there."""
+    """Use an executor for the indexes that are created in this context."""
     token = _chosen.set(spread)
     try:
         yield
@@ -46,5 +46,5 @@ def spread_over(spread: Spread) -> Iterator[None]:
 
 
 def for_all(action: Callable[[Any], T], items: Sequence[Any], done: Callable[[int], None]) -> list[T]:
-    """An action for all items, by whoever was chosen."""
+    """Run an action for all items with the current executor."""
     return _chosen.get()(action, items, done)

@@ -1,6 +1,6 @@
-"""Files of the cache folder: written whole or not at all, for nobody but their owner, by one process at a time.
+"""Files of the cache folder: written atomically, private to their owner, by one process at a time.
 
-A crash leaves nothing that a later process could trip over.
+A crash leaves nothing that disturbs a later process.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from midepoch.sources.locks import LockFile
 
 _log = logging.getLogger("midepoch")
 _ABANDONED_SECONDS = 24 * 3600.0
-"""The age at which a temporary file of another machine, whose processes cannot be asked, counts as abandoned."""
+"""Age at which a temporary file of another machine, whose processes are not visible, counts as abandoned."""
 _warned: set[tuple[Path, str]] = set()
 
 
-class Place:
-    """A path at which this process keeps a file, if its folder allows it."""
+class CacheSlot:
+    """Path at which this process saves a file, if its folder allows it."""
 
     def __init__(self, path: Path, what: str, problem: OSError | None) -> None:
         self._path, self._what, self._problem = path, what, problem
         self._before = _identity(path)
 
     def keep(self, write: Callable[[], object]) -> bool:
-        """Write the file by calling ``write``; return whether it is there.
+        """Write the file by calling ``write``. Return True if it exists.
 
-        A file that came meanwhile stays: another process did not wait for this one, and began later.
+        A file that another process wrote in the meantime is kept.
         """
         problem = self._problem
         if problem is None:
@@ -49,32 +49,32 @@ class Place:
         if reason not in _warned:
             _warned.add(reason)
             _log.warning(
-                "%s cannot be kept in %s (%s): it will be made again next time. Set MIDEPOCH_CACHE or index_dir to a "
-                "folder that can be written to and has room.",
+                "%s cannot be saved in %s (%s) and will be created again next time. Set MIDEPOCH_CACHE or index_dir to "
+                "a writable folder with free space.",
                 self._what, *reason,
             )  # fmt: skip
         return False
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[Place]:
-    """Hold the lock of ``path`` while ``what`` is made, which is to be kept there. See ``LockFile`` for its limits."""
+def locked(path: Path, what: str) -> Iterator[CacheSlot]:
+    """Hold the lock of ``path`` while ``what`` is created for it. See ``LockFile`` for the limits of the lock."""
     try:
         make_private(path.parent)
         lock = LockFile(path.with_name(f".{path.name}.lock"))
     except OSError as problem:
-        yield Place(path, what, problem)
+        yield CacheSlot(path, what, problem)
         return
     try:
         lock.acquire(0, what, wait=True)
         with lock.signs_of_life(0):
-            yield Place(path, what, None)
+            yield CacheSlot(path, what, None)
     finally:
         lock.close()
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it, as far as they are missing, for nobody but their owner."""
+    """Create a folder and its missing parents, private to their owner."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
@@ -83,12 +83,12 @@ def make_private(folder: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside ``path`` that no other thread, process or machine uses, and that ``sweep`` recognizes."""
+    """Return a unique name beside ``path`` that ``sweep`` recognizes."""
     return path.with_name(f".{path.name}.{_machine_digest()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path``: readers see the old file or the new one, whole, whatever happens meanwhile."""
+    """Write ``data`` to ``path`` atomically: readers see either the complete old file or the complete new one."""
     sweep(path.parent, f".{path.name}.*.tmp")
     temporary = temporary_path(path)
     try:
@@ -103,7 +103,7 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Remove the temporary files that ended processes left in a folder."""
+    """Remove temporary files of dead processes from a folder."""
     for left in folder.glob(pattern):
         *_, digest, pid, _token, _suffix = ["", "", *left.name.split(".")]
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Files of a local disk, an object store, or anything fsspec knows, behind one small interface with retries.
+"""One small interface with retries for files on a local disk, in an object store, or in any fsspec file system.
 
-This is where errors of the libraries that reach a store end: what is raised here has their text without credentials,
-and is chained to none of them.
+Errors of the underlying libraries are converted here: the errors raised have their text without credentials and are not
+chained to them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REFUSALS = (
     "NoAuthenticationInformation InsufficientAccountPermissions AccountIsDisabled "  # Azure
     "PermissionDenied Unauthenticated Unauthorized Forbidden"  # Google, and the web
 )
-"""Names of refusals that asking again will not change; SDKs also write them as ``ACCESS_DENIED``."""
+"""Names of refusals for which a retry is useless. SDKs also write them as ``ACCESS_DENIED``."""
 _SPELLED = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "[_ ]?", name) for name in _REFUSALS.split())
 _DENIED = re.compile(rf"HTTP status 40[13]|\b(?:{_SPELLED})\b", re.IGNORECASE)
 _NETWORK = re.compile(r"AWS Error|curl|HTTP|[Cc]onnection|[Tt]imed? ?out|status")
@@ -44,7 +44,7 @@ _GONE = re.compile(r"NO_SUCH_KEY|NoSuchKey|NO_SUCH_BUCKET|NoSuchBucket|HTTP stat
 
 
 class Entry(NamedTuple):
-    """One file as a listing shows it. ``etag`` is empty where the store has none, or does not show it in a listing."""
+    """One file of a listing. ``etag`` is empty if the store has none or does not list it."""
 
     path: str
     size: int
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to go on trying: ``attempts`` within ``budget`` seconds, with pauses that double, and jitter."""
+    """Retry policy: ``attempts`` within ``budget`` seconds, with doubling pauses and jitter."""
 
     attempts: int = 6
     first_pause: float = 0.2
@@ -67,7 +67,7 @@ class Retry:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Files of one file system. Pickles with its credentials, for worker processes; nothing else ever writes them."""
+    """Files of one file system. Pickles include its credentials, for worker processes. Nothing else saves them."""
 
     given: fs.FileSystem
     scheme: str = ""
@@ -80,19 +80,19 @@ class Store:
 
     @property
     def filesystem(self) -> fs.FileSystem:
-        """The file system. A fork of the process that made it has its connections without the threads behind them, and
-        would wait for ever.
+        """The file system. Raise MidepochError in a forked process, which has the connections without their threads and
+        would wait indefinitely.
         """
         if self.owner != os.getpid() and self.forked_is_fatal:
             raise MidepochError(
                 f"{self.scheme or 'this store'} cannot be read in a forked process. Use ds.loader(num_workers=…), "
-                "which starts its workers otherwise, or give DataLoader multiprocessing_context='spawn'."
+                "which does not fork its workers, or pass multiprocessing_context='spawn' to DataLoader."
             )
         return self.given
 
     @property
     def forked_is_fatal(self) -> bool:
-        """Whether the file system has threads that do not survive a fork, or files whose position it would share."""
+        """True if the file system has threads that do not survive a fork, or files with a shared position."""
         if isinstance(self.given, fs.PyFileSystem):
             return isinstance(self.given.handler, Handler) and not self.given.handler.survives_fork
         return not self.local
@@ -103,7 +103,7 @@ class Store:
 
     @property
     def identity(self) -> str:
-        """The name that tells this store from others, without anything secret: part of the key of an index."""
+        """Name that distinguishes this store from others, without secrets. It is part of the key of an index."""
         place = ""
         if isinstance(self.filesystem, fs.S3FileSystem):
             place = str(options_of(self.filesystem).get("endpoint_override", "")).rpartition("@")[2]
@@ -112,25 +112,25 @@ class Store:
         return f"{self.scheme}{self.filesystem.type_name} {place}"
 
     def name(self, path: str) -> str:
-        """A path in words for people."""
+        """Return a path as it is shown."""
         return Address(f"{self.scheme}{path}").public
 
     def list(self, folder: str) -> list[Entry]:
-        """All files below a folder, at any depth, in one listing."""
+        """Return all files below a folder, at any depth, from one listing."""
         selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
         infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
         files = [info for info in infos if info.type == fs.FileType.File]
         return [_entry(info) if info.size is not None else self._sized(info.path) for info in files]
 
     def _sized(self, path: str) -> Entry:
-        """A file whose listing tells no size, as that of a web server."""
+        """Return the entry of a file whose listing has no size, as that of a web server."""
         entry = self.stat(path)
         if entry is None:
-            raise DataNotFoundError(f"{self.name(path)} was listed, and does not exist.")
+            raise DataNotFoundError(f"{self.name(path)} was listed, but does not exist.")
         return entry
 
     def stat(self, path: str) -> Entry | None:
-        """One file, or None if it is not one."""
+        """Return the entry of a file, or None if the path is not a file."""
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return _entry(info) if info.type == fs.FileType.File else None
 
@@ -139,31 +139,31 @@ class Store:
         return bool(info.type == fs.FileType.Directory)
 
     def open(self, entry: Entry) -> OpenFile:
-        """The file for random access; no retries: the caller has them around all that it reads.
+        """Open a file for random access, without retries: the caller retries its complete action.
 
-        Raises DataChangedError if it is not what the entry says.
+        Raise DataChangedError if the file does not match the entry.
         """
         if self.local:
             self._compare(entry, _local_entry(entry.path))
-            return OpenFile(pa.OSFile(entry.path))  # not mapped: a file cut short meanwhile would end the process
+            return OpenFile(pa.OSFile(entry.path))  # not mapped: truncation of the file would crash the process
         native = self.filesystem.open_input_file(entry.path)
         etag = self._etag(entry.path, native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
         return OpenFile(pa.PythonFile(_Checked(native), mode="r"), etag)
 
     def _etag(self, path: str, native: pa.NativeFile) -> str:
-        """The version of an open file, as far as the store tells."""
+        """Return the version of an open file. Empty if the store has none."""
         if isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, Handler):
             return self.filesystem.handler.version(path)
         try:
-            found = native.metadata()
+            metadata = native.metadata()
         except (OSError, pa.ArrowException):
             return ""
-        etag = {str(name).lower(): value for name, value in (found or {}).items()}.get("etag", b"")
+        etag = {str(name).lower(): value for name, value in (metadata or {}).items()}.get("etag", b"")
         return etag.decode(errors="replace") if isinstance(etag, bytes) else str(etag)
 
     def check(self, expected: Entry) -> None:
-        """Raise DataChangedError unless a file is what it was when it was indexed."""
+        """Raise DataChangedError if a file has changed since it was indexed."""
         if self.local:
             self._compare(expected, _local_entry(expected.path))
         else:
@@ -171,21 +171,21 @@ class Store:
 
     def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
-            difference = f"{found.size} bytes where there were {expected.size}"
+            difference = f"it has {found.size} bytes and had {expected.size}"
         elif found.etag and expected.etag and found.etag != expected.etag:
-            difference = "its ETag is another"
+            difference = "its ETag differs"
         elif found.mtime_ns and expected.mtime_ns and found.mtime_ns != expected.mtime_ns:
-            difference = "it was written to"
+            difference = "its modification time differs"
         else:
             return
         raise DataChangedError(
             f"{self.name(expected.path)} has changed since it was indexed ({difference}). "
-            "Open the dataset again, with force_reindex=True, to use the new contents; a state saved before will then "
+            "Open the dataset again with force_reindex=True to use the new contents. A state saved before will then "
             "be refused."
         )
 
     def persist(self, path: str, what: str, action: Callable[[], T]) -> T:
-        """Do something, again after a pause where it may help. Raises FetchError, which says what was tried."""
+        """Run an action, and retry it after a pause if that may help. Raise FetchError with the attempts made."""
         started, attempt = time.monotonic(), 0
         while True:
             try:
@@ -200,12 +200,12 @@ class Store:
                     tried = f"{attempt} attempt{'s' if attempt > 1 else ''} in {spent:.1f} s"
                     failure = self._lasting(problem, path, what, tried)
             if pause is None:
-                raise failure  # not where it was caught: errors that are chained are shown as they are
+                raise failure  # outside of the handler: a chained error would be shown with its credentials
             _log.warning("%s could not be %s, trying again in %.1f s: %s", self.name(path), what, pause, text)
             time.sleep(pause)
 
     def _pause(self, problem: Exception, text: str, attempt: int, spent: float) -> float | None:
-        """Seconds to wait before trying again after so many attempts, or None where it would not help."""
+        """Return the seconds to wait before the next attempt, or None if a retry is useless."""
         if isinstance(problem, (MidepochError, FileNotFoundError, NotADirectoryError, PermissionError)):
             return None
         if _GONE.search(text) or _DENIED.search(text) or not (isinstance(problem, OSError) or is_damage(problem)):
@@ -216,7 +216,7 @@ class Store:
         return None if attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget else pause
 
     def _lasting(self, problem: Exception, path: str, what: str, tried: str) -> Exception:
-        """The error for a problem that trying again did not or would not help against."""
+        """Return the error for a problem that retries cannot solve."""
         if isinstance(problem, MidepochError):
             return self._cleaned(problem)
         name, text = self.name(path), self.secrets.clean(str(problem))
@@ -230,11 +230,11 @@ class Store:
         if self._is_damage(problem):
             return CorruptBlockError(f"{name} cannot be read ({tried}): {text}")
         text = f"{name} could not be {what} ({tried}): {text}"
-        of_the_way = is_damage(problem) or is_foreign(problem) or self._is_of_network(problem)
-        return FetchError(text) if of_the_way else refusal(problem, text)
+        of_transport = is_damage(problem) or is_foreign(problem) or self._is_of_network(problem)
+        return FetchError(text) if of_transport else refusal(problem, text)
 
     def _cleaned(self, problem: MidepochError) -> MidepochError:
-        """An error that may quote, or be chained to, one of another library."""
+        """Return an error without the credentials that it may quote or show through its chain."""
         text = self.secrets.clean(str(problem))
         if text != str(problem):
             return type(problem)(text)
@@ -243,7 +243,7 @@ class Store:
         return problem
 
     def _is_damage(self, problem: Exception) -> bool:
-        """Return whether the bytes are bad, and not the way to them."""
+        """Return True if the bytes are damaged, False if they could not be fetched."""
         if not is_damage(problem) or self.local or isinstance(problem, pa.ArrowInvalid):
             return is_damage(problem)
         return not (self._is_of_network(problem) or is_foreign(problem) or isinstance(problem, _ShortError))
@@ -260,7 +260,7 @@ class OpenFile:
         self.arrow, self.etag, self.size = arrow, etag, int(arrow.size())
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """So many bytes from an offset on: fewer only at the end of the file."""
+        """Return ``size`` bytes from an offset on, fewer only at the end of the file."""
         return bytes(self.arrow.read_at(size, offset))
 
     def close(self) -> None:
@@ -277,14 +277,14 @@ _MARK = 16
 
 
 class _ShortError(OSError):
-    """A store handed over less than it was asked for."""
+    """A store delivered fewer bytes than requested."""
 
 
 class _Checked:
-    """A remote file as Python's own, for ``pa.PythonFile``, that notices when fewer bytes came than were asked for.
+    """Python file over a remote file, for ``pa.PythonFile``, that detects short reads.
 
-    pyarrow does not: where a server hands over less than it was asked for, what is left of the buffer holds whatever
-    was in memory before. So the buffer is marked beforehand, and what still looks like the mark is asked for again.
+    pyarrow does not: if a server delivers fewer bytes than requested, the rest of the buffer is uninitialised memory.
+    Therefore the end of the buffer is marked before a read. If the mark is still there, the bytes are requested again.
     """
 
     def __init__(self, native: pa.NativeFile) -> None:
@@ -299,12 +299,12 @@ class _Checked:
         if data is None:
             data = self._once(wanted, os.urandom(_MARK))
         if data is None:
-            raise _ShortError(f"fewer bytes came than the {wanted} that were asked for from byte {self._at} on")
+            raise _ShortError(f"fewer than the {wanted} bytes requested from byte {self._at} on were received")
         self._at += wanted
         return data
 
     def _once(self, wanted: int, mark: bytes) -> bytes | None:
-        """The bytes, or None if the last of them may be a part of the mark."""
+        """Return the bytes, or None if the last of them may be part of the mark."""
         buffer = bytearray(wanted)
         buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
         self._native.seek(self._at)

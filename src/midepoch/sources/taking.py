@@ -1,4 +1,4 @@
-"""Some rows of a column of any type: pyarrow cannot take views and unions, but join slices of them."""
+"""Selection of rows of a column of any type. pyarrow cannot take views and unions, but can concatenate slices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def taken(column: pa.Array, places: Int64Array) -> pa.Array:
-    """The values at these places."""
+    """Return the values at these places."""
     try:
         # Not pa.array, which would import pandas.
         numbers = pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(np.ascontiguousarray(places))])

@@ -1,7 +1,7 @@
-"""What happens to rows between the file and the model: columns, maps, filters, packing, formats.
+"""Transforms of rows between the file and the model: columns, maps, filters, packing, formats.
 
-Everything here is a function of the rows it is given (and, for a map that asks, of a generator made from seed, epoch
-and row), so there is nothing to remember and nothing to save.
+Every transform is a function of its rows, and of a generator made from seed, epoch and row if a map uses one. It has no
+state to save.
 """
 
 from midepoch.transforms.batch import Batch, join
@@ -15,7 +15,7 @@ from midepoch.transforms.map import Map
 
 ColumnStep = SelectColumns | RemoveColumns | RenameColumns
 RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast
-"""Steps that only running tells the rows of."""
+"""Steps whose output rows are known only after they run."""
 Step = ColumnStep | RunStep
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext) -> Batch:
-    """All steps in turn, while there are rows: a batch without any may have any columns."""
+    """Run all steps in turn, while there are rows: a batch without rows may have any columns."""
     for step in steps:
         if not len(batch):
             break

@@ -1,8 +1,8 @@
-"""The arguments of a step as a short text for the state: the same in every process, and another for other values.
+"""Short text of a step's arguments for the state: equal in every process, and different for other values.
 
-Only values that have a meaning outside of this process are in it: numbers, texts, bytes, containers of them, arrays and
-tensors. Of anything else (a model, a tokenizer, an open file, a path) only the name of the argument is, and of
-credentials, so that they can be rotated: of arguments with such a name, and of those in an address.
+It covers values with a meaning outside of this process: numbers, texts, bytes, containers of them, arrays and tensors.
+For anything else (a model, a tokenizer, an open file, a path) only the name of the argument is used. The same holds for
+credentials, in arguments with such a name and in addresses, so that they can be rotated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNKNOWN = b"?"
 
 
 def arguments_of(step: Any) -> str:
-    """The expression of a filter; of a function, a digest of its ``fn_kwargs`` and the like; "-" if there are none."""
+    """Return the expression of a filter, or a digest of a function's arguments (``fn_kwargs``), "-" without any."""
     if isinstance(step, FilterExpression):
         text = str(step.expression)
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 14]}… {_hashed(text.encode())}"
@@ -50,8 +50,8 @@ def _hashed(data: bytes) -> str:
 
 
 def _packed(value: Any) -> bytes:
-    """A value as bytes that begin with its kind and length, so that no two values have the same."""
-    kind, data = _told(value)
+    """Return a value as bytes that begin with its kind and length, so that different values have different bytes."""
+    kind, data = _encoded(value)
     return f"{kind} {len(data)} ".encode() + data
 
 
@@ -59,7 +59,7 @@ def _value(name: Any, value: Any) -> bytes:
     return _UNKNOWN if isinstance(name, str) and isinstance(value, str) and is_secret(name) else _packed(value)
 
 
-def _told(value: Any) -> tuple[str, bytes]:
+def _encoded(value: Any) -> tuple[str, bytes]:
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         identity = Address(value).identity
         return type(value).__name__, repr(value if identity == value else identity).encode()
@@ -90,5 +90,5 @@ def _told(value: Any) -> tuple[str, bytes]:
 
 def _bytes_of(torch: Any, tensor: Any) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1)
-    found: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return found
+    data: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return data

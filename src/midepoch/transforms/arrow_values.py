@@ -1,11 +1,13 @@
-"""Arrow columns to Python and numpy: without a Python object per value wherever the layout allows.
+"""Conversion of Arrow columns to Python and numpy, without a Python object per value where the layout allows.
 
-How nulls come out: ``None`` in Python. In numpy, torch and JAX a numeric or boolean column that has a null *anywhere
-in the data* is float (its own width for floats, float64 otherwise) with NaN for null, in every batch alike, so that a
-batch without nulls has the dtype of its neighbours; a null date is NaT. Null strings, lists and structs are ``None`` in
-a list.
+Nulls are ``None`` in Python. In numpy, torch and JAX:
 
-Values are taken from the buffers and not with ``Array.to_numpy``, which imports pandas (0.4 s) the first time.
+- A numeric or boolean column with a null *anywhere in the data* is float in every batch, with NaN for null (floats keep
+  their width, others become float64). The dtype does not depend on the batch.
+- A null date is NaT.
+- Null strings, lists and structs are ``None`` in a list.
+
+Values are read from the buffers and not with ``Array.to_numpy``, which imports pandas (0.4 s) the first time.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from midepoch.read.columns import number_dtype
 _number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise
 
 Paths = frozenset[tuple[str, ...]]
-"""Where in a column the data has nulls anywhere: () for the column itself, (child, …) for what is inside it."""
+"""Paths inside a column at which the data has nulls: () for the column itself, (child, …) for a field inside it."""
 
 
 def to_python(column: pa.Array) -> list[Any]:
-    """As ``to_pylist``, up to 10 times faster for plain numbers and lists of them."""
+    """Return the values as ``to_pylist`` does, up to 10 times faster for numbers and lists of numbers."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         return to_python(plain_array(column))
@@ -45,17 +47,18 @@ def to_python(column: pa.Array) -> list[Any]:
 
 
 def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = True) -> Any:
-    """A numpy array (with a dimension more for lists of one shape), a dict of them for a struct, else a list of values.
+    """Return a numpy array (with one more dimension for lists of one shape), a dict of arrays for a struct, else a
+    list.
 
-    The result can be written to: memory that is not the batch's own is copied. What a row comes out as depends on that
-    row and on where the data has nulls at all, never on its neighbours. Without ``times``, those are Python's: tensors
-    of them there are none, and numpy's know no zones.
+    The result is writable: memory that the batch does not own is copied. The value of a row depends on that row and on
+    the nullable paths of the data, never on its neighbours. Without ``times``, times are Python objects: tensors cannot
+    hold them, and numpy has no time zones.
     """
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         paths = _inside(nullable, len(kind.shape)) if isinstance(kind, pa.FixedShapeTensorType) else nullable
         return to_numpy(plain_array(column), paths, owned=owned, times=times)
-    if not nullable and pt.is_fixed_size_list(kind) and _is_number(kind.value_type):  # the common one, for speed
+    if not nullable and pt.is_fixed_size_list(kind) and _is_number(kind.value_type):  # fast path for the common case
         values = _items(column)
         if not column.null_count and not values.null_count:
             view = _view(values).reshape(len(column), kind.list_size)
@@ -79,7 +82,7 @@ def to_numpy(column: pa.Array, nullable: Paths, *, owned: bool, times: bool = Tr
 
 
 def plain_array(column: pa.Array) -> pa.Array:
-    """A column of an extension type as one of plain types with the same values; UUIDs are left as they are."""
+    """Return a column of an extension type as one of plain types with the same values. UUIDs are unchanged."""
     kind = column.type
     if not isinstance(kind, pa.BaseExtensionType) or isinstance(kind, pa.UuidType):
         return column
@@ -91,7 +94,7 @@ def plain_array(column: pa.Array) -> pa.Array:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of ``plain_array`` of a column of this type, which may be dictionary-encoded."""
+    """Return the type of ``plain_array`` for a column of this type, which may be dictionary-encoded."""
     kind = kind.value_type if pt.is_dictionary(kind) else kind
     if not isinstance(kind, pa.BaseExtensionType):
         return kind
@@ -99,7 +102,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _nested(column: pa.Array) -> pa.Array:
-    """Tensors of one shape as lists of lists, in the order of dimensions that their type asks for."""
+    """Return tensors of one shape as lists of lists, with the dimensions in the order of their type."""
     kind, storage, values = column.type, column.storage, _items(column.storage)
     shape = list(kind.shape)
     if kind.permutation:
@@ -114,7 +117,7 @@ def _nested(column: pa.Array) -> pa.Array:
 
 
 def _inside(nullable: Paths, depth: int) -> Paths:
-    """Return the paths of nulls of tensors, as lists of lists: in themselves, or in their values."""
+    """Return the nullable paths of tensors as lists of lists: the tensors themselves, or their values."""
     inner = frozenset({("item",) * depth}) if any(nullable - {()}) else frozenset()
     return (nullable & {()}) | inner
 
@@ -124,7 +127,7 @@ def _below(nullable: Paths, name: str) -> Paths:
 
 
 def _is_array(kind: pa.DataType) -> bool:
-    """Numbers or booleans, or lists of them to any depth."""
+    """Return True for numbers and booleans, and for lists of them at any depth."""
     return _is_array(kind.value_type) if _is_list(kind) else _is_number(kind) or bool(pt.is_boolean(kind))
 
 
@@ -137,7 +140,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _view(column: pa.Array) -> Any:
-    """The values of a plain column where they lie: writeable if its memory is, whatever stands at nulls."""
+    """Return a view of the values of a plain column, writeable if its memory is. Values at nulls are arbitrary."""
     return _plain(column, _number_dtype(column.type))
 
 
@@ -186,7 +189,7 @@ def _times(column: pa.Array, unit: str) -> Any:
 
 
 def _items(column: pa.Array) -> pa.Array:
-    """The values of the lists, one after the other. As ``flatten``, which takes 10 times longer for a small column."""
+    """Return the concatenated values of the lists, like ``flatten``, but 10 times faster for a small column."""
     if pt.is_fixed_size_list(column.type):
         size = column.type.list_size
         return column.values.slice(column.offset * size, len(column) * size)
@@ -195,7 +198,7 @@ def _items(column: pa.Array) -> pa.Array:
 
 
 def _ends(column: pa.Array) -> Any:
-    """The offsets of a list column, counted from its first value."""
+    """Return the offsets of a list column, relative to its first value."""
     ends = _view(column.offsets)
     return ends - ends[0] if len(ends) else np.zeros(1, np.int64)
 
@@ -216,7 +219,7 @@ def _lists(column: pa.Array, nullable: Paths, owned: bool) -> Any:
     lengths = ends[1:] - ends[:-1]
     if isinstance(values, list):
         return stacked([_row(values[a:b]) for a, b in pairwise(ends.tolist())])
-    if values.ndim > 1:  # lists of lists: an empty one has no inner length, whatever its neighbours have
+    if values.ndim > 1:  # lists of lists: an empty one has no inner length
         return stacked([values[a:b] if b > a else [] for a, b in pairwise(ends.tolist())])
     if len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(column), int(lengths[0]))
@@ -228,14 +231,14 @@ def _row(values: Any) -> Any:
 
 
 def stacked(arrays: list[Any]) -> Any:
-    """One array of several of the same shape; the list as it is otherwise."""
+    """Stack arrays of the same shape. Otherwise return the list unchanged."""
     if arrays and all(isinstance(each, np.ndarray) and each.shape == arrays[0].shape for each in arrays):
         return np.stack(arrays)
     return arrays
 
 
 def plain_values(column: Any) -> Any:
-    """Values as pyarrow takes them: no tensors, and an array a row where there are more dimensions."""
+    """Return values that pyarrow accepts: no tensors, and one array per row for more than one dimension."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         column = column.detach().cpu().numpy()

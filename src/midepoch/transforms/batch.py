@@ -1,4 +1,4 @@
-"""The carrier of rows through a pipeline: columns side by side, with the numbers of the rows."""
+"""Batch of rows in a pipeline: columns of equal length, with the numbers of the rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Columns of equal length. A column is an Arrow array as read, or any sequence that a map made.
+    """Columns of equal length. A column is an Arrow array as read, or any sequence that a map returned.
 
-    ``rows`` are the row numbers in the dataset before it was shuffled; ``places`` say which of the positions asked for
-    each row answers, since rows may have been skipped. ``owned``: Arrow columns may be handed out for writing.
-    ``nullable``: where in the columns of the source some row, maybe not one of these, is null. ``ordinals`` tell apart
-    the rows that were made of one row; None while there is one of each.
+    - ``rows``: row numbers in the dataset before the shuffle
+    - ``places``: index of each row among the requested positions, since rows may have been skipped
+    - ``owned``: Arrow columns may be delivered as writable
+    - ``nullable``: paths in the source columns at which any row of the data is null
+    - ``ordinals``: numbers that distinguish rows made from the same row, None while there is one of each
     """
 
     columns: dict[str, Any]
@@ -43,7 +44,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory the columns take: of lists, as if all values were like the first."""
+        """Approximate memory of the columns. Lists are estimated from their first value."""
         return sum(map(_bytes_of, self.columns.values()))
 
     def slice(self, start: int, stop: int) -> Batch:
@@ -55,14 +56,14 @@ class Batch:
         return replace(self, columns=columns, rows=rows, places=places, ordinals=ordinals)
 
     def keep(self, places: Int64Array) -> Batch:
-        """Only the rows at these places."""
+        """Return the batch with only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
         ordinals = None if self.ordinals is None else self.ordinals[places]
         rows, kept = self.rows[places], self.places[places]
         return replace(self, columns=columns, rows=rows, places=kept, ordinals=ordinals, owned=True)
 
     def told_apart(self, number: int) -> Batch:
-        """The same rows, told apart from those of the same numbers that are another's; 0 changes nothing."""
+        """Return the rows with ordinals that distinguish them from rows of another source. 0 changes nothing."""
         if not number or not len(self):
             return self
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
@@ -72,11 +73,11 @@ class Batch:
         return replace(self, columns=columns, nullable=self.nullable if nullable is None else nullable)
 
     def made_of(self, columns: dict[str, Any], parents: Int64Array) -> Batch:
-        """Other rows, each made of the row at the place that ``parents`` (ascending) names."""
-        first = np.searchsorted(parents, parents)  # where the rows of the same parent begin
+        """Return a batch of new rows, each made from the row at the place in ``parents`` (ascending)."""
+        first = np.searchsorted(parents, parents)  # start of the rows of the same parent
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
-            ordinals = told_apart(self.ordinals[parents], ordinals + 1)  # 0 would leave some as others are
+            ordinals = told_apart(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
         return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
 
 
@@ -94,7 +95,7 @@ def _bytes_of(column: Any) -> int:
 
 
 def told_apart(ordinals: Int64Array, numbers: Int64Array | int) -> Int64Array:
-    """Other ordinals for each number: a hash of both, or the ordinals themselves for 0."""
+    """Return different ordinals for each number: a hash of both, or the ordinals themselves for 0."""
     factor = np.uint64(0x9E3779B97F4A7C15)
     mixed = (ordinals.astype(np.uint64) + np.uint64(1)) * factor + np.asarray(numbers).astype(np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * factor
@@ -102,7 +103,7 @@ def told_apart(ordinals: Int64Array, numbers: Int64Array | int) -> Int64Array:
 
 
 def join(parts: Sequence[Batch]) -> Batch:
-    """Rows of several batches one after the other; batches without rows say nothing about columns."""
+    """Concatenate the rows of several batches. The columns of empty batches are ignored."""
     found = [part for part in parts if len(part)] or list(parts[:1])
     if len(found) == 1:
         return found[0]
@@ -111,8 +112,8 @@ def join(parts: Sequence[Batch]) -> Batch:
         if part.columns.keys() != first.columns.keys():
             raise ColumnError(
                 f"rows with the columns {', '.join(first.columns) or 'none'} and rows with the columns "
-                f"{', '.join(part.columns) or 'none'} cannot go together: bring them to the same columns "
-                "(select_columns, rename_columns, map) first. A map that returns None for a row leaves it without the "
+                f"{', '.join(part.columns) or 'none'} cannot be in one batch. Give them the same columns first "
+                "(select_columns, rename_columns, map). A map that returns None for a row leaves it without the "
                 "function's columns; filter() drops rows."
             )
     columns = {name: join_columns(name, [part.columns[name] for part in found]) for name in first.columns}
@@ -129,7 +130,7 @@ def join(parts: Sequence[Batch]) -> Batch:
 
 
 def alike(batches: Sequence[Batch]) -> bool:
-    """Return whether columns of several batches are of one kind, so that joining them changes no value."""
+    """Return True if the columns of several batches have the same kinds, so that joining them changes no value."""
     found = [batch for batch in batches if len(batch)]
     names = {name for batch in found for name in batch.columns}
     return all(_one_kind([batch.columns[name] for batch in found if name in batch.columns]) for name in names)
@@ -153,7 +154,7 @@ def _one_kind(columns: Sequence[Any]) -> bool:
 
 
 def join_columns(name: str, parts: Sequence[Any]) -> Any:
-    """Columns one after the other, as one column of their kind; as a list where they are of several."""
+    """Concatenate columns to one column of their kind, or to a list if their kinds differ."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -166,7 +167,7 @@ def join_columns(name: str, parts: Sequence[Any]) -> Any:
         kinds = {array.type for array in arrays if not pa.types.is_null(array.type)}
         if len(kinds) > 1:
             several = " and as ".join(sorted(map(str, kinds)))
-            raise ColumnError(f"column {name!r} comes as {several}: map it to one type.")
+            raise ColumnError(f"column {name!r} comes as {several}. Map it to one type.")
         kind = next(iter(kinds), pa.null())
         return pa.concat_arrays([array if array.type == kind else array.cast(kind) for array in arrays])
     if all(isinstance(part, np.ndarray) and part.shape[1:] == first.shape[1:] for part in parts):
@@ -178,10 +179,10 @@ def join_columns(name: str, parts: Sequence[Any]) -> Any:
 
 
 def cut(column: Any, start: int, stop: int) -> Any:
-    """``column[start:stop]``, also of a struct column presented as a dict."""
+    """Return ``column[start:stop]``, also for a struct column presented as a dict."""
     if isinstance(column, dict):
         return {name: cut(inner, start, stop) for name, inner in column.items()}
-    if isinstance(column, pa.Array):  # not by indexing: arrays of datasets' extension types give their storage then
+    if isinstance(column, pa.Array):  # not by indexing, which returns the storage of datasets' extension types
         return column.slice(start, stop - start)
     return column[start:stop]
 
@@ -206,7 +207,7 @@ def at(column: Any, i: int) -> Any:
 
 
 def as_rows(columns: dict[str, Any], length: int) -> list[Row]:
-    """Columns as already presented (lists, arrays, tensors) to one dict a row."""
+    """Return one dict per row from presented columns (lists, arrays, tensors)."""
     if not columns:
         return [{} for _ in range(length)]
     if all(isinstance(value, list) for value in columns.values()):
@@ -216,8 +217,8 @@ def as_rows(columns: dict[str, Any], length: int) -> list[Row]:
 
 @lru_cache(maxsize=64)
 def _row_maker(count: int) -> Callable[..., list[Row]]:
-    """A function of ``count`` names and an iterable of tuples of values, spelled out as a namedtuple's are: dicts made
-    by it take half the time of ``dict(zip(names, values))``.
+    """Return a generated function of ``count`` names and an iterable of tuples of values. It makes dicts in half the
+    time of ``dict(zip(names, values))``.
     """
     names, values = ([f"{letter}{i}" for i in range(count)] for letter in "nv")
     items = ", ".join(map("{}: {}".format, names, values))

@@ -1,4 +1,4 @@
-"""cast: columns as Arrow arrays of given types, whatever a function made of them."""
+"""cast: conversion of columns to Arrow arrays of given types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from midepoch.transforms.function import RunContext
 
 @dataclass(frozen=True)
 class Cast:
-    """One call of ``Dataset.cast``: these columns have these types, in every batch."""
+    """One call of ``Dataset.cast``: the types of these columns in every batch."""
 
     types: tuple[tuple[str, pa.DataType], ...]
 
@@ -39,20 +39,20 @@ class Cast:
 
 
 def type_named(name: str, given: Any) -> pa.DataType:
-    """An Arrow type as users name it: the type itself, its name ("int32"), or a numpy type."""
+    """Return the Arrow type for a user's argument: the type itself, its name ("int32"), or a numpy type."""
     if isinstance(given, pa.DataType):
         return given
     try:
         return pa.type_for_alias(given) if isinstance(given, str) else pa.from_numpy_dtype(np.dtype(given))
     except (ValueError, TypeError, pa.ArrowException):
         raise TypeError(
-            f"cast: column {name!r} cannot become {given!r}: name an Arrow type, such as pa.list_(pa.int32()) or "
+            f"cast: column {name!r} cannot become {given!r}. Name an Arrow type, such as pa.list_(pa.int32()) or "
             "'int32'"
         ) from None
 
 
 def converted(name: str, column: Any, kind: pa.DataType) -> Any:
-    """A column as an Arrow array of a type. Raises ColumnError where a value does not fit it."""
+    """Return a column as an Arrow array of a type. Raise ColumnError if a value does not fit."""
     if isinstance(column, pa.Array) and same_type(column.type, kind):
         return column
     try:
@@ -81,7 +81,7 @@ def _described(column: Any) -> str:
 
 
 def renamed_paths(paths: Paths, before: pa.DataType, after: pa.DataType) -> Paths:
-    """Paths of nulls inside a column of one type, with the names that its children have in another."""
+    """Return the paths of nulls inside a column of one type, with the names of the children of another type."""
     if not any(paths) or before.num_fields == 0 or after.num_fields == 0:
         return paths
     found = {path for path in paths if not path}
@@ -95,14 +95,14 @@ def renamed_paths(paths: Paths, before: pa.DataType, after: pa.DataType) -> Path
 
 
 def same_type(a: pa.DataType, b: pa.DataType) -> bool:
-    """Return whether types are the same, names of list items included: pyarrow joins no arrays that differ in them."""
+    """Return True if types are equal including the names of list items, which pyarrow's concatenation requires."""
     return bool(a.equals(b)) and (not a.num_fields or str(a) == str(b))
 
 
 def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of two, of the same kind; None where a cast would change what they are.
+    """Return the type that holds the values of two types of the same kind. None if a cast would change values.
 
-    Integers and floats take the wider type; an integer never becomes a float, nor a number text.
+    Integers and floats get the wider type. An integer never becomes a float, and a number never becomes text.
     """
     t = pa.types
     if same_type(a, b) or t.is_null(b):

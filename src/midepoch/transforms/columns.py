@@ -1,4 +1,4 @@
-"""Steps that choose, drop and rename columns."""
+"""Steps that select, remove and rename columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midepoch.transforms.batch import Batch
 
 
 def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> None:
-    """Raise ColumnError naming what is missing and what there is."""
+    """Raise ColumnError with the missing and the existing columns."""
     missing = [name for name in wanted if name not in present]
     if missing:
         raise ColumnError(f"{what}: no column {', '.join(map(repr, missing))}. There are: {', '.join(present)}.")
@@ -18,7 +18,7 @@ def check_columns(wanted: Sequence[str], present: Sequence[str], what: str) -> N
 
 @dataclass(frozen=True)
 class SelectColumns:
-    """Only these columns, in this order."""
+    """Selection of these columns, in this order."""
 
     names: tuple[str, ...]
 
@@ -36,7 +36,7 @@ class SelectColumns:
 
 @dataclass(frozen=True)
 class RemoveColumns:
-    """All columns but these."""
+    """Removal of these columns."""
 
     names: tuple[str, ...]
 
@@ -51,7 +51,7 @@ class RemoveColumns:
 
 @dataclass(frozen=True)
 class RenameColumns:
-    """Columns under new names; the others keep theirs."""
+    """New names for some columns. The others keep theirs."""
 
     mapping: tuple[tuple[str, str], ...]
 
@@ -61,7 +61,7 @@ class RenameColumns:
         after = [names.get(name, name) for name in before]
         twice = sorted({name for name in after if after.count(name) > 1})
         if twice:
-            raise ColumnError(f"rename_columns: two columns would be called {', '.join(map(repr, twice))}.")
+            raise ColumnError(f"rename_columns: two columns would be named {', '.join(map(repr, twice))}.")
         return tuple(after)
 
     def apply(self, batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Columns whose Hugging Face feature is more than its Arrow value (Image, Array2D, …): ``datasets`` decodes them."""
+"""Columns with Hugging Face features that ``datasets`` has to decode (Image, Array2D, …)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midepoch.sources.taking import Int64Array, taken
 
 @dataclass(frozen=True)
 class Encoded:
-    """An Arrow column that ``datasets`` has to decode, with its original name and the schema that holds its feature."""
+    """Arrow column that ``datasets`` has to decode, with its original name and the schema that contains its feature."""
 
     name: str
     array: pa.Array
@@ -35,7 +35,7 @@ class Encoded:
         return int(self.array.null_count)
 
     def decodes(self, place: int) -> bool:
-        """Whether one row can be decoded."""
+        """Return True if one row can be decoded."""
         try:
             self[place : place + 1].decode("python")
         except Exception as problem:
@@ -45,7 +45,7 @@ class Encoded:
         return True
 
     def decode(self, kind: str) -> Any:
-        """The column as ``datasets`` gives it in this format."""
+        """Return the column as ``datasets`` presents it in this format."""
         formatter, field = _formatter(kind, self.name, self.schema.serialize().to_pybytes())
         array = self.array
         if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array, pa.ExtensionArray):
@@ -61,7 +61,7 @@ class Encoded:
 
 @lru_cache(maxsize=64)
 def _formatter(kind: str, name: str, serialized: bytes) -> tuple[Any, pa.Field]:
-    """The schema comes as bytes: one with metadata cannot be hashed by pyarrow 20."""
+    """Return the formatter and the field of a column. The schema is bytes: pyarrow 20 cannot hash one with metadata."""
     schema = pa.ipc.read_schema(pa.py_buffer(serialized))
     datasets = import_datasets(f"column {name!r} needs decoding")
     from datasets.formatting import get_formatter
@@ -71,7 +71,7 @@ def _formatter(kind: str, name: str, serialized: bytes) -> tuple[Any, pa.Field]:
 
 
 def import_datasets(why: str) -> Any:
-    """The ``datasets`` package, imported only where it is needed: it takes a second."""
+    """Import the ``datasets`` package, only when it is needed: it takes a second."""
     try:
         import datasets
     except ImportError:

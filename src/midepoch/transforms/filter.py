@@ -1,4 +1,4 @@
-"""filter: only the rows for which a function, or an expression of pyarrow, is true."""
+"""filter: the rows for which a function or a pyarrow expression is true."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FilterRows(Function):
 
     def _rows(self, given: Batch, run: RunContext) -> list[int]:
         if run.seeds is None and not (self.with_indices or self.with_generator or self.fn_kwargs):
-            # Without a call of our own for each row. Where one fails, it is asked for again below, row by row.
+            # Fast path without a wrapper call per row. If a call fails, all rows are run again below, one by one.
             function, columns, first = self.function, self.input_columns, self.fresh(given)
             try:
                 if columns is not None and len(columns) == 1 and self.input_format == "python":
@@ -63,10 +63,10 @@ class FilterRows(Function):
 
     def _group(self, group: Batch, run: RunContext) -> list[int]:
         try:
-            found = self.on_group(group, run)
-            if not hasattr(found, "__len__") or len(found) != len(group):
-                raise MapError(f"a batched filter must return {len(group)} times true or false, got {found!r:.60}")
-            return [i for i, kept in enumerate(found) if kept]
+            result = self.on_group(group, run)
+            if not hasattr(result, "__len__") or len(result) != len(group):
+                raise MapError(f"a batched filter must return {len(group)} booleans, got {result!r:.60}")
+            return [i for i, kept in enumerate(result) if kept]
         except Exception as problem:
             if self.on_error == "raise" or len(group) == 1:
                 self.failed(problem, run, group.rows.tolist())
@@ -85,12 +85,12 @@ class FilterExpression:
         return self.apply_to([batch], self.mask([batch])) if len(batch) else batch
 
     def mask(self, batches: Sequence[Batch]) -> npt.NDArray[np.bool_]:
-        """For which rows of several batches it is true, for the price of one evaluation."""
+        """Return the mask of the rows of several batches for which it is true, from one evaluation."""
         arrays = _chunked(batches)
         return _evaluated(self.expression, pa.Table.from_arrays(list(arrays.values()), names=list(arrays)))
 
     def apply_to(self, batches: Sequence[Batch], mask: npt.NDArray[np.bool_]) -> Batch:
-        """What a mask leaves of several batches, together."""
+        """Return the rows of several batches that a mask keeps, as one batch."""
         arrays = _chunked(batches)
         if len(batches) == 1 or not all(isinstance(column, pa.Array) for column in batches[0].columns.values()):
             ends = np.cumsum([0, *map(len, batches)])
@@ -104,20 +104,20 @@ class FilterExpression:
         return Batch(columns, rows, places, True, batches[0].nullable)
 
     def columns(self, schema: pa.Schema) -> list[str]:
-        """The columns that it asks for. Raises ColumnError if it does not fit them."""
+        """Return the columns that the expression uses. Raise ColumnError if it does not fit the schema."""
         return Filter(self.expression, str(self.expression)).columns(schema) or schema.names[:1]
 
 
 def _chunked(batches: Sequence[Batch]) -> dict[str, pa.ChunkedArray]:
     arrays = {}
     for name in batches[0].columns:
-        with suppress(MapError):  # what Arrow cannot hold, an expression cannot ask for
+        with suppress(MapError):  # an expression cannot use a column that Arrow cannot represent
             arrays[name] = pa.chunked_array([arrow_column(name, batch.columns[name]) for batch in batches])
     return arrays
 
 
 def _evaluated(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
-    """For which rows it is true. A column of nothing but nulls may be of any type: one that fits is found by trying."""
+    """Return the mask of rows for which it is true. For columns of only nulls several types are tried."""
     nulls = [field.name for field in table.schema if pa.types.is_null(field.type)]
     problem: Exception | None = None
     for kind in (pa.null(), pa.string(), pa.int64(), pa.float64()) if nulls else (pa.null(),):
@@ -139,20 +139,20 @@ def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
         Declaration("table_source", TableSourceNodeOptions(table)),
         Declaration("project", ProjectNodeOptions([expression], ["kept"])),
     ]
-    found = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
-    if not pa.types.is_boolean(found.type):
-        raise pa.ArrowInvalid(f"it gives {found.type}, not true or false")
-    mask = _one(found.fill_null(False) if found.null_count else found)
+    kept = Declaration.from_sequence(plan).to_table(use_threads=False).column("kept")
+    if not pa.types.is_boolean(kept.type):
+        raise pa.ArrowInvalid(f"expected a boolean expression, got {kept.type}")
+    mask = _combined(kept.fill_null(False) if kept.null_count else kept)
     return mask.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
 def _filtered(column: pa.ChunkedArray, mask: pa.Array, places: npt.NDArray[np.int64]) -> pa.Array:
     try:
-        return _one(column.filter(mask))
+        return _combined(column.filter(mask))
     except pa.ArrowNotImplementedError:
-        return taken(_one(column), places)
+        return taken(_combined(column), places)
 
 
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    found = column.combine_chunks()
-    return found if isinstance(found, pa.Array) else pa.concat_arrays(found.chunks)
+def _combined(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)

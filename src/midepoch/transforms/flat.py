@@ -1,4 +1,4 @@
-"""flat_map and unbatch: any number of rows out of each row. batch: one row out of several."""
+"""flat_map and unbatch: any number of rows from each row. batch: one row from several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from midepoch.transforms.function import Function, RunContext
 
 @dataclass(frozen=True, eq=False)
 class FlatMap(Function):
-    """One call of ``flat_map``: what the function returns for a row are the rows that take its place."""
+    """One call of ``flat_map``: the rows that the function returns for a row replace it."""
 
     kind: ClassVar[str] = "flat_map"
 
@@ -34,7 +34,7 @@ class FlatMap(Function):
                 if rows and row.keys() != rows[0].keys():
                     raise MapError(
                         f"{self.call} returned columns {sorted(row)} for row {batch.rows[i]} of the dataset but "
-                        f"{sorted(rows[0])} before: every row must have the same columns"
+                        f"{sorted(rows[0])} before. Return the same columns for every row"
                     )
                 rows.append(row)
                 parents.append(i)
@@ -54,9 +54,10 @@ class FlatMap(Function):
 
 @dataclass(frozen=True)
 class Unbatch:
-    """Lists become rows: a row for each element of the columns, which must be equally long; others are repeated.
+    """Conversion of lists to rows: one row for each element of the columns, which must be equally long. Other columns
+    are repeated.
 
-    ``given``: the user has named the columns; else they follow from the types of all columns.
+    ``given``: the user has named the columns. Otherwise they follow from the types of all columns.
     """
 
     names: tuple[str, ...]
@@ -99,7 +100,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _flat(name: str, column: Any) -> tuple[Any, Any]:
-    """The lengths of lists, and their elements; null is an empty list."""
+    """Return the lengths of lists, and their elements. Null is an empty list."""
     if isinstance(column, pa.Array) and is_list_type(column.type):
         import pyarrow.compute as pc
 
@@ -107,13 +108,13 @@ def _flat(name: str, column: Any) -> tuple[Any, Any]:
     if isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
     if isinstance(column, (pa.Array, dict)) or not all(map(_is_list, column)):
-        raise ColumnError(f"unbatch: column {name!r} does not hold lists.")
+        raise ColumnError(f"unbatch: column {name!r} does not contain lists.")
     values = [() if value is None else value for value in column]
     return np.array([len(value) for value in values]), [each for value in values for each in value]
 
 
 def as_one_row(batch: Batch) -> Batch:
-    """All rows of a batch as one row that holds a list of each column."""
+    """Return all rows of a batch as one row with a list for each column."""
     columns = {name: _listed(column, len(batch)) for name, column in batch.columns.items()}
     nullable = {name: frozenset(("item", *path) for path in paths) for name, paths in batch.nullable.items()}
     ordinals = None if batch.ordinals is None else batch.ordinals[:1]

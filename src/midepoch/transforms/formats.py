@@ -1,7 +1,7 @@
-"""Presenting a batch: as Python values, numpy, torch, JAX or Arrow.
+"""Formats of a batch: Python values, numpy, torch, JAX or Arrow.
 
-Two stages, so that worker processes need neither torch nor JAX: ``present`` makes numpy where the format wants arrays,
-``finish`` turns those into tensors in the process that hands the batch over.
+There are two stages, so that worker processes need neither torch nor JAX. ``present`` makes numpy arrays. ``finish``
+converts them to tensors in the process that delivers the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_format(kind: str | None) -> str | None:
 
 
 def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
-    """The columns in a format; for torch and JAX as numpy arrays, for ``finish`` to turn into tensors."""
+    """Return the columns in a format. For torch and JAX they are numpy arrays, which ``finish`` converts to tensors."""
     if kind == "arrow":
         arrays = [arrow_column(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
@@ -42,7 +42,7 @@ def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
 
 
 def present_rows(batch: Batch, kind: str) -> list[Any]:
-    """One object a row, finished. What a map made is converted row by row, so that no row's type depends on another."""
+    """Return one finished object per row. Columns of a map are converted row by row: no type depends on another row."""
     if kind == "arrow":
         table: Any = present(batch, kind)
         return [table.slice(i, 1) for i in range(len(batch))]
@@ -59,7 +59,7 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
 
 
 def unshared(batch: Batch) -> Batch:
-    """With copies of what a map made: what is written into them does not show at a second attempt."""
+    """Return the batch with copies of columns that a map returned, so that writes do not affect a second attempt."""
     made = {name: c for name, c in batch.columns.items() if not isinstance(c, (pa.Array, Encoded))}
     if not made:
         return batch
@@ -67,12 +67,12 @@ def unshared(batch: Batch) -> Batch:
 
 
 def can_repeat(batch: Batch) -> bool:
-    """Return whether a function can be called again for these rows: nothing it is given keeps what it writes there."""
+    """Return True if a function can be called again for these rows, because its writes do not change them."""
     return all(map(_is_fixed, batch.columns.values()))
 
 
 def _is_fixed(column: Any) -> bool:
-    if isinstance(column, (pa.Array, Encoded)):  # of which every call gets values of its own
+    if isinstance(column, (pa.Array, Encoded)):  # every call gets new values
         return True
     return type(column) is list and set(map(type, column)) <= _FIXED_TYPES
 
@@ -82,47 +82,47 @@ _FIXED_TYPES = frozenset(_FIXED)
 
 
 def _copied(value: Any) -> Any:
-    """A value that can be written into, as one of its own."""
+    """Return a copy of a mutable value."""
     if type(value) is list:
-        # Lists are of one kind, as a rule: of numbers or texts, of which there are many.
-        first = next((one for one in value if one is not None), None)
-        return value[:] if isinstance(first, _FIXED) else [_copied(one) for one in value]
+        # Lists usually have values of one type. Long lists of numbers or texts need no deep copy.
+        first = next((inner for inner in value if inner is not None), None)
+        return value[:] if isinstance(first, _FIXED) else [_copied(inner) for inner in value]
     if type(value) is dict:
         return {name: _copied(inner) for name, inner in value.items()}
     if type(value) is tuple:
-        return tuple(_copied(one) for one in value)
+        return tuple(_copied(inner) for inner in value)
     if isinstance(value, _FIXED):
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # what cannot be copied is what it is: a generator, a tensor in the middle of a graph
+    except Exception:  # cannot be copied: a generator, a tensor inside an autograd graph
         return value
 
 
 def _single(value: Any) -> Any:
-    """One value that a map made, as an array or scalar of numpy where it is numbers."""
+    """Return one value of a map, as a numpy array or scalar if it is numeric."""
     if isinstance(value, (bool, int, float, np.generic)):
         return np.asarray(value)[()]
     return _numbers(value) if isinstance(value, (list, tuple)) else value
 
 
 def _numbers(value: Any) -> Any:
-    """A list of numbers as an array, anything else as it is."""
+    """Return a list of numbers as an array, anything else unchanged."""
     try:
         array = np.asarray(value)
     except ValueError:  # ragged
         return value
-    if array.size and array.dtype.kind == "f" and all(type(one) is int for one in value):
-        return value  # too large for any whole number of numpy's: as floats they would be others
+    if array.size and array.dtype.kind == "f" and all(type(number) is int for number in value):
+        return value  # too large for numpy's integers: floats would change the values
     return array if array.dtype.kind in "biufc" else value
 
 
 def finish(presented: Any, kind: str) -> Any:
-    """Numpy arrays to tensors of the format, in place of nothing else."""
+    """Convert numpy arrays to tensors of the format. Everything else is unchanged."""
     if kind not in ("torch", "jax"):
         return presented
     convert = _torch() if kind == "torch" else _jax()
-    if isinstance(presented, dict):  # a level of calls less for the common shape
+    if isinstance(presented, dict):  # fast path for the common case
         return {name: _each_array(column, convert) for name, column in presented.items()}
     return _each_array(presented, convert)
 
@@ -138,7 +138,7 @@ def _python(name: str, column: Any, batch: Batch) -> list[Any]:
 
 
 def _checked(name: str, column: pa.Array, batch: Batch, convert: Callable[[pa.Array], Any]) -> Any:
-    """A column converted. Raises CorruptBlockError where it holds bytes that are not what its type says."""
+    """Convert a column. Raise CorruptBlockError if it contains bytes that are invalid for its type."""
     try:
         return convert(column)
     except OverflowError as problem:
@@ -160,13 +160,13 @@ def _decoded(name: str, column: Encoded, kind: str, batch: Batch) -> Any:
 
 def _too_far(name: str, problem: OverflowError) -> ColumnError:
     return ColumnError(
-        f"column {name!r} has a time that Python cannot hold ({problem}). Leave the column out, or use "
+        f"column {name!r} has a time that Python cannot represent ({problem}). Leave the column out, or use "
         'with_format("numpy") or with_format("arrow").'
     )
 
 
 class UnreadableError(CorruptBlockError):
-    """A value of a row cannot be read. ``row``: its number in the dataset, from which the engine knows the file."""
+    """A value of a row cannot be read. ``row``: its number in the dataset, from which the engine finds the file."""
 
     def __init__(self, text: str, row: int | None = None) -> None:
         super().__init__(text)
@@ -182,7 +182,7 @@ def _unreadable(name: str, row: int, problem: Exception) -> UnreadableError:
 
 
 def readable(column: pa.Array) -> bool:
-    """Whether all values are what their type says: text is UTF-8, offsets point inside."""
+    """Return True if all values are valid for their type: text is UTF-8, offsets are in range."""
     try:
         column.validate(full=True)
     except pa.ArrowException as problem:
@@ -217,7 +217,7 @@ def _array(name: str, column: Any, kind: str, batch: Batch) -> Any:
 
 
 def _stack(values: Any, kind: str) -> Any:
-    """What a map returned for a column, as one array if it is numbers of one shape, else as a list."""
+    """Return a column of a map as one array if it contains numbers of one shape, else as a list."""
     if isinstance(values, (np.ndarray, dict)):
         return values
     torch = sys.modules.get("torch")
@@ -241,7 +241,7 @@ def _stack(values: Any, kind: str) -> Any:
 
 
 def _stack_numbers(values: Any, kind: str) -> Any:
-    """One array of numbers, NaN for None; the list as it is if that would change a value."""
+    """Return one array of numbers with NaN for None, or the unchanged list if that would change a value."""
     if not all(
         value is None or isinstance(value, (bool, int, float, complex, np.number, np.bool_)) for value in values
     ):
@@ -249,8 +249,8 @@ def _stack_numbers(values: Any, kind: str) -> Any:
         mixed = torch is not None and any(isinstance(value, torch.Tensor) for value in values)
         return _stack_tensors(values, kind, torch) if mixed else list(values)
     array = np.array([np.nan if value is None else value for value in values])
-    whole = all(isinstance(value, (bool, int, np.integer, np.bool_)) for value in values)
-    return array if array.dtype.kind in ("biu" if whole else "biufc") else list(values)
+    integers = all(isinstance(value, (bool, int, np.integer, np.bool_)) for value in values)
+    return array if array.dtype.kind in ("biu" if integers else "biufc") else list(values)
 
 
 def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
@@ -272,7 +272,7 @@ def _each_array(value: Any, convert: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.kind in "biufc":
             return convert(np.asarray(value))
-        # Times that a map made have no tensor: Python's own. Those know no nanoseconds.
+        # Times of a map become Python objects, since tensors cannot hold them. Those have no nanoseconds.
         kind, _, unit = value.dtype.name.partition("[")
         return (value.astype(f"{kind}[us]") if unit in ("ns]", "ps]", "fs]", "as]") else value).tolist()
     if isinstance(value, dict):
@@ -314,8 +314,8 @@ def _jax() -> Any:
             bounds = np.iinfo(kept)
             if array.min() < bounds.min or array.max() > bounds.max:
                 raise MidepochError(
-                    f"JAX would cut {array.dtype} values to {kept}, and there are some that do not fit: "
-                    'jax.config.update("jax_enable_x64", True) keeps them, with_format("numpy") does too.'
+                    f"JAX would convert {array.dtype} values to {kept}, which cannot hold all of them. "
+                    'Call jax.config.update("jax_enable_x64", True), or use with_format("numpy").'
                 )
         return jnp.asarray(array)
 

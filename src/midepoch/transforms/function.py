@@ -1,4 +1,4 @@
-"""A user's function over rows or groups of rows: what it is given, and what becomes of its errors."""
+"""Calls of a user's function for rows or groups of rows: its arguments and its errors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _log = logging.getLogger("midepoch")
 
 
 def _uncounted(rows: int) -> None:
-    """Rows that are left out where nobody counts them."""
+    """Do not count skipped rows."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run as a step may know it: enough to name a row and make its generator, nothing that varies by topology.
+    """The run as a step sees it: enough to name a row and create its generator, nothing that depends on the topology.
 
-    ``path`` tells apart the parts of a combination, each of which counts its functions from 0; it is 0 for a pipeline
-    by itself. ``seeds``: what the global generators are seeded with before each call, where they are.
+    ``path`` distinguishes the parts of a combination, each of which numbers its functions from 0. It is 0 for a single
+    pipeline. ``seeds``: seeds of the global generators for each call, None if they are not seeded.
     """
 
     seed: int
@@ -41,12 +41,12 @@ class RunContext:
     generators: Generators = field(default_factory=Generators)
     seeds: Seeds | None = None
     skipped: Callable[[int], None] = field(default=_uncounted)
-    """Called with a number of rows that failed and are left out."""
+    """Called with the number of rows that failed and were skipped."""
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One call of ``map``, ``filter`` or ``flat_map``. ``number`` tells them apart, for their generators."""
+    """One call of ``map``, ``filter`` or ``flat_map``. ``number`` distinguishes them, for their generators."""
 
     function: Callable[..., Any]
     number: int = 0
@@ -70,13 +70,15 @@ class Function:
         return f"{self.kind}({self.name})"
 
     def given(self, batch: Batch) -> Batch:
-        """The columns that the function gets. Not owned: what it writes into what was read shows nowhere."""
+        """Return the columns for the function. They are not owned, so that its writes do not change the batch."""
         used = self.input_columns if self.input_columns is not None else tuple(batch.columns)
         check_columns(used, list(batch.columns), self.call)
         return replace(batch, columns={name: batch.columns[name] for name in used}, owned=False)
 
     def fresh(self, given: Batch) -> Batch:
-        """What is given to it at one attempt: where failures are skipped there may be another, of the same values."""
+        """Return the batch for one attempt: a copy if failures are skipped, since a second attempt needs the same
+        values.
+        """
         return unshared(given) if self.on_error == "skip" else given
 
     def seeded(self, given: Batch, run: RunContext, action: Callable[[RunContext], T]) -> T:
@@ -85,11 +87,11 @@ class Function:
             self,
             ("functions", self.number, run.epoch),
             lambda seeds: action(run if seeds is None else replace(run, seeds=seeds)),
-            repeatable=self.on_error != "skip" and can_repeat(given),  # rows that are skipped are counted once
+            repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
         )
 
     def on_rows(self, given: Batch, run: RunContext) -> list[tuple[int, Any]]:
-        """(place, result) of every row; of those that do not fail, where failures are skipped."""
+        """Return (place, result) of every row, without those that fail if failures are skipped."""
         rows = present_rows(self.fresh(given), self.input_format)
         results: list[tuple[int, Any]] = []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
@@ -107,7 +109,7 @@ class Function:
         return results
 
     def on_group(self, group: Batch, run: RunContext) -> Any:
-        """The result of one call for all rows. Raises what the function raises."""
+        """Return the result of one call for all rows. Errors of the function are raised."""
         presented = finish(present(self.fresh(group), self.input_format), self.input_format)
         args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
         args += [[int(number) for number in group.rows]] if self.with_indices else []
@@ -118,7 +120,7 @@ class Function:
         return self.function(*args, **self.fn_kwargs)
 
     def checked(self, result: Any) -> Any:
-        """What the function returned for a row, or an error that says what it should have been."""
+        """Return the result of the function for a row. Raise MapError if it is not usable."""
         return result
 
     def _generator(self, run: RunContext, batch: Batch, i: int) -> np.random.Generator:

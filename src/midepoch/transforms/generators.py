@@ -1,11 +1,11 @@
 """The global random generators (``random``, ``numpy.random``, torch's CPU generator) while functions of the user run.
 
-A function finds them seeded for the row that it is called for (a batched one for the first row of its group), so that
-what it draws depends on neither workers, chunks nor where a run was resumed. The caller's own states are put back.
+They are seeded for the row of each call (for a batched function, the first row of its group), so that random values do
+not depend on workers, chunks or the point of a resume. The caller's states are restored afterwards.
 
-Seeding all three costs 9 µs, as much as two calls of a small function. So a function that has drawn nothing in its
-first calls is called without: afterwards the states tell whether it has drawn after all. If so, those rows are made
-again, and from then on it is seeded for every call.
+Seeding all three costs 9 µs, as much as two calls of a small function. Therefore a function that has drawn nothing in
+its first calls is called without seeding. The states are compared afterwards. If it has drawn after all, those rows are
+computed again, and it is seeded for every later call.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 Int64Array = npt.NDArray[np.int64]
 
 _TRIAL: Final = 16
-"""Calls that are watched one by one."""
+"""Number of calls that are checked one by one."""
 _DRAWS: Final = -1
-_STATE_BYTES: Final = 625 * 4  # of an MT19937: 624 words and the number of the next one
+_STATE_BYTES: Final = 625 * 4  # of an MT19937: 624 words and the index of the next one
 
 
 class Seeds:
@@ -39,12 +39,12 @@ class Seeds:
         self.calls, self.drew = 0, False
 
     def of(self, rows: Int64Array, ordinals: Int64Array | None) -> list[int]:
-        """A seed of 64 bits for each row; rows that were made of one row differ in their ordinals."""
+        """Return a 64-bit seed for each row. Rows made from the same row differ in their ordinals."""
         mixed = _scrambled(rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._key[0])
         if ordinals is not None:
             mixed = np.where(ordinals == 0, mixed, _scrambled(mixed ^ _scrambled(ordinals.astype(np.uint64))))
-        found: list[int] = (_scrambled(mixed ^ self._key[1])).tolist()
-        return found
+        seeds: list[int] = (_scrambled(mixed ^ self._key[1])).tolist()
+        return seeds
 
     def set(self, seed: int) -> None:
         """Seed the global generators for the next call."""
@@ -58,18 +58,18 @@ class Seeds:
             self._last = Snapshot()
 
     def look(self) -> None:
-        """Note whether the last call has drawn anything, while that is watched."""
+        """Record whether the last call has drawn anything, if it is checked."""
         if self._last is not None:
             self.drew = self.drew or self._last.changed()
             self._last = None
 
 
 class Generators:
-    """Runs the functions of one pipeline. ``seed`` is the pipeline's, ``base`` follows the user's ``manual_seed``."""
+    """Runner of one pipeline's functions. ``seed`` is the pipeline's, ``base`` follows the user's ``manual_seed``."""
 
     def __init__(self, seed: int = 0, base: int = 0, path: int = 0) -> None:
         self._seed, self._base, self._path = seed, base, path
-        self._left: dict[Hashable, int] = {}  # calls of each function that are still to be watched, or _DRAWS
+        self._left: dict[Hashable, int] = {}  # calls of each function that remain to be checked, or _DRAWS
         self._keys: dict[tuple[str, int, int], npt.NDArray[np.uint64]] = {}
 
     def run(
@@ -77,8 +77,8 @@ class Generators:
     ) -> T:
         """Return the result of ``action``, which calls a function for some rows and seeds the generators before each.
 
-        ``where`` are purpose, number and epoch of the function. With None for the seeds it calls the function as it
-        is; that may be done again, if it is ``repeatable``.
+        ``where`` is the purpose, number and epoch of the function. ``action(None)`` calls the function without seeding.
+        If it is ``repeatable``, the action may be run a second time.
         """
         left, before = self._left.get(function, _TRIAL), Snapshot()
         if left == 0 and repeatable and before.is_complete:
@@ -97,7 +97,7 @@ class Generators:
             seeds = Seeds(self._key(*where), max(0, left))
             before.prepare()
             result = action(seeds)
-            if before.lacks_torch and repeatable:  # the function has imported it, and may have drawn from it unseeded
+            if before.lacks_torch and repeatable:  # the function has imported torch and may have drawn from it unseeded
                 before.add_torch()
                 seeds = Seeds(self._key(*where), max(0, left))
                 result = action(seeds)
@@ -119,17 +119,17 @@ class Generators:
 
 
 def _scrambled(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The last step of splitmix64: every bit of the result depends on all bits."""
+    """Apply the last step of splitmix64: every bit of the result depends on all bits."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
 
 
 class Snapshot:
-    """The states of the global generators at one moment. numpy's own functions for that take 80 µs each; this, 20.
+    """The states of the global generators at one moment. It takes 20 µs, numpy's own functions 80 µs each.
 
-    Its ``RandomState`` keeps a normal number beside the words of its generator, which only those functions tell of. So
-    they are asked where the words are not those at which there was none.
+    A ``RandomState`` may cache a normal number beside the words of its generator, which only numpy's functions return.
+    They are called only if the words differ from those for which there was no cached number.
     """
 
     _without_normal: bytes = b""
@@ -149,7 +149,7 @@ class Snapshot:
 
     @property
     def is_complete(self) -> bool:
-        """True if ``changed`` notices everything: not where a normal number is kept, which can be taken unseen."""
+        """True if ``changed`` detects every draw. A cached normal number can be taken undetected."""
         return self._numpy is None
 
     @property
@@ -161,7 +161,7 @@ class Snapshot:
         self._torch = _torch_state()
 
     def changed(self) -> bool:
-        """Return whether something was drawn since."""
+        """Return True if something was drawn since."""
         if _words(np.random.get_bit_generator()) != self._words:  # type: ignore[attr-defined]
             return True
         if _brief(random.getstate()) != _brief(self._python):
@@ -170,7 +170,7 @@ class Snapshot:
         return _bytes(now) != _bytes(self._torch)
 
     def prepare(self) -> None:
-        """See that numpy's generator can be seeded: one that the user has put in its place may not be."""
+        """Replace a numpy generator of the user that cannot be seeded."""
         if self._words is None:
             np.random.set_bit_generator(np.random.MT19937(0))  # type: ignore[attr-defined]
 
@@ -181,7 +181,7 @@ class Snapshot:
         if self._numpy is not None:
             np.random.set_state(self._numpy)
         elif self._words is not None:
-            np.random.seed(0)  # leaves no normal number behind
+            np.random.seed(0)  # drops a cached normal number
             with self._generator.lock:
                 ctypes.memmove(self._generator.ctypes.state_address, self._words, _STATE_BYTES)
         if self._torch is not None:
@@ -189,7 +189,7 @@ class Snapshot:
 
 
 def _words(generator: Any) -> bytes | None:
-    """The state of a Mersenne Twister; None of any other generator, or where numpy keeps it in another way."""
+    """Return the state of a Mersenne Twister. None for other generators, or if numpy stores it differently."""
     if type(generator) is not np.random.MT19937 or not _laid_out_as_known():
         return None
     with generator.lock:
@@ -198,20 +198,20 @@ def _words(generator: Any) -> bytes | None:
 
 @lru_cache(maxsize=1)
 def _laid_out_as_known() -> bool:
-    """Return whether numpy keeps the state of a Mersenne Twister as 624 words of 32 bits and the next one's number."""
+    """Return True if numpy stores a Mersenne Twister as 624 words of 32 bits and the index of the next one."""
     generator: Any = np.random.MT19937(1)
     generator.random_raw(3)
     state = generator.state["state"]
     wanted = state["key"].astype(np.uint32).tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
-    found: bytes = ctypes.string_at(generator.ctypes.state_address, len(wanted))
-    return bool(found == wanted)
+    stored: bytes = ctypes.string_at(generator.ctypes.state_address, len(wanted))
+    return bool(stored == wanted)
 
 
 def _brief(state: tuple[Any, ...]) -> tuple[int, int, float | None]:
-    """Return the parts of a state of ``random`` that distinguish it, which takes a tenth of the time.
+    """Return the parts of a state of ``random`` that distinguish it, in a tenth of the time of a full comparison.
 
-    They are the number of the next word, the first word, and a normal number that is kept. The first word is another
-    one whenever the words were made again.
+    They are the index of the next word, the first word, and a cached normal number. The first word changes whenever the
+    words are generated again.
     """
     _, words, normal = state
     return words[-1], words[0], normal
@@ -222,7 +222,7 @@ def _bytes(tensor: Any) -> bytes | None:
 
 
 def _torch_generator() -> Any:
-    """torch's generator for the CPU; None unless torch was imported."""
+    """Return torch's CPU generator. None unless torch was imported."""
     return getattr(sys.modules.get("torch"), "default_generator", None)
 
 

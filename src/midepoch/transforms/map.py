@@ -1,4 +1,4 @@
-"""map: a user's function over rows or groups of rows; one row out for each row in, unless it says otherwise."""
+"""map: a user's function over rows or groups of rows. It returns one row for each row by default."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Map", "RunContext"]
 class Map(Function):
     """One call of ``Dataset.map``.
 
-    ``one_to_one``: what the function returns is put into the rows it was given. If not (batched only), what it returns
-    are rows of their own, more or fewer, and nothing else is left. ``rowwise``: it is batched for speed only, and which
-    rows it is given together does not matter.
+    ``one_to_one``: the returned columns are added to the given rows. Otherwise (batched only), the returned rows
+    replace the given ones, in any number. ``rowwise``: the function is batched only for speed, and its result does not
+    depend on the grouping of rows.
     """
 
     remove_columns: tuple[str, ...] = ()
     one_to_one: bool = True
     rowwise: bool = False
     drop_last: bool = False
-    """A last group that is not full is left out."""
+    """Drop an incomplete last group."""
 
     def apply(self, batch: Batch, run: RunContext) -> Batch:
-        """The batch with the function's columns put in. Rows that fail are dropped where ``on_error`` is "skip"."""
+        """Return the batch with the function's columns. Rows that fail are dropped if ``on_error`` is "skip"."""
         if not len(batch):
             return batch
         given = self.given(batch)
@@ -70,7 +70,9 @@ class Map(Function):
         return result
 
     def _same_columns(self, result: Mapping[str, Any], before: Sequence[Mapping[str, Any]], row: int) -> None:
-        """Never skipped: which of two kinds of rows is the wrong one would depend on which came first."""
+        """Raise MapError if the columns differ from those before. Such rows are never skipped: which of the two is
+        wrong would depend on their order.
+        """
         if before and result and before[0] and isinstance(result, Columns) != isinstance(before[0], Columns):
             raise MapError(
                 f"map({self.name}) returned a table for some rows and a dict for others, as of row {row} of the "
@@ -85,7 +87,7 @@ class Map(Function):
                 )
             raise MapError(
                 f"map({self.name}) returned columns {sorted(result)} for row {row} of the dataset but "
-                f"{sorted(before[0])} for a row before: every row must have the same columns"
+                f"{sorted(before[0])} for a row before. Return the same columns for every row"
             )
 
     def _groups(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
@@ -105,7 +107,7 @@ class Map(Function):
         return [(start, min(start + size, last)) for start in range(0, last, size)]
 
     def _group(self, group: Batch, run: RunContext) -> list[tuple[int, int, Mapping[str, Any]]]:
-        """(start, stop, result) of the group; of each row alone, where the group fails and failures are skipped."""
+        """Return (start, stop, result) of the group, or of each row alone if it fails and failures are skipped."""
         try:
             result = self.checked(self.on_group(group, run))
             if self.one_to_one:
@@ -122,7 +124,7 @@ class Map(Function):
             return [(i, i + 1, result) for i, (_, _, result) in alone]
 
     def _free(self, batch: Batch, given: Batch, run: RunContext) -> Batch:
-        """The rows that groups of rows were made into. Those of one group belong to its first row."""
+        """Return the rows that the function made from groups of rows. The rows of a group belong to its first row."""
         parts: list[Mapping[str, Any]] = []
         parents: list[int] = []
         for start, stop in self._bounds(given):
@@ -137,7 +139,7 @@ class Map(Function):
 
 
 class Columns(dict[str, Any]):
-    """The columns of an Arrow table that a function returned: all that its rows have, in place of those before."""
+    """Columns of an Arrow table that a function returned. They replace all columns of its rows."""
 
     @staticmethod
     def of(table: pa.Table, *, batched: bool) -> Columns:
@@ -158,12 +160,12 @@ def _like(results: Sequence[Mapping[str, Any]], columns: dict[str, Any]) -> dict
 
 
 def made_rows(result: Mapping[str, Any]) -> int:
-    """How many rows a function has made: all columns must have as many values."""
+    """Return the number of rows that a function returned. All columns must have the same length."""
     if not result:
         return 0
     counts = {name: _length(name, column) for name, column in result.items()}
     if len(set(counts.values())) > 1:
-        raise MapError(f"the columns returned are of different lengths: {counts}")
+        raise MapError(f"the returned columns have different lengths: {counts}")
     return next(iter(counts.values()))
 
 
@@ -176,7 +178,7 @@ def _length(name: str, column: Any) -> int:
 
 
 def _check_length(name: str, column: Any, rows: int) -> None:
-    """A column has one value for each row; a struct is a dict of such columns."""
+    """Raise MapError unless a column, or each column of a struct, has one value for each row."""
     if isinstance(column, Mapping):
         for key, inner in column.items():
             _check_length(f"{name}.{key}", inner, rows)
@@ -185,6 +187,6 @@ def _check_length(name: str, column: Any, rows: int) -> None:
         raise MapError(f"column {name!r} must be a sequence of {rows} values, got {column!r:.60}")
     if len(column) != rows:
         raise MapError(
-            f"column {name!r} has {len(column)} values for {rows} rows. A map must return one row for each row, unless "
-            "it is a map(…, batched=True, one_to_one=False), whose rows are just what it returns"
+            f"column {name!r} has {len(column)} values for {rows} rows. Return one value for each row, or pass "
+            "map(…, batched=True, one_to_one=False) to return any number of rows"
         )

@@ -1,8 +1,8 @@
-"""pack: documents of any length into sequences of one length. Arrays in, arrays out; what is left over is the caller's.
+"""pack: documents of any length to sequences of one length. Arrays in, arrays out; the caller keeps the remainder.
 
-A document that does not fit goes on in the next sequence. Each sequence says where its documents begin and end: by
-``segment_ids`` (1, 2, … within a sequence, 0 for padding), ``position_ids`` (from 0 within each piece) and, if asked
-for, ``cu_seqlens`` (the bounds of the pieces, as kernels for attention over documents take them).
+A document that does not fit continues in the next sequence. Each sequence marks its documents with ``segment_ids``
+(1, 2, … within a sequence, 0 for padding), ``position_ids`` (from 0 within each piece) and optionally ``cu_seqlens``
+(the bounds of the pieces, as attention kernels for documents expect them).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STRATEGIES = ("concat", "best_fit")
 
 @dataclass(frozen=True)
 class PackSpec:
-    """One call of ``pack``. ``extra``: other columns with a value for each token, and what they are padded with."""
+    """One call of ``pack``. ``extra``: other columns with a value for each token, and their padding values."""
 
     length: int
     column: str = "input_ids"
@@ -44,18 +44,18 @@ class PackSpec:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be 'concat' or 'best_fit', got {self.strategy!r}")
         if self.column in self.extra:
-            raise ValueError(f"{self.column!r} is what is packed, it cannot be in extra as well")
+            raise ValueError(f"{self.column!r} is the packed column and cannot be in extra")
 
     @property
     def text(self) -> str:
-        """What moves positions, for the state."""
+        """Description of all arguments that affect positions, for the state."""
         parts = [str(self.length), self.strategy, self.column]
         parts += [f"eos={self.eos}"] * (self.eos is not None) + [f"window={self.window}"] * (self.strategy != "concat")
         return f"pack[{' '.join([*parts, 'drop'] if self.drop_remainder else parts)}]"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those of a sequence."""
+        """Columns of a sequence."""
         return (*self.pads, "position_ids", "segment_ids", *["cu_seqlens"] * self.cu_seqlens)
 
     @property
@@ -65,7 +65,7 @@ class PackSpec:
 
 @dataclass
 class Documents:
-    """Tokens of documents one after the other, in one or more columns of equal lengths."""
+    """Concatenated tokens of documents, in one or more columns of equal lengths."""
 
     lengths: Int64Array
     values: dict[str, Values]
@@ -76,7 +76,7 @@ class Documents:
 
     @staticmethod
     def of(columns: Mapping[str, Any], spec: PackSpec) -> Documents:
-        """The documents of a batch: one a row, null and empty ones without a token."""
+        """Return the documents of a batch, one per row. Null and empty documents have no tokens."""
         check_columns(list(spec.pads), list(columns), "pack")
         found = {name: _tokens(name, columns[name], spec.dtype if name == spec.column else None) for name in spec.pads}
         lengths = found[spec.column][0]
@@ -95,37 +95,41 @@ class Documents:
         return Documents(lengths + (lengths > 0), values)
 
     def joined(self, other: Documents) -> Documents:
-        """These and others behind them. Of what has no tokens, not even the type counts."""
+        """Append other documents. The type of documents without tokens is ignored."""
         if not other.tokens or not self.tokens:
             values = self.values if self.tokens else other.values
         else:
             values = {}
             for name, mine in self.values.items():
-                if mine.dtype != other.values[name].dtype:  # which one comes out would depend on where work was begun
+                if mine.dtype != other.values[name].dtype:  # the result would depend on where reading began
                     raise _of_two_types(name, str(mine.dtype), str(other.values[name].dtype))
                 values[name] = np.concatenate([mine, other.values[name]])
         return Documents(np.concatenate([self.lengths, other.lengths]), values)
 
     def cut_first(self, tokens: int) -> Documents:
-        """Without the first tokens of the first document, of which nothing is left if it has no more than those."""
+        """Return the documents without the first tokens of the first document, which may become empty."""
         lengths = self.lengths.copy()
         tokens = min(tokens, int(lengths[0]))
         lengths[0] -= tokens
         return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()})
 
     def without(self, tokens: int) -> tuple[Documents, int, int]:
-        """Without the first tokens: what is left, how many documents are gone, and how much of the next one is."""
+        """Drop the first tokens. Return the rest, the number of dropped documents, and the dropped tokens of the next
+        one.
+        """
         ends = np.cumsum(self.lengths)
-        gone = int(np.searchsorted(ends, tokens, side="right"))
-        into = tokens - (int(ends[gone - 1]) if gone else 0)
-        lengths = self.lengths[gone:].copy()
+        dropped = int(np.searchsorted(ends, tokens, side="right"))
+        into = tokens - (int(ends[dropped - 1]) if dropped else 0)
+        lengths = self.lengths[dropped:].copy()
         if into:
             lengths[0] -= into
-        return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()}), gone, into
+        return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()}), dropped, into
 
 
-def _of_two_types(name: str, one: str, other: str) -> ColumnError:
-    return ColumnError(f"pack: column {name!r} comes as {one} and as {other}: map it to one type, or pack(…, dtype=…).")
+def _of_two_types(name: str, first: str, second: str) -> ColumnError:
+    return ColumnError(
+        f"pack: column {name!r} comes as {first} and as {second}. Map it to one type, or pass pack(…, dtype=…)."
+    )
 
 
 def _check_fits(name: str, values: Values, numbers: list[int | None]) -> None:
@@ -137,7 +141,7 @@ def _check_fits(name: str, values: Values, numbers: list[int | None]) -> None:
 
 
 def _tokens(name: str, column: Any, dtype: str | None) -> tuple[Int64Array, Values]:
-    """The lengths of a column of lists of numbers, and all the numbers."""
+    """Return the lengths of a column of lists of numbers, and all the numbers."""
     if isinstance(column, pa.Array):
         lengths, tokens = _arrow_tokens(name, column)
         return lengths, tokens if dtype is None else tokens.astype(dtype, copy=False)
@@ -150,7 +154,7 @@ def _tokens(name: str, column: Any, dtype: str | None) -> tuple[Int64Array, Valu
     except (TypeError, ValueError) as problem:
         raise MapError(f"pack: column {name!r} cannot be packed: {problem}") from None
     if any(part.ndim != 1 or (len(part) and part.dtype.kind not in "biuf") for part in parts):
-        raise ColumnError(f"pack: column {name!r} does not hold lists of numbers.")
+        raise ColumnError(f"pack: column {name!r} does not contain lists of numbers.")
     full = [part for part in parts if len(part)]
     kinds = sorted({str(part.dtype) for part in full})
     if len(kinds) > 1:
@@ -179,7 +183,7 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
 
 
 def concatenated(documents: Documents, spec: PackSpec, packs: int) -> dict[str, Any]:
-    """The first ``packs`` sequences of the documents one after the other; the last one is padded if they end in it."""
+    """Return the first ``packs`` sequences of the concatenated documents. The last one is padded if necessary."""
     size, total = packs * spec.length, min(documents.tokens, packs * spec.length)
     ends = np.cumsum(documents.lengths)
     starts = np.concatenate([np.zeros(1, np.int64), ends[ends < total], np.arange(0, total, spec.length)])
@@ -194,10 +198,10 @@ def concatenated(documents: Documents, spec: PackSpec, packs: int) -> dict[str, 
 
 
 def _bounds(starts: Int64Array, total: int, packs: int, spec: PackSpec) -> dict[str, Any]:
-    """Segments and positions of sequences whose pieces begin at ``starts`` of ``total`` tokens, all in one row."""
+    """Return segments and positions of sequences whose pieces begin at ``starts`` of ``total`` consecutive tokens."""
     size = packs * spec.length
     stops = np.append(starts[1:], total)
-    # Pieces of a sequence that is not full end where its padding begins: it is a piece of its own, number 0.
+    # In an incomplete sequence the pieces end at the padding, which is a separate piece with number 0.
     of_pack = starts // spec.length
     lengths = stops - starts
     first = np.searchsorted(of_pack, of_pack)
@@ -205,21 +209,21 @@ def _bounds(starts: Int64Array, total: int, packs: int, spec: PackSpec) -> dict[
     segments, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
     segments[:total] = np.repeat(numbers, lengths)
     positions[:total] = np.arange(total) - np.repeat(starts, lengths)
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "position_ids": positions.reshape(packs, spec.length),
         "segment_ids": segments.reshape(packs, spec.length),
     }
     if spec.cu_seqlens:
         edges = [starts[of_pack == pack] - pack * spec.length for pack in range(packs)]
         last = [min(spec.length, total - pack * spec.length) for pack in range(packs)]
-        found["cu_seqlens"] = [np.append(edge, end).astype(np.int32) for edge, end in zip(edges, last, strict=True)]
-    return found
+        columns["cu_seqlens"] = [np.append(edge, end).astype(np.int32) for edge, end in zip(edges, last, strict=True)]
+    return columns
 
 
 def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int]:
-    """All documents in as few sequences as best-fit-decreasing finds; what is too long is cut first.
+    """Pack all documents by best-fit-decreasing. Documents that are too long are split first.
 
-    Returns the columns, for each sequence the number of its first document, and how many tokens were packed.
+    Return the columns, for each sequence the number of its first document, and the number of packed tokens.
     """
     length = spec.length
     starts = np.cumsum(documents.lengths) - documents.lengths
@@ -258,7 +262,7 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
 
 
 def _as_arrow(columns: dict[str, Any]) -> dict[str, pa.Array]:
-    """Sequences as columns like those that are read, which every format presents in its own way. Nothing is copied."""
+    """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
     return {name: _lists(rows) if isinstance(rows, list) else _matrix(rows) for name, rows in columns.items()}
 
 
@@ -279,7 +283,7 @@ def _values(values: Values) -> pa.Array:
 
 
 def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
-    """Bins of at most ``length``: each size, the largest first, goes where it leaves the least room."""
+    """Return bins of at most ``length``. Each size, in decreasing order, is put where it leaves the least room."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, bin), sorted
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

@@ -1,4 +1,4 @@
-"""tokenize: text to token numbers by a Hugging Face tokenizer, many rows at a time."""
+"""tokenize: text to token ids by a Hugging Face tokenizer, many rows at a time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from midepoch.errors import MapError
 
 @dataclass(frozen=True)
 class Tokenize:
-    """The function of a batched map: a list of texts to columns of tokens. Null is tokenized as no text.
+    """Function of a batched map, from a list of texts to columns of tokens. Null is tokenized as the empty text.
 
-    A tokenizer of ``tokenizers``, or the one inside of a fast tokenizer of ``transformers`` as long as no arguments are
-    given for it, is asked directly: the call of ``transformers`` takes half as long again to make lists of its answers.
+    A tokenizer of ``tokenizers`` is called directly, as is the one inside a fast tokenizer of ``transformers`` if no
+    options are given. The call of ``transformers`` takes 1.5 times as long, because it converts the results to lists.
     """
 
     tokenizer: Any
@@ -31,7 +31,7 @@ class Tokenize:
 
     @property
     def pads(self) -> bool:
-        """Whether the tokenizer itself was told to pad. (One of ``transformers`` is told anew by every call.)"""
+        """True if the tokenizer itself is set to pad. (One of ``transformers`` is configured again by every call.)"""
         return hasattr(self.tokenizer, "encode_batch") and getattr(self.tokenizer, "padding", None) is not None
 
     def __call__(self, texts: Any) -> dict[str, Any]:
@@ -39,12 +39,12 @@ class Tokenize:
         backend = self._backend()
         if backend is not None:
             encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
-            return {self.output: lists_of([one.ids for one in encode(texts, **self.options)])}
+            return {self.output: lists_of([encoding.ids for encoding in encode(texts, **self.options)])}
         options = {"return_attention_mask": False, "return_token_type_ids": False, **self.options}
-        found = self.tokenizer(texts, **options)
-        if "input_ids" not in found:
-            raise MapError(f"the tokenizer returned {', '.join(found)}: there are no input_ids")
-        return {self.output if name == "input_ids" else name: _column(found[name]) for name in found}
+        columns = self.tokenizer(texts, **options)
+        if "input_ids" not in columns:
+            raise MapError(f"the tokenizer returned {', '.join(columns)}: there are no input_ids")
+        return {self.output if name == "input_ids" else name: _column(columns[name]) for name in columns}
 
     def _backend(self) -> Any:
         if hasattr(self.tokenizer, "encode_batch"):
@@ -59,7 +59,7 @@ def _column(values: Any) -> Any:
 
 
 def lists_of(rows: list[list[int]]) -> pa.Array:
-    """Lists of token numbers as one Arrow column: it travels between processes as two buffers."""
+    """Return lists of token ids as one Arrow column, which is sent between processes as two buffers."""
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     np.cumsum(lengths, out=offsets[1:])

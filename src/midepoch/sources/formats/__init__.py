@@ -1,6 +1,6 @@
-"""How each format is cut into blocks, and how a block becomes a table.
+"""File formats: the division of a file into blocks, and the decoding of a block to a table.
 
-A format is imported when the first file of it is opened: most datasets have one, and mapped Arrow files need none.
+A format is imported when its first file is opened: most datasets use one format, and mapped Arrow files none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 
 from midepoch.sources.formats.base import Block, Format, Scanned, Scratch
 
-_WHERE = {
+_MODULES = {
     "arrow": ("ipc", "ArrowFormat"),
     "parquet": ("parquet", "ParquetFormat"),
     "orc": ("orc", "OrcFormat"),
@@ -19,12 +19,12 @@ _WHERE = {
 }
 
 
-@lru_cache(maxsize=len(_WHERE))
+@lru_cache(maxsize=len(_MODULES))
 def format_named(name: str) -> Format:
-    """The format of a name in ``files.FORMATS``."""
-    module, kind = _WHERE[name]
-    found: Format = getattr(import_module(f"{__name__}.{module}"), kind)()
-    return found
+    """Return the format with a name of ``files.FORMATS``."""
+    module, class_name = _MODULES[name]
+    format_: Format = getattr(import_module(f"{__name__}.{module}"), class_name)()
+    return format_
 
 
 __all__ = ["Block", "Format", "Scanned", "Scratch", "format_named"]

@@ -1,4 +1,4 @@
-"""What a format can do: find the blocks of a file, and decode one of them."""
+"""Interface of a file format: find the blocks of a file, and decode one of them."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from midepoch.sources.stores import Entry, Store
 
 @dataclass
 class Scanned:
-    """What looking through one file found."""
+    """Result of the scan of one file."""
 
     schema: pa.Schema
     offsets: list[int] = field(default_factory=list)
-    """Where each block begins: a byte, or the number of a row group or stripe."""
+    """Start of each block: a byte offset, or the number of a row group or stripe."""
     rows: list[int] = field(default_factory=list)
     nullable: set[tuple[str, ...]] = field(default_factory=set)
-    """Paths of columns, and of what is inside them, that hold a null."""
+    """Paths of columns, and of fields inside them, that contain a null."""
     fingerprint: str = ""
     footer: bytes = b""
-    """What has to be known of the file to decode a block of it."""
+    """Data of the file that is needed to decode its blocks."""
     etag: str = ""
     dictionaries: Chains = ()
     decoded_bytes: float = 0.0
-    """About how many bytes all rows take in memory, where the file tells."""
+    """Approximate bytes of all rows in memory, if the file reports them."""
     inferred: bool = False
-    """Whether the types were guessed from text, so that other files may make them wider."""
+    """True if the types were inferred from text, so that other files may widen them."""
     complete: bool = True
     stop: int | None = None
     """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)
-    """Numbers of the lines that cannot be read and are no part of the data."""
+    """Numbers of unreadable lines, which are not part of the data."""
 
     def end(self, i: int) -> int | None:
-        """Return the start of the block after the i-th; for the last one ``stop``."""
+        """Return the start of the block after block i, or ``stop`` for the last one."""
         return self.offsets[i + 1] if i + 1 < len(self.offsets) else self.stop
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """The folder that keeps contents of compressed files, and how many bytes. By default, the cache folder."""
+    """Folder for decompressed contents of files, and its limit in bytes. By default, the cache folder."""
 
     folder: str = ""
     limit: int = 4 << 30
@@ -52,7 +52,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Block:
-    """A block to decode. ``end`` is where the next one begins, None for the last of a file."""
+    """A block to decode. ``end`` is the start of the next block, None for the last one of a file."""
 
     entry: Entry
     offset: int
@@ -70,18 +70,18 @@ class Format(Protocol):
         ...
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        """Those of the columns that the file has, as near to the types of ``schema`` as the file allows."""
+        """Return those columns that the file has, in types as close to ``schema`` as the file allows."""
         ...
 
     def excluded(
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
-        """Return whether statistics prove that no row of the block passes the filter, which asks for these columns."""
+        """Return True if statistics prove that no row of the block passes the filter, which uses these columns."""
         ...
 
 
 class NoStatistics:
-    """For formats that cannot tell anything about a block without reading it."""
+    """Mixin for formats without statistics of blocks."""
 
     def excluded(self, *_about: Any) -> bool:
         return False

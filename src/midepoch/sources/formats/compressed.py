@@ -1,7 +1,7 @@
-"""The contents of compressed files, decompressed once by a process, in whatever order their blocks are asked for.
+"""Contents of compressed files, decompressed once per process, whatever the order of requested blocks.
 
-A compressed file can only be read from its beginning. So what was decompressed is kept in a file without a name in the
-cache folder: it is gone with the process, however that ends.
+A compressed file can only be read from its beginning. Therefore the decompressed contents are kept in an unnamed file
+in the cache folder, which disappears with the process.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from midepoch.sources.stores import Entry, OpenFile, Store
 _log = logging.getLogger("midepoch")
 _READ = 1 << 20
 _MOST_FILES = 128
-"""Files to keep open: a process may have 1,024 in all, and each takes one or two."""
+"""Maximum number of open files: a process may have 1,024 descriptors, and each file takes one or two."""
 
 
 def compression(path: str) -> str | None:
-    """The codec that a file's name says it is compressed with."""
+    """Return the compression codec that a file name indicates, or None."""
     return COMPRESSIONS.get(os.path.splitext(path.lower())[1])
 
 
 @contextmanager
 def contents(store: Store, entry: Entry) -> Iterator[Any]:
-    """The file as a stream of its contents, decompressed."""
+    """Yield the file as a stream of its decompressed contents."""
     with store.open(entry) as file:
         codec = compression(entry.path)
         if codec is None:
@@ -49,14 +49,14 @@ def contents(store: Store, entry: Entry) -> Iterator[Any]:
 
 
 def skip(stream: Any, size: int) -> None:
-    """Read over so many bytes."""
+    """Skip ``size`` bytes by reading them."""
     while size and (passed := len(stream.read(min(size, _READ)))):
         size -= passed
 
 
 def decompressed(store: Store, block: Block) -> bytes:
-    """The contents of a block of a compressed file."""
-    if block.end is None and block.offset < _READ:  # the only block: there is nothing to come back for
+    """Return the contents of a block of a compressed file."""
+    if block.end is None and block.offset < _READ:  # the only block: there is no later read
         with contents(store, block.entry) as stream:
             skip(stream, block.offset)
             return bytes(stream.read())
@@ -64,12 +64,12 @@ def decompressed(store: Store, block: Block) -> bytes:
     try:
         return file.read(block.offset, block.end)
     except BaseException:
-        _files.forget(file)  # the stream may stand anywhere
+        _files.forget(file)  # the position of the stream is undefined
         raise
 
 
 class _Decompressed:
-    """The contents of one file, as far as they were asked for: at its beginning as many as fit, in a file."""
+    """Requested contents of one file. As much of its beginning as fits is kept in a file."""
 
     def __init__(self, store: Store, entry: Entry, scratch: Scratch) -> None:
         self._store, self._entry, self.limit = store, entry, scratch.limit
@@ -84,7 +84,7 @@ class _Decompressed:
         self.size = 0  # of the file
 
     def read(self, offset: int, end: int | None) -> bytes:
-        """The bytes from ``offset`` to ``end``, or to the end of the contents."""
+        """Return the bytes from ``offset`` to ``end``, or to the end of the contents."""
         with self._lock:
             if self._is_growing and (end is None or end > self.size):
                 self._grow(end)
@@ -120,8 +120,8 @@ class _Decompressed:
             if self.size + len(data) > self.limit or not self._write(data):
                 self._is_growing = False
                 _log.warning(
-                    "%s: no more than %d bytes of its contents are kept: blocks after them are decompressed again and "
-                    "again if they are not read in order. Give more cache_bytes and disk, or write smaller files.",
+                    "%s: only the first %d bytes of its contents are kept: blocks after them are decompressed "
+                    "repeatedly if they are not read in order. Increase cache_bytes, or write smaller files.",
                     self._store.name(self._entry.path), self.size,
                 )  # fmt: skip
                 return
@@ -153,7 +153,7 @@ def _unnamed_file(folder: str) -> IO[bytes] | None:
 
 
 class _Files:
-    """The files that were read last, as many as there is room for. A fork has none: it cannot share their streams."""
+    """The most recently read files, as many as fit. A forked process starts without any: it cannot share streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,11 +181,11 @@ _files = _Files()
 _inherited: list[_Files] = []
 
 
-def _start_again() -> None:
+def _reset() -> None:
     global _files
     _inherited.append(_files)  # not freed: a stream of a store would wait for threads that a fork does not have
     _files = _Files()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_start_again)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_reset)

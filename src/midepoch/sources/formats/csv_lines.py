@@ -1,4 +1,4 @@
-"""CSV and TSV: a header with names, then a row a line; quoted values may hold line ends."""
+"""CSV and TSV: a header with names, then one row per line. Quoted values may contain line ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HEADER = 1 << 20
 
 
 class CsvFormat(NoStatistics):
-    """Blocks of about 8 MB. An empty field is null, in text columns an empty text."""
+    """Format with blocks of about 8 MB. An empty field is null, or the empty text in text columns."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         names, start = _header(store, entry)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise FormatError(f"{store.name(entry.path)}: several columns are called {', '.join(map(repr, twice))}.")
+            raise FormatError(f"{store.name(entry.path)}: several columns are named {', '.join(map(repr, twice))}.")
         dialect = _CsvRows(names, _delimiter(entry.path))
         found = scan_lines(store, entry, dialect, start=start, skip_damage=skip_damage)
         if not len(found.schema):
@@ -41,15 +41,15 @@ class CsvFormat(NoStatistics):
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         names = json.loads(block.footer)["names"]
-        there = [name for name in columns if name in names]
+        present = [name for name in columns if name in names]
         data, delimiter = read_rows(store, block), _delimiter(block.entry.path)
-        if not there:
+        if not present:
             return pa.table({"": pa.nulls(_parse(data, names, delimiter).num_rows)}).select([])
-        return _parse(data, names, delimiter, there, {name: schema.field(name).type for name in there})
+        return _parse(data, names, delimiter, present, {name: schema.field(name).type for name in present})
 
 
 class _CsvRows:
-    """CSV as ``lines.Dialect``."""
+    """Implementation of ``lines.Dialect`` for CSV."""
 
     def __init__(self, names: list[str], delimiter: str) -> None:
         self._names, self._delimiter, self.delimiter = names, delimiter, delimiter.encode()
@@ -80,17 +80,17 @@ def _delimiter(path: str) -> str:
 
 
 def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
-    """The names in the first row, and the byte at which the second begins."""
+    """Return the names in the first row, and the byte offset of the second row."""
     head, blank, end, delimiter = b"", 0, 0, _delimiter(entry.path).encode()
     with contents(store, entry) as file:
-        # No more than it takes: what comes after it may be damaged.
+        # Read no more than necessary: the text after it may be damaged.
         while not end and len(head) < _HEADER and (data := bytes(file.read(max(64, len(head))))):
             head += data
             blank = len(head) - len(head.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n"))
             ends = row_ends(head[blank:], delimiter)
             end = blank + int(ends[0]) if len(ends) else 0
     if not head.strip():
-        raise FormatError(f"{store.name(entry.path)}: the file is empty: not even a header with names of columns.")
+        raise FormatError(f"{store.name(entry.path)}: the file is empty: it has no header with names of columns.")
     if not end and (len(head) >= _HEADER or not is_closed(head[blank:], delimiter)):
         raise FormatError(
             f"{store.name(entry.path)}: its header has no end in {len(head)} bytes. Check for an unclosed quote."
@@ -101,7 +101,7 @@ def _header(store: Store, entry: Entry) -> tuple[list[str], int]:
     except UnicodeDecodeError as problem:
         raise FormatError(f"{store.name(entry.path)}: its header is not UTF-8 text: {problem}") from None
     if "\r" in text.rstrip("\r\n") and "\n" not in text:
-        raise FormatError(f"{store.name(entry.path)}: its lines end with a carriage return only; write them with \\n.")
+        raise FormatError(f"{store.name(entry.path)}: its lines end with a carriage return only. Write them with \\n.")
     names = next(csv.reader(io.StringIO(text.strip("\r\n"), newline=""), delimiter=_delimiter(entry.path)), [])
     return names, end
 

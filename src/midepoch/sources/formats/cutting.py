@@ -1,4 +1,4 @@
-"""Rows of text: the positions at which they end, and which of them cannot be read. Bytes in, positions out."""
+"""Ends of rows in text, and unreadable rows. Bytes in, positions out."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 Problem = Callable[[bytes], str | None]
-"""The reason why some rows cannot be read together, None if they can."""
+"""Function that returns the reason why rows cannot be read together, or None if they can."""
 
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 
 
 def row_ends(data: bytes, delimiter: bytes | None) -> Int64Array:
-    """The position after each line end that ends a row, of data that begins with a row.
+    """Return the position after each line end that ends a row, for data that begins with a row.
 
-    ``delimiter``: that of a format in which a line end in quotes ends no row.
+    ``delimiter``: the delimiter of a format in which a quoted line end does not end a row, else None.
     """
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
     if delimiter is None or b'"' not in data:
@@ -29,14 +29,14 @@ def row_ends(data: bytes, delimiter: bytes | None) -> Int64Array:
 
 
 def is_closed(data: bytes, delimiter: bytes) -> bool:
-    """Return whether every quoted value ends."""
+    """Return True if every quoted value ends."""
     return b'"' not in data or len(_quotes(data, delimiter)) % 2 == 0
 
 
 def _quotes(data: bytes, delimiter: bytes) -> Int64Array:
-    """Positions of the quotes that begin and end quoted values, in turn. A quote in the middle of a value is neither.
+    """Return the positions of the quotes that alternately begin and end quoted values, without quotes in mid-value.
 
-    Two quotes inside of a quoted value stand for one: as an end and a beginning they change nothing.
+    Two quotes inside a quoted value mean one. Counted as an end and a beginning, they change nothing.
     """
     text = np.frombuffer(data, np.uint8)
     found = np.flatnonzero(text == _QUOTE)
@@ -45,7 +45,7 @@ def _quotes(data: bytes, delimiter: bytes) -> Int64Array:
     proper = (before == delimiter[0]) | (before == _NEWLINE) | (before == _RETURN) | (before == _QUOTE)
     if (proper | (begins == 0)).all():  # no quote in the middle of a value: the common case, 10 times faster
         return found
-    pieces = _quoted_value(delimiter).split(data)  # what is outside of quotes, a quoted value, and so on in turn
+    pieces = _quoted_value(delimiter).split(data)  # alternately text outside of quotes and a quoted value
     bounds = np.cumsum(np.fromiter(map(len, pieces[:-1]), np.int64, len(pieces) - 1))
     bounds[1::2] -= 1
     closed = len(pieces) == 1 or pieces[-2].count(b'"') % 2 == 0
@@ -54,12 +54,12 @@ def _quotes(data: bytes, delimiter: bytes) -> Int64Array:
 
 @lru_cache(maxsize=8)
 def _quoted_value(delimiter: bytes) -> re.Pattern[bytes]:
-    # The quote comes before the check of what precedes it: so the search goes from quote to quote.
+    # The quote comes before the lookbehind, so that the search jumps from quote to quote.
     return re.compile(rb'("(?<![^' + re.escape(delimiter) + rb'\r\n]")[^"]*(?:""[^"]*)*(?:"|\Z))')
 
 
 def broken_rows(data: bytes, ends: Int64Array, problem: Problem) -> list[tuple[int, int]]:
-    """From where to where the rows lie that cannot be read even alone, found by halving."""
+    """Return the byte ranges of rows that cannot be read even alone, found by bisection."""
     bounds = [0, *ends.tolist()]
     if bounds[-1] < len(data):
         bounds.append(len(data))
@@ -77,10 +77,10 @@ def broken_rows(data: bytes, ends: Int64Array, problem: Problem) -> list[tuple[i
 
 
 def broken_quoted_rows(data: bytes, delimiter: bytes, columns: int, problem: Problem) -> list[tuple[int, int]]:
-    """As ``broken_rows``, where quotes may be missing.
+    """Return the ranges of ``broken_rows`` for text in which quotes may be missing.
 
-    A quote that was never closed swallows the rows after it. So a broken row whose quotes are not in order ends before
-    the first of its lines that begins a sound row, and reading resumes there.
+    An unclosed quote swallows the rows after it. Therefore a broken row with unbalanced quotes ends before the first of
+    its lines that begins a valid row, and reading resumes there.
     """
     found: list[tuple[int, int]] = []
     start = 0
@@ -99,7 +99,7 @@ def broken_quoted_rows(data: bytes, delimiter: bytes, columns: int, problem: Pro
 
 def _resumed(data: bytes, first: int, stop: int, delimiter: bytes, columns: int) -> int:
     if _sound_row(delimiter, None).fullmatch(data, first, stop):
-        return stop  # it has too many or too few values, but its quotes are in order
+        return stop  # it has too many or too few values, but its quotes are balanced
     sound = _sound_row(delimiter, columns)
     line = first
     while (line := data.find(b"\n", line, stop) + 1) and line < stop:
@@ -110,7 +110,7 @@ def _resumed(data: bytes, first: int, stop: int, delimiter: bytes, columns: int)
 
 @lru_cache(maxsize=8)
 def _sound_row(delimiter: bytes, columns: int | None) -> re.Pattern[bytes]:
-    """A row of so many values, of any number with None, with quotes only around values."""
+    """Return the pattern of a row of ``columns`` values (None: any number) with quotes only around values."""
     comma = re.escape(delimiter)
     value = rb'(?:"[^"]*(?:""[^"]*)*"|[^"\r\n' + comma + rb"]*)"
     count = b"*" if columns is None else b"{%d}" % (columns - 1)
@@ -118,7 +118,7 @@ def _sound_row(delimiter: bytes, columns: int | None) -> re.Pattern[bytes]:
 
 
 def without(data: bytes, ranges: list[tuple[int, int]]) -> bytes:
-    """The data without some ranges of it, which are sorted."""
+    """Return the data without these sorted ranges."""
     if not ranges:
         return data
     kept, position = [], 0

@@ -1,4 +1,4 @@
-"""Types of text, guessed block by block: the one type that fits all blocks, and where nulls are."""
+"""Types inferred from text, block by block: the common type of all blocks, and the nullable paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIXED_REMEDY = (
 
 
 def nulls(table: pa.Table) -> set[tuple[str, ...]]:
-    """Paths of columns, and of what is inside them, with a null."""
+    """Return the paths of columns, and of fields inside them, with a null."""
     found: set[tuple[str, ...]] = set()
 
     def look(path: tuple[str, ...], column: pa.Array) -> None:
@@ -32,10 +32,10 @@ def nulls(table: pa.Table) -> set[tuple[str, ...]]:
     return found
 
 
-def lacking(whole: Iterable[pa.Field], part: Iterable[pa.Field], path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    """Paths of what one block lacks, and so has nulls for, of what there is in all."""
+def lacking(union: Iterable[pa.Field], part: Iterable[pa.Field], path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    """Return the paths of the union's fields that one block lacks, and for which it has nulls."""
     mine, found = {field.name: field.type for field in part}, set()
-    for field in whole:
+    for field in union:
         here = (*path, field.name)
         if field.name not in mine:
             found.add(here)
@@ -49,9 +49,9 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
 
 
 def widest(name: str, schemas: list[pa.Schema], *, text: bool = False) -> pa.Schema:
-    """One schema for all blocks: integers become floats, dates that are not dates everywhere text.
+    """Return one schema for all blocks: integers mixed with floats become floats, dates mixed with text become text.
 
-    ``text``: whatever does not fit together is text (CSV, where all of it is).
+    ``text``: all other mixed types become text (as in CSV, where every value is text).
     """
     types: dict[str, pa.DataType] = {}
     for schema in schemas:
@@ -81,5 +81,5 @@ def _wider(file: str, column: str, a: pa.DataType, b: pa.DataType, text: bool) -
         if text:
             return pa.string()
         raise FormatError(
-            f"{file}: column {column!r} holds {a} in some rows and {b} in others. {MIXED_REMEDY}"
+            f"{file}: column {column!r} contains {a} in some rows and {b} in others. {MIXED_REMEDY}"
         ) from None

@@ -1,4 +1,4 @@
-"""Arrow IPC files that cannot be mapped where they lie: in a store, or with columns that others of the set lack."""
+"""Arrow IPC files that cannot be mapped in place: in a store, or with columns that other files of the set lack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midepoch.sources.stores import Entry, Store
 
 
 class ArrowFormat(NoStatistics):
-    """A block is a record batch. All of its columns are fetched."""
+    """Format whose blocks are record batches. All columns of a block are fetched."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         with store.open(entry) as file:
@@ -28,6 +28,6 @@ class ArrowFormat(NoStatistics):
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         with store.open(block.entry) as file:
             batch = BatchReader(file.read_at, file.size).read(block.offset, block.end, block.dictionaries)
-        known = set(batch.schema.names)
-        there = [name for name in columns if name in known]
-        return pa.table([plain_array(batch.column(name)) for name in there], names=there)
+        available = set(batch.schema.names)
+        present = [name for name in columns if name in available]
+        return pa.table([plain_array(batch.column(name)) for name in present], names=present)

@@ -1,4 +1,4 @@
-"""JSON lines: an object a line."""
+"""JSON lines: one object per line."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _MIXED = re.compile(r"Column\(/(.+)\) changed from (\w+) to (\w+)")
 
 
 class JsonFormat(NoStatistics):
-    """Blocks of about 8 MB. Fields that a row lacks are null; types are those of the whole set of files."""
+    """Format with blocks of about 8 MB. Missing fields are null. Types are those of the complete set of files."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         with contents(store, entry) as file:
             head = bytes(file.read(64)).removeprefix(_BOM).lstrip(b" \t\r\n")
         if head.startswith(b"["):
             raise FormatError(
-                f"{store.name(entry.path)}: this is one JSON array; write one object a line (JSON lines) instead."
+                f"{store.name(entry.path)}: this is one JSON array. Write one object per line (JSON lines) instead."
             )
         return scan_lines(store, entry, _JsonLines(), start=0, skip_damage=skip_damage)
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
-        known = set(schema.names)
-        wanted = pa.schema([schema.field(name) for name in columns if name in known])
+        available = set(schema.names)
+        wanted = pa.schema([schema.field(name) for name in columns if name in available])
         return _parse(read_rows(store, block), wanted)
 
 
 class _JsonLines:
-    """JSON lines as ``lines.Dialect``. Text must be UTF-8, which pyarrow does not check."""
+    """Implementation of ``lines.Dialect`` for JSON lines. Checks that text is UTF-8, which pyarrow does not."""
 
     delimiter = None
 
@@ -58,7 +58,7 @@ class _JsonLines:
             if not is_damage(problem):
                 raise
             if _MIXED.search(str(problem)) and _is_json(data):
-                return None  # types that do not go together are no damage of a row
+                return None  # incompatible types are not damage of a row
             return re.sub(r"^JSON parse error: |\.? in row \d+$|\.$", "", str(problem))
         return None
 
@@ -70,7 +70,7 @@ class _JsonLines:
         if mixed is None:
             return f"{problem}."
         column, first, second = mixed.groups()
-        return f"column {column!r} holds {first} in some rows and {second} in others. {MIXED_REMEDY}"
+        return f"column {column!r} contains {first} in some rows and {second} in others. {MIXED_REMEDY}"
 
 
 def _is_json(data: bytes) -> bool:
@@ -82,16 +82,16 @@ def _is_json(data: bytes) -> bool:
 
 
 def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """All rows; a line must be one object, whatever its length."""
-    if schema is not None and not len(schema):  # pyarrow would forget the number of rows
+    """Return all rows. Each line must be one object."""
+    if schema is not None and not len(schema):  # pyarrow would lose the number of rows
         return pa.table({"": pa.nulls(_parse(data).num_rows)}).select([])
     return _read(data, schema)
 
 
 def _read(data: bytes, schema: pa.Schema | None) -> pa.Table:
     data = data.removeprefix(_BOM)
-    if re.match(rb"\s*null", data):  # which ends the process, unless there is an object before it
+    if re.match(rb"\s*null", data):  # crashes pyarrow unless an object comes before it
         return _read(b"{}\n" + data, schema).slice(1)
-    how = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
-    whole = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
-    return pj.read_json(pa.BufferReader(data), read_options=whole, parse_options=how)
+    parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
+    read = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
+    return pj.read_json(pa.BufferReader(data), read_options=read, parse_options=parse)

@@ -1,8 +1,8 @@
-"""Text with a row a line (CSV, JSON lines): blocks are ranges of bytes that end where a row ends.
+"""Text with one row per line (CSV, JSON lines). Blocks are byte ranges that end at the end of a row.
 
-Such files say nothing about themselves, so the index reads them through once, and learns the number of rows, the types,
-where nulls are, and which rows cannot be read. Under ``on_error="skip"`` those are no part of the data: the index holds
-the ranges of bytes to leave out. Compressed files are cut at bytes of their contents.
+Such files have no metadata. The index reads them completely once, to find the number of rows, the types, the nullable
+columns, and the unreadable rows. Under ``on_error="skip"`` the index contains the byte ranges of unreadable rows, which
+are not part of the data. Byte offsets of compressed files refer to their decompressed contents.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from midepoch.sources.stores import Entry, Store
 BLOCK_BYTES = 8 << 20
 _READ = 8 << 20
 _LONGEST_ROW = 32
-"""Blocks after which a quoted value that has not ended is taken for one whose closing quote is missing."""
+"""Number of blocks after which the closing quote of an open quoted value is assumed to be missing."""
 
 
 class Dialect(Protocol):
-    """The way in which rows of a text are read. ``delimiter``: that of a format in which values may be quoted."""
+    """Syntax of the rows of a text. ``delimiter`` is None for formats in which values are never quoted."""
 
     @property
     def delimiter(self) -> bytes | None: ...
 
     def parse(self, data: bytes) -> pa.Table:
-        """All rows. Raises ``pa.ArrowException`` or ``UnicodeDecodeError``."""
+        """Return all rows. Raise ``pa.ArrowException`` or ``UnicodeDecodeError``."""
         ...
 
     def problem(self, data: bytes) -> str | None:
-        """The reason why rows cannot be read; None if they can, each by itself."""
+        """Return the reason why rows cannot be read. None if each can be read alone."""
         ...
 
     def broken(self, data: bytes) -> list[tuple[int, int]]:
-        """The rows that cannot be read even alone, as ranges of bytes."""
+        """Return the byte ranges of rows that cannot be read even alone."""
         ...
 
     def refused(self, problem: Exception) -> str:
-        """A message about rows that can be read alone, but not together."""
+        """Return the message for rows that can be read alone, but not together."""
         ...
 
 
 def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
-    """Cut a file from byte ``start`` on, and parse every block once."""
+    """Divide a file from byte ``start`` on into blocks, and parse every block once."""
     name = store.name(entry.path)
     text = _Text(store, entry, start, dialect.delimiter, salvage=skip_damage)
     found = Scanned(pa.schema([]), inferred=True)
@@ -71,7 +71,7 @@ def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip
         found.broken_lines += [text.line_at(data, first) for first, _ in ranges]
     found.complete, found.stop = not text.is_damaged, text.offset if text.is_damaged else None
     if entry.size and not schemas and text.offset > start:
-        raise FormatError(f"{name}: none of its {entry.size} bytes can be read as a row. Check that it is the format.")
+        raise FormatError(f"{name}: none of its {entry.size} bytes can be read as a row. Check the format.")
     found.schema = widest(name, schemas, text=dialect.delimiter is not None)
     found.decoded_bytes = float(text.offset - start)
     for schema in schemas:
@@ -87,7 +87,7 @@ def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip
 def _read(
     name: str, text: _Text, data: bytes, dialect: Dialect, skip_damage: bool
 ) -> tuple[pa.Table, list[tuple[int, int]]]:
-    """The rows of a block, and where those lie that had to be left out."""
+    """Return the rows of a block, and the byte ranges of those that were left out."""
     ranges: list[tuple[int, int]] = []
     try:
         if text.is_cut or dialect.delimiter is None or is_closed(data, dialect.delimiter):
@@ -109,10 +109,10 @@ def _read(
 
 
 class _Text:
-    """The contents of a file in pieces that end with a row.
+    """Iterable over the contents of a file in pieces that end with a row.
 
-    ``offset`` and ``line`` are those of the piece that came last. ``is_cut``: it is known to end with a row.
-    ``salvage``: of a compressed file that is damaged, take what can be read.
+    ``offset`` and ``line`` are those of the last piece. ``is_cut``: that piece is known to end with a row. ``salvage``:
+    use the readable part of a damaged compressed file.
     """
 
     def __init__(self, store: Store, entry: Entry, start: int, delimiter: bytes | None, *, salvage: bool) -> None:
@@ -123,7 +123,7 @@ class _Text:
         self.is_cut = self.is_damaged = False
 
     def line_at(self, data: bytes, position: int) -> int:
-        """The number of a line of this piece, the first of the file being 1."""
+        """Return the number of a line of this piece. The first line of the file is 1."""
         return self._line + data.count(b"\n", 0, position)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -172,19 +172,19 @@ class _Text:
                 raise
             if not self._salvage:
                 raise FormatError(
-                    f"{self._store.name(self._entry.path)}: its compressed data is cut short or damaged: {problem}. "
+                    f"{self._store.name(self._entry.path)}: its compressed data is truncated or damaged: {problem}. "
                     'Copy the file again, or pass on_error="skip" to use the lines before the damage.'
                 ) from None
             self.is_damaged = True
             yield self._before_damage(position)
 
     def _can_be_fetched(self) -> bool:
-        """Return whether the file can be read at all, so that a failure lies in its contents."""
+        """Return True if all bytes of the file can be read, so that a failure is in its contents."""
         with self._store.open(self._entry) as file:
             return all(file.arrow.read(min(_READ, left)) for left in range(file.size, 0, -_READ))
 
     def _before_damage(self, position: int) -> bytes:
-        """The contents from a position on. What was decompressed in a read that fails is lost: so reads get smaller."""
+        """Return the contents from a position on. A failed read loses its bytes, so that reads become smaller."""
         found = bytearray()
         for size in (1 << 16, 1 << 8, 1):
             try:
@@ -199,12 +199,12 @@ class _Text:
 
 
 def _holds_blanks(rest: bytes, delimiter: bytes, head: bytes) -> bool:
-    """Whether white space is rows of CSV: tabs that separate, or, where there is one column, lines of spaces."""
+    """Return True if white space contains CSV rows: tabs as delimiters, or lines of spaces in a single column."""
     return delimiter in rest or (delimiter not in head and re.search(rb"[ \t]\r?\n", rest) is not None)
 
 
 def read_rows(store: Store, block: Block) -> bytes:
-    """The bytes of a block, without the rows that the index found to be broken."""
+    """Return the bytes of a block without the rows that the index marks as broken."""
     data = _read_range(store, block)
     stop = block.offset + len(data)
     ranges = [(a - block.offset, b - block.offset) for a, b in _broken(block.footer) if block.offset <= a < stop]
@@ -222,6 +222,6 @@ def _read_range(store: Store, block: Block) -> bytes:
             end = file.size if block.end is None else block.end
             data = file.read_at(end - block.offset, block.offset)
             if len(data) != end - block.offset:
-                raise OSError(f"{len(data)} bytes came where {end - block.offset} were asked for")
+                raise OSError(f"{len(data)} bytes were received where {end - block.offset} were requested")
             return data
     return decompressed(store, block)

@@ -1,7 +1,7 @@
 """ORC: a block is a stripe.
 
-pyarrow reads stripes but does not say how many rows one has before it is read. That, and which columns hold nulls,
-stands in the footer, a protobuf message: https://orc.apache.org/specification/ORCv1/
+pyarrow does not report the number of rows of a stripe before it reads the stripe. The footer, a protobuf message,
+contains it, and the columns with nulls: https://orc.apache.org/specification/ORCv1/
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NONE, _ZLIB, _SNAPPY, _ZSTD = 0, 1, 2, 5
 
 
 class OrcFormat(NoStatistics):
-    """Stripes. Only the streams of the columns wanted are read."""
+    """Format whose blocks are stripes. Only the streams of the requested columns are read."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         name = store.name(entry.path)
@@ -38,7 +38,7 @@ class OrcFormat(NoStatistics):
             except (pa.ArrowException, OSError, IndexError, ValueError, zlib.error) as problem:
                 if (isinstance(problem, OSError) and not store.local) or not is_damage(problem):
                     raise
-                raise FormatError(f"{name}: not a whole ORC file: {problem}. Copy or download it again.") from None
+                raise FormatError(f"{name}: not a complete ORC file: {problem}. Copy or download it again.") from None
             found = Scanned(schema, etag=file.etag)
         if len(counts) != stripes or sum(counts) != rows:
             raise FormatError(f"{name}: its stripes have {sum(counts)} rows, its footer says {rows}: it is damaged.")
@@ -56,21 +56,21 @@ class OrcFormat(NoStatistics):
         with store.open(block.entry) as file:
             whole = po.ORCFile(file.arrow)
             names = whole.schema.names
-            known = set(names)
-            there = [name for name in columns if name in known]
-            batch = whole.read_stripe(block.offset, columns=there or names[:1])
+            available = set(names)
+            present = [name for name in columns if name in available]
+            batch = whole.read_stripe(block.offset, columns=present or names[:1])
         table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-        return table.select(there)
+        return table.select(present)
 
 
 def _counted(whole: po.ORCFile) -> list[int]:
-    """Rows of each stripe, by reading the first column."""
+    """Return the rows of each stripe, by reading the first column."""
     first = whole.schema.names[:1]
     return [whole.read_stripe(i, columns=first).num_rows for i in range(whole.nstripes)]
 
 
 def _footer(file: OpenFile, tail: bytes, size: int) -> bytes | None:
-    """The footer, decompressed; None where that is not possible (LZ4 blocks do not say how long they are)."""
+    """Return the decompressed footer. None if it cannot be decompressed (LZ4 blocks have no length)."""
     length = tail[-1]
     script = tail[-1 - length : -1]
     footer_size, codec = _number(script, 1), _number(script, 2)
@@ -86,7 +86,7 @@ def _footer(file: OpenFile, tail: bytes, size: int) -> bytes | None:
 
 
 def _chunks(raw: bytes, codec: int) -> Iterator[bytes]:
-    """Compressed pieces, each behind three bytes: its length, and whether it was left as it is."""
+    """Yield decompressed pieces. Each follows three bytes: its length, and a flag if it is stored uncompressed."""
     at = 0
     while at + 3 <= len(raw):
         head = int.from_bytes(raw[at : at + 3], "little")
@@ -115,7 +115,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: numbers, and bytes for everything else."""
+    """Yield the fields of a protobuf message: integers, and bytes for all other types."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -138,9 +138,9 @@ def _messages(data: bytes, field: int) -> list[bytes]:
 
 
 def _nullable(footer: bytes, schema: pa.Schema, rows: int) -> set[tuple[str, ...]]:
-    """Paths of columns, and of what is inside them, with a null.
+    """Return the paths of columns, and of fields inside them, with a null.
 
-    Where a writer does not say so, the values of a field are fewer than those of its struct; of a list it is not known.
+    If the writer does not record it, a field with fewer values than its struct has nulls. For lists it is unknown.
     """
     types, statistics = _messages(footer, 4), [dict(_fields(each)) for each in _messages(footer, 7)]
     found: set[tuple[str, ...]] = set()
@@ -163,7 +163,7 @@ def _nullable(footer: bytes, schema: pa.Schema, rows: int) -> set[tuple[str, ...
 
 
 def _subtypes(message: bytes) -> list[int]:
-    """The numbers of the columns inside a column, which writers pack or do not."""
+    """Return the numbers of the columns inside a column, in packed or unpacked encoding."""
     packed = b"".join(value for name, value in _fields(message) if name == 2 and isinstance(value, bytes))
     found = [value for name, value in _fields(message) if name == 2 and isinstance(value, int)]
     at = 0

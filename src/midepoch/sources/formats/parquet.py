@@ -1,4 +1,4 @@
-"""Parquet: a block is a row group. The footer is read once, with the index; a block costs the bytes of its columns."""
+"""Parquet: a block is a row group. The footer is read once, for the index. A block costs the bytes of its columns."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from midepoch.sources.stores import Entry, OpenFile, Store
 
 _MAGIC = b"PAR1"
 _TAIL = 64 << 10
-"""Bytes from the end to read at once: most footers are shorter, and so cost one request."""
+"""Bytes at the end of a file that the first request reads: most footers are shorter."""
 
 
 _VERIFIED = {"page_checksum_verification": True}
-"""Where the writer left checksums, a flipped bit is an error and not a wrong value."""
+"""With checksums of the writer, a flipped bit is an error instead of a wrong value."""
 
 
 _BATCH_BYTES = 256 << 20
@@ -34,11 +34,11 @@ _NOT_UNDERSTOOD = (ValueError, IndexError, KeyError)
 
 
 _SAMPLE = 32 << 10
-"""Bytes from the middle of a file, and before its footer, that are part of its fingerprint."""
+"""Number of bytes from the middle of a file, and before its footer, in its fingerprint."""
 
 
 class ParquetFormat:
-    """Row groups, with statistics that can exclude them from a filter."""
+    """Format whose blocks are row groups, with statistics that can exclude them from a filter."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         name = store.name(entry.path)
@@ -59,8 +59,8 @@ class ParquetFormat:
             raise FormatError(
                 f"{name}: its row groups have {sum(found.rows)} rows, its footer says {metadata.num_rows}."
             )
-        told = len(about.chunks) == metadata.num_row_groups
-        found.nullable = null_paths(footer, about.leaves, about.chunks) if told else all_paths(about.leaves)
+        understood = len(about.chunks) == metadata.num_row_groups
+        found.nullable = null_paths(footer, about.leaves, about.chunks) if understood else all_paths(about.leaves)
         found.decoded_bytes = float(sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)))
         found.fingerprint = hashlib.blake2b(footer + sample + struct.pack("<q", size), digest_size=16).hexdigest()
         return found
@@ -68,9 +68,9 @@ class ParquetFormat:
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         name = store.name(block.entry.path)
         metadata, own = _parsed(name, block.footer), _schema(name, block.footer)
-        known = set(own.names)
-        wanted = [name for name in columns if name in known]
-        if not wanted:  # only the number of rows is asked for
+        available = set(own.names)
+        wanted = [name for name in columns if name in available]
+        if not wanted:  # only the number of rows is needed
             return pa.table({"": pa.nulls(metadata.row_group(block.offset).num_rows)}).select([])
         with (
             store.open(block.entry) as file,
@@ -99,7 +99,7 @@ class ParquetFormat:
 
 
 def _with_large_text(schema: pa.Schema, about: _Described) -> pa.Schema:
-    """The schema in which columns with more bytes in a row group than offsets of 32 bits can count have larger ones."""
+    """Return the schema with 64-bit offsets for columns whose bytes in a row group exceed 32-bit offsets."""
     numbers = {number for chunks in about.chunks for number in chunks.large}
     names = {about.leaves[i].column for i in numbers if about.columns[i].kind == BINARY}
     for i, field in enumerate(schema):
@@ -111,7 +111,7 @@ def _with_large_text(schema: pa.Schema, about: _Described) -> pa.Schema:
 def _in_batches(
     whole: pq.ParquetFile, about: _Described, group: int, schema: pa.Schema, wanted: Sequence[str]
 ) -> pa.Table:
-    """A row group with large text: pyarrow reads it with small offsets, so only as much at once as those can count."""
+    """Read a row group with large text in batches: pyarrow reads it with 32-bit offsets."""
     rows = whole.metadata.row_group(group).num_rows
     large = about.chunks[group].large if about.chunks else {}
     if not large:
@@ -128,12 +128,12 @@ def _check_encryption(name: str, block: Block, wanted: Sequence[str]) -> None:
         for leaf, at in zip(about.leaves, group.at, strict=True):
             if at is None and leaf.column in wanted:
                 raise FormatError(
-                    f"{name}: column {leaf.column!r} is encrypted, which is not read. Leave it out with columns=…."
+                    f"{name}: column {leaf.column!r} is encrypted, which is not supported. Leave it out with columns=…."
                 ) from None
 
 
 def _sound(block: Block, names: Sequence[str]) -> bool:
-    """Return whether pyarrow can look at the statistics of these columns; it ends the process where it cannot."""
+    """Return True if pyarrow can read the statistics of these columns. Invalid ones crash the process."""
     about = _described(block.entry.path, block.footer)
     if block.offset >= len(about.chunks):
         return False
@@ -146,14 +146,14 @@ def _sound(block: Block, names: Sequence[str]) -> bool:
 
 def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
     if size < 12:
-        raise FormatError(f"{name}: not a Parquet file ({size} bytes): it is empty or was cut short. Write it again.")
+        raise FormatError(f"{name}: not a Parquet file ({size} bytes): it is empty or truncated. Write it again.")
     tail = file.read_at(min(_TAIL, size), max(0, size - _TAIL))
     if tail[-4:] != _MAGIC:
         if tail[-4:] == b"PARE":
-            raise FormatError(f"{name}: encrypted Parquet files are not read.")
+            raise FormatError(f"{name}: encrypted Parquet files are not supported.")
         raise FormatError(
-            f"{name}: not a whole Parquet file: it does not end with {_MAGIC!r}. "
-            "It is of another format (say which with format=…) or was cut short: copy or download it again."
+            f"{name}: not a complete Parquet file: it does not end with {_MAGIC!r}. "
+            "Pass format=… if it has another format. If it is truncated, copy or download it again."
         )
     (length,) = struct.unpack("<I", tail[-8:-4])
     if length + 12 > size:
@@ -164,7 +164,7 @@ def _read_footer(name: str, file: OpenFile, size: int) -> bytes:
 
 
 def _standing_alone(footer: bytes) -> bytes:
-    """A file of nothing but this footer: all that pyarrow needs to read the metadata."""
+    """Return a file that consists of only this footer, from which pyarrow reads the metadata."""
     return _MAGIC + footer + struct.pack("<I", len(footer)) + _MAGIC
 
 
@@ -180,7 +180,7 @@ def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
 def _schema(name: str, footer: bytes) -> pa.Schema:
     try:
         schema = _parsed(name, footer).schema.to_arrow_schema()
-        _ = schema.metadata, schema.to_string(), _leaves(schema)  # bytes that are no text show only when asked for
+        _ = schema.metadata, schema.to_string(), _leaves(schema)  # invalid UTF-8 is detected only on access
         return schema
     except (pa.ArrowException, OSError, ValueError) as problem:
         raise FormatError(f"{name}: its Parquet schema cannot be read: {problem}") from None
@@ -192,7 +192,7 @@ _leaves = lru_cache(maxsize=32)(leaves)
 class _Described(NamedTuple):
     leaves: list[Leaf]
     columns: list[Column]
-    chunks: list[Chunks]  # of each row group; none where the footer has a form that is not understood
+    chunks: list[Chunks]  # of each row group; empty if the footer has an unknown form
 
 
 @lru_cache(maxsize=32)

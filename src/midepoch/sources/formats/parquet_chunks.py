@@ -1,8 +1,8 @@
-"""Column chunks as a Parquet footer describes them: how many nulls they hold, and whether their statistics are sound.
+"""Column chunks of a Parquet footer: their number of nulls, and the validity of their statistics.
 
-``ColumnChunkMetaData.statistics`` of pyarrow ends the process where statistics are damaged, or encrypted. So they are
-read here, and pyarrow is asked for them only where they were found to be sound.
-Layout: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
+``ColumnChunkMetaData.statistics`` of pyarrow crashes the process for damaged or encrypted statistics. Therefore they
+are parsed here, and pyarrow reads only those that are valid. Layout:
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}  # bytes of a value of each phys
 BINARY, _FIXED = 6, 7
 _REPEATED = 2
 MOST_BYTES = (1 << 31) - 1
-"""Bytes that the values of one array of text can take: offsets have 32 bits. Larger ones have to be large_string."""
+"""Maximum bytes of an array of text with 32-bit offsets. Larger arrays have to be large_string."""
 
 
 class Column(NamedTuple):
-    """A leaf of the schema: its physical type, the bytes of a value if all have as many, and its highest levels."""
+    """A leaf of the schema: its physical type, the bytes of a value if they are fixed, and its maximum levels."""
 
     kind: int
     width: int
@@ -31,11 +31,11 @@ class Column(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of one row group, one of each column.
+    """The chunks of one row group, one for each column.
 
-    ``at``: where their metadata lies in the footer, None where it is encrypted. ``nulls``: how many values are null at
-    any level of nesting, empty lists among them, None where the footer does not tell. ``large``: bytes of the values of
-    those columns, by number, that take more than ``MOST_BYTES``.
+    ``at``: offset of their metadata in the footer, None if it is encrypted. ``nulls``: number of values that are null
+    at any level of nesting, including empty lists, None if unknown. ``large``: bytes of the values of columns, by
+    number, that exceed ``MOST_BYTES``.
     """
 
     at: list[int | None]
@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 
 
 def column_chunks(footer: bytes) -> list[Chunks]:
-    """The chunks of each row group. Raises ``ValueError`` or ``IndexError`` for a footer that is damaged."""
+    """Return the chunks of each row group. Raise ``ValueError`` or ``IndexError`` for a damaged footer."""
     file, end = struct_fields(footer, 0, only=4)
     count, _, at = list_head(footer, file[4]) if 4 in file else (0, 0, end)
     groups = []
@@ -61,7 +61,7 @@ def _chunks(footer: bytes, at: int, count: int) -> tuple[Chunks, int]:
     places: list[int | None] = []
     nulls: list[int | None] = []
     large: dict[int, int] = {}
-    usual, digits = _usual().match, -(-(2 * MOST_BYTES).bit_length() // 7)  # of a size that is too large, at least
+    usual, digits = _usual().match, -(-(2 * MOST_BYTES).bit_length() // 7)  # least length of a size that is too large
     for i in range(count):
         match = usual(footer, at)
         if match is not None:
@@ -82,7 +82,7 @@ def _chunks(footer: bytes, at: int, count: int) -> tuple[Chunks, int]:
 
 
 def _note_size(footer: bytes, at: int, large: dict[int, int], number: int) -> None:
-    """Note a chunk whose values are too large: as its writer tells, else as they lie in the file."""
+    """Record a chunk whose values are too large, by the size that its writer reports, else by its encoded size."""
     column, _ = struct_fields(footer, at)
     sizes = struct_fields(footer, column[16])[0] if 16 in column else {}
     size = _number(footer, sizes, 1) if 1 in sizes else _number(footer, column, 6)
@@ -96,7 +96,7 @@ def _statistics(footer: bytes, at: int) -> Fields:
 
 
 def sound(footer: bytes, at: int | None, column: Column) -> bool:
-    """Return whether pyarrow can look at the statistics of a chunk."""
+    """Return True if pyarrow can read the statistics of a chunk."""
     if at is None:
         return False
     fields, _ = struct_fields(footer, at)
@@ -112,7 +112,7 @@ def sound(footer: bytes, at: int | None, column: Column) -> bool:
 
 
 def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
-    """Return the number of values of a chunk at each definition level, if the writer noted it."""
+    """Return the number of values of a chunk at each definition level, or None if the writer did not record it."""
     if at is None:
         return None
     column, _ = struct_fields(footer, at)
@@ -121,7 +121,7 @@ def definition_levels(footer: bytes, at: int | None) -> list[int] | None:
 
 
 def columns(footer: bytes) -> list[Column]:
-    """The columns of a row group. Raises ``ValueError`` or ``IndexError`` for a footer that is damaged."""
+    """Return the columns of a row group. Raise ``ValueError`` or ``IndexError`` for a damaged footer."""
     file, _ = struct_fields(footer, 0, only=2)
     elements = structs(footer, file[2])
     found: list[Column] = []
@@ -147,10 +147,10 @@ def _number(footer: bytes, fields: Fields, field: int) -> int:
 
 @lru_cache(maxsize=1)
 def _usual() -> re.Pattern[bytes]:
-    """The form in which nearly all writers write a chunk: 10 times as fast to recognise as fields are to read.
+    """Return the pattern of a chunk as nearly all writers write it: 10 times faster than reading its fields.
 
     Its groups: the metadata, its uncompressed size, the number of nulls, and the bytes of its values. The byte before a
-    value is ``(fields passed over + 1) * 16 + type``. What does not match is read field by field.
+    value is ``(skipped fields + 1) * 16 + type``. A chunk that does not match is read field by field.
     """
     number = rb"[\x80-\xff]*[\x00-\x7f]"
     text = _any(b"\\x%02x.{%d}" % (size, size) for size in range(64))

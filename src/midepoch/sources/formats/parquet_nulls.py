@@ -1,4 +1,4 @@
-"""The places of nulls in the columns of a Parquet file, as far as its footer tells."""
+"""Nullable paths of a Parquet file, as far as its footer shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Path = tuple[str, ...]
 
 
 class Node(NamedTuple):
-    """A column, or something inside it, that may be null: then the definition level is one below this ``level``."""
+    """A column, or a field inside it, that may be null: its definition level is then ``level - 1``."""
 
     path: Path
     level: int
@@ -22,7 +22,7 @@ class Node(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """The contents of one chunk of each row group: the values at the end of a path."""
+    """A leaf of the schema, which is one chunk of each row group."""
 
     column: str
     nodes: tuple[Node, ...]
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(schema: pa.Schema) -> list[Leaf]:
-    """The leaves of a schema, in the order of a row group's chunks."""
+    """Return the leaves of a schema, in the order of a row group's chunks."""
     return [leaf for field in schema for leaf in _leaves(field, Leaf(field.name, (), 0), (), in_list=False)]
 
 
@@ -52,10 +52,10 @@ def _leaves(field: pa.Field, above: Leaf, path: Path, *, in_list: bool) -> Itera
 
 
 def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Chunks]) -> set[Path]:
-    """Paths with a null. Where the footer leaves it open there is one, but inside of lists.
+    """Return the paths with a null. An undecided path counts as one with a null, except inside lists.
 
-    The levels that newer writers note are exact. The number of nulls of a leaf counts those above it, and empty lists:
-    a struct surely has none if anything in it has none. What is inside of lists is taken to have none: nearly every
+    The level histograms of newer writers are exact. The null count of a leaf includes nulls above it and empty lists,
+    so that a struct has none if any of its leaves has none. Values inside lists are assumed to have none: nearly every
     file has empty lists, and few have null values in them.
     """
     nulls: set[Path] = set()
@@ -78,5 +78,5 @@ def null_paths(footer: bytes, found: Sequence[Leaf], groups: Sequence[Chunks]) -
 
 
 def all_paths(found: Sequence[Leaf]) -> set[Path]:
-    """Every path that may have a null, for a file that tells nothing."""
+    """Return every path that may have a null, for a file without null counts."""
     return {node.path for leaf in found for node in leaf.nodes if not node.in_list}

@@ -1,7 +1,7 @@
-"""Reading values out of Thrift's compact protocol, in which Parquet footers are written.
+"""Reader of Thrift's compact protocol, the encoding of Parquet footers.
 
 Layout: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-Every function raises ``ValueError`` or ``IndexError`` for bytes that are something else.
+Every function raises ``ValueError`` or ``IndexError`` for invalid bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ _INTEGERS = frozenset((4, 5, 6))
 _DEEPEST = 32
 
 Fields = dict[int, int]
-"""The offset of the value of each field of a struct, by the field's number."""
+"""Offsets of the values of a struct, by field number."""
 
 
 def struct_fields(
     data: bytes, at: int, depth: int = 0, *, only: int | None = None, after: int = 0
 ) -> tuple[Fields, int]:
-    """The fields of the struct at an offset, and where it ends.
+    """Return the fields of the struct at an offset, and its end.
 
-    ``only``: end with this field, whose value then is not passed over. ``after``: begin after this one.
+    ``only``: stop at the value of this field. ``after``: begin after this field.
     """
     found: Fields = {}
     number = after
@@ -33,7 +33,7 @@ def struct_fields(
         found[number] = at
         if number == only:
             return found, at
-        if kind in _INTEGERS:  # in place, as most fields are: a footer has many
+        if kind in _INTEGERS:  # inlined for speed: most fields are integers, and a footer has many
             while data[at] > 127:
                 at += 1
             at += 1
@@ -45,13 +45,13 @@ def struct_fields(
 
 
 def integer(data: bytes, at: int) -> tuple[int, int]:
-    """The number at an offset, and where it ends."""
+    """Return the integer at an offset, and its end."""
     value, at = _unsigned(data, at)
     return (value >> 1) ^ -(value & 1), at
 
 
 def binary(data: bytes, at: int) -> bytes:
-    """The bytes at an offset."""
+    """Return the bytes at an offset."""
     size, at = _unsigned(data, at)
     if at + size > len(data):
         raise ValueError("a value reaches past the end")
@@ -59,12 +59,12 @@ def binary(data: bytes, at: int) -> bytes:
 
 
 def binary_size(data: bytes, at: int) -> int:
-    """The number of bytes at an offset."""
+    """Return the length of the bytes at an offset."""
     return _unsigned(data, at)[0]
 
 
 def integers(data: bytes, at: int) -> list[int]:
-    """The list of numbers at an offset."""
+    """Return the list of integers at an offset."""
     count, _, at = list_head(data, at)
     values = []
     for _ in range(count):
@@ -74,7 +74,7 @@ def integers(data: bytes, at: int) -> list[int]:
 
 
 def structs(data: bytes, at: int) -> list[Fields]:
-    """The list of structs at an offset."""
+    """Return the list of structs at an offset."""
     count, kind, at = list_head(data, at)
     if count and kind != _STRUCT:
         raise ValueError(f"a list of kind {kind} where structs should be")
@@ -86,7 +86,7 @@ def structs(data: bytes, at: int) -> list[Fields]:
 
 
 def list_head(data: bytes, at: int) -> tuple[int, int, int]:
-    """Return the length of the list at an offset, the kind of its values, and the offset of the first."""
+    """Return the length of the list at an offset, the type of its values, and the offset of the first."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _unsigned(data, at + 1)
     if count > len(data):
@@ -113,7 +113,7 @@ def _unsigned(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _end(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the end of a value of a kind that begins at an offset."""
+    """Return the end of the value of a type at an offset."""
     if depth > _DEEPEST:
         raise ValueError("structs are nested too deeply")
     if kind in _INTEGERS:
