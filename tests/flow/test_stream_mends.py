@@ -441,7 +441,7 @@ def test_a_mix_is_not_changed_where_some_ranks_are_through(numbers: Numbers) -> 
     next(iter(loaders[0]))
     states = [loader.state_dict() for loader in loaders]
     assert {state["epoch"] for state in states} == {0}
-    with pytest.raises(CheckpointMismatchError, match="others were not"):
+    with pytest.raises(CheckpointMismatchError, match="others had not"):
         make([3, 1], 0).load_state_dict(states)
     again = make([1, 1], 1)
     again.load_state_dict(states)

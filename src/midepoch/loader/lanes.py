@@ -91,6 +91,8 @@ class LaneBatches:
         self._steps = LaneSteps(self._lanes, options, equal)
         self._spent, self._skipped = spent, self._count_skipped()
         self._last: Items | None = None
+        self.begun = False
+        """Whether a step was taken, by this rank or by others that share its lanes."""
 
     @property
     def packed(self) -> tuple[int, int]:
@@ -105,6 +107,7 @@ class LaneBatches:
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it; None at the end."""
         while (deal := self._steps.next()) is not None:
+            self.begun = True
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank is at its end, and others are not.

@@ -142,7 +142,8 @@ class Pass(HasState):
                     continue
                 self._made += 1
                 return made
-            if not self._made and self._plan is None and loader.may_roll(self.start, self.rolled):
+            begun = self._made or (isinstance(self.source, LaneBatches) and self.source.begun)
+            if not begun and self._plan is None and loader.may_roll(self.start, self.rolled):
                 # Nothing is left of the epoch that the loader was in: continue with the next, not with an empty one.
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
                 continue
