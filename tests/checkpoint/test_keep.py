@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from midepoch.checkpoint import Keep, PipelineCheckpoint
-from midepoch.checkpoint.disk import NO_LOCKS, turn
-from midepoch.checkpoint.local import LocalDirectory
+from midepoch.checkpoint.disk import NO_LOCKS, folder_lock
+from midepoch.checkpoint.local import LocalStore
 
 
 def save(checkpoint: PipelineCheckpoint, step: int, **metadata: Any) -> None:
@@ -60,15 +60,15 @@ def test_a_step_saved_again_is_later_than_itself_before(tmp_path: Path) -> None:
 
 def test_a_commit_waits_while_a_step_is_removed(tmp_path: Path) -> None:
     save(PipelineCheckpoint(tmp_path), 71, by="first")
-    directory = LocalDirectory(tmp_path)
+    directory = LocalStore(tmp_path)
     expected = directory.manifest(71)
-    with turn(tmp_path) as mine:
+    with folder_lock(tmp_path) as mine:
         assert mine
         second = threading.Thread(target=lambda: save(PipelineCheckpoint(tmp_path), 71, by="second"))
         second.start()
         second.join(0.3)
         assert second.is_alive()
-        assert LocalDirectory(tmp_path).manifest(71) == expected
+        assert LocalStore(tmp_path).manifest(71) == expected
     second.join()
     assert not directory.remove(71, expected)
     assert PipelineCheckpoint(tmp_path).metadata(71)["by"] == "second"
@@ -76,7 +76,7 @@ def test_a_commit_waits_while_a_step_is_removed(tmp_path: Path) -> None:
 
 def test_what_is_moved_aside_by_mistake_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system without locks: another step of that number is committed just before the removal."""
-    first, second = LocalDirectory(tmp_path), PipelineCheckpoint(tmp_path)
+    first, second = LocalStore(tmp_path), PipelineCheckpoint(tmp_path)
     save(second, 71, by="first")
     expected = first.manifest(71)
     seen = first.manifest
@@ -87,8 +87,7 @@ def test_what_is_moved_aside_by_mistake_is_put_back(tmp_path: Path, monkeypatch:
         return found
 
     monkeypatch.setattr(first, "manifest", late)
-    for module in ("local", "disk"):
-        monkeypatch.setattr(f"midepoch.checkpoint.{module}.lock_folder", lambda *_, **__: NO_LOCKS)
+    monkeypatch.setattr("midepoch.checkpoint.disk.try_lock", lambda *_, **__: NO_LOCKS)
     assert not first.remove(71, expected)
     assert second.steps() == [71]
     assert second.metadata(71)["by"] == "second"
@@ -128,10 +127,10 @@ def test_live_writers_never_leave_the_folder_without_a_step(tmp_path: Path) -> N
 
 def test_who_interrupts_a_turn_does_not_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a signal handler does that saves while a save is at work."""
-    with turn(tmp_path) as outer:
-        with turn(tmp_path) as inner:
+    with folder_lock(tmp_path) as outer:
+        with folder_lock(tmp_path) as inner:
             pass
         assert outer and not inner
-    with turn(tmp_path) as after:
+    with folder_lock(tmp_path) as after:
         assert after
     assert not caplog.records

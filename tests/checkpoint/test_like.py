@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
-from midepoch.checkpoint.like import imposed
+from midepoch.checkpoint.matching import fit
 
 
 def job(*arguments: str) -> str:
@@ -72,7 +72,7 @@ def test_arrays_in_any_mapping_are_checked_and_filled(container: type, tmp_path:
 
 def test_plain_values_may_be_more_than_in_the_template() -> None:
     like = {"history": OrderedDict(), "best": 0, "sizes": [OrderedDict(a=1)]}
-    found = imposed(like, {"history": {"a": 1}, "best": {"b": 2}, "sizes": [{"a": 2}, {"c": 3}]}, "extra")
+    found = fit(like, {"history": {"a": 1}, "best": {"b": 2}, "sizes": [{"a": 2}, {"c": 3}]}, "extra")
     assert found == {"history": {"a": 1}, "best": {"b": 2}, "sizes": [{"a": 2}, {"c": 3}]}
     assert [type(found["history"]), type(found["sizes"][0]), type(found["sizes"][1])] == [
         OrderedDict,

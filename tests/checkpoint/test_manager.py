@@ -193,13 +193,13 @@ def test_bad_rules(keep: Any, tmp_path: Path) -> None:
 def test_pruning_never_removes_the_newest_whole_step(tmp_path: Path) -> None:
     checkpoint = PipelineCheckpoint(tmp_path, keep=1)
     checkpoint.save(step=1, extra={"x": [1]})
-    original = checkpoint._directory.commit
+    original = checkpoint._store.commit
 
     def commit(step: int, token: str, manifest: bytes) -> None:
         original(step, token, manifest)
         os.truncate(tmp_path / f"step_{step}/extra.x.json", 1)  # a disk that loses what it has acknowledged
 
-    checkpoint._directory.commit = commit  # type: ignore[method-assign]
+    checkpoint._store.commit = commit  # type: ignore[method-assign]
     checkpoint.save(step=2, extra={"x": [2]})
     assert checkpoint.steps() == [1, 2]
     assert PipelineCheckpoint(tmp_path).restore_latest(extra={"x": (found := [0])}) == 1
@@ -391,7 +391,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(CheckpointSaveError, match=r"step 2 was not saved.*No space left.*as they were \(1, up to 1\)"):
+    with pytest.raises(CheckpointSaveError, match=r"step 2 was not saved.*No space left.*are unchanged \(1, up to 1\)"):
         checkpoint.save(extra={"x": np.zeros(10_000)}, step=2)
     assert sorted(os.listdir(tmp_path)) == ["step_1"]
     monkeypatch.undo()
@@ -448,7 +448,7 @@ def test_a_read_only_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(CheckpointSaveError, match=r"Read-only.*as they were"):
+    with pytest.raises(CheckpointSaveError, match=r"Read-only.*are unchanged"):
         checkpoint.save(step=2)
     assert checkpoint.restore_latest() == 1
 
@@ -459,8 +459,8 @@ def test_a_read_only_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.
 def test_another_live_process_is_left_alone(tmp_path: Path) -> None:
     script = f"""
 import sys, os
-from midepoch.checkpoint.local import LocalDirectory
-d = LocalDirectory({str(tmp_path)!r})
+from midepoch.checkpoint.local import LocalStore
+d = LocalStore({str(tmp_path)!r})
 d.begin(7, "aa")
 with d.sink(7, "aa", "half") as sink:
     sink.write(memoryview(b"x"))
@@ -476,10 +476,10 @@ os._exit(0)
         checkpoint.save(step=1)
         assert (tmp_path / ".step_7.aa.saving/files/half").exists()
         mine = PipelineCheckpoint(tmp_path)
-        mine._directory.begin(8, "bb")
+        mine._store.begin(8, "bb")
         checkpoint.save(step=2)
         assert (tmp_path / ".step_8.bb.saving").exists(), "one of this process is alive as well"
-        mine._directory.abandon(8, "bb")
+        mine._store.abandon(8, "bb")
     finally:
         other.kill()
         other.communicate()
@@ -555,7 +555,7 @@ def test_async_saves_never_overlap_and_errors_surface_once(tmp_path: Path, monke
     checkpoint = PipelineCheckpoint(tmp_path, async_save=True)
     inside: list[int] = []
     most: list[int] = []
-    original = checkpoint._directory.commit
+    original = checkpoint._store.commit
 
     def commit(step: int, token: str, manifest: bytes) -> None:
         inside.append(step)
@@ -567,7 +567,7 @@ def test_async_saves_never_overlap_and_errors_surface_once(tmp_path: Path, monke
         original(step, token, manifest)
         inside.remove(step)
 
-    checkpoint._directory.commit = commit  # type: ignore[method-assign]
+    checkpoint._store.commit = commit  # type: ignore[method-assign]
     for step in (1, 2, 3):
         checkpoint.save(step=step)
     with pytest.raises(CheckpointSaveError, match=r"step 3 was not saved.*No space"):
@@ -586,8 +586,8 @@ import time
 import numpy as np
 from midepoch.checkpoint import PipelineCheckpoint
 c = PipelineCheckpoint({str(tmp_path)!r}, async_save=True)
-original = c._directory.commit
-c._directory.commit = lambda *a: (time.sleep(0.3), original(*a))
+original = c._store.commit
+c._store.commit = lambda *a: (time.sleep(0.3), original(*a))
 c.save(extra={{"x": np.arange(10000)}}, step=1)
 {ends[how]}
 """

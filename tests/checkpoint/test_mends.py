@@ -17,8 +17,8 @@ from flax.training.train_state import TrainState
 
 import midepoch
 from midepoch.checkpoint import CheckpointError, CheckpointMismatchError, PipelineCheckpoint
-from midepoch.checkpoint.arrays import Kind, make
-from midepoch.checkpoint.like import imposed
+from midepoch.checkpoint.arrays import ArraySpec, make_array
+from midepoch.checkpoint.matching import fit
 from midepoch.testing import same
 
 BACKENDS = ["files", "orbax", "dcp"]
@@ -173,10 +173,10 @@ def test_rngs_and_train_states_of_flax(backend: str, tmp_path: Path) -> None:
 
 
 def test_numbers_of_64_bits_are_refused_not_cut() -> None:
-    saved = make(Kind("jax", "int64", (3,)), np.array([2**40, 1, 2]).view(np.uint8))
+    saved = make_array(ArraySpec("jax", "int64", (3,)), np.array([2**40, 1, 2]).view(np.uint8))
     assert np.asarray(saved).tolist() == [2**40, 1, 2]
     with pytest.raises(CheckpointMismatchError, match="int64"):
-        imposed(jnp.zeros(3, jnp.int32), saved, "x")
+        fit(jnp.zeros(3, jnp.int32), saved, "x")
 
 
 def test_weak_types_come_back(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_other_generators_of_numpy(tmp_path: Path) -> None:
     ids=lambda value: str(type(value[-1]).__name__),
 )
 def test_wrong_arguments_are_told(arguments: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"pipeline: a|expected a model|give it by itself"):
+    with pytest.raises(TypeError, match=r"pipeline: a|expected a model|Pass it by itself"):
         PipelineCheckpoint(tmp_path).save(*arguments)
     with pytest.raises(TypeError, match="extra: expected a dict"):
         PipelineCheckpoint(tmp_path).save(extra=[1])

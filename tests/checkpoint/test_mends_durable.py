@@ -31,7 +31,7 @@ from midepoch.checkpoint import (
     objects,
     remote,
 )
-from midepoch.checkpoint.files import Sums
+from midepoch.checkpoint.files import Checksums
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -127,7 +127,7 @@ def test_a_store_that_committed_and_did_not_say_so(problem: Any, second: int, mo
 def test_an_old_midepoch_leaves_the_steps_of_a_newer_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = PipelineCheckpoint("memory:///newer")
     checkpoint.save(None, {"w": np.ones(5000)}, step=1)
-    store = checkpoint._directory._objects  # type: ignore[attr-defined]
+    store = checkpoint._store._objects  # type: ignore[attr-defined]
     store.put("step_1/manifest.json", b'{"of": "the future"}')
     before = set(store.list())
     monkeypatch.setattr(remote, "STALE", -1.0)
@@ -137,7 +137,7 @@ def test_an_old_midepoch_leaves_the_steps_of_a_newer_one_alone(monkeypatch: pyte
 
 def test_attempts_of_another_machine_are_swept_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = PipelineCheckpoint("memory:///machines")
-    store = checkpoint._directory._objects  # type: ignore[attr-defined]
+    store = checkpoint._store._objects  # type: ignore[attr-defined]
     store.put("step_5/aa/half", b"x")
     store.put(".attempts/step_5.aa", b'{"machine": "elsewhere", "pid": 1, "started": "1"}')
     checkpoint.save(step=1)
@@ -158,9 +158,9 @@ def test_no_pickle_is_read_by_whatever_name_torch_would(tmp_path: Path) -> None:
     tree = b'{"by": "numbers", "tree": {"$": "array", "of": "torch", "dtype": "float32", "shape": [2], "name": "w"}}'
     for name, content in {"arrays/__0.metadata": data, "model.json": tree}.items():
         (tmp_path / "step_1" / name).write_bytes(content)
-        files[name] = Sums(len(content), (zlib.crc32(content),))
+        files[name] = Checksums(len(content), (zlib.crc32(content),))
     forged = manifest.Manifest(1, 1, 0.0, "dcp", 1, files, parts={"model": "x"})
-    (tmp_path / "step_1/manifest.json").write_bytes(manifest.to_bytes(forged, "now"))
+    (tmp_path / "step_1/manifest.json").write_bytes(manifest.to_bytes(forged))
     for action in (
         lambda: PipelineCheckpoint(tmp_path).read(1, "model"),
         lambda: PipelineCheckpoint(tmp_path).restore_latest(None, {"w": 1}),
@@ -215,7 +215,7 @@ def test_who_fails_before_the_meeting_is_not_waited_for(case: str, tmp_path: Pat
             def begin(*_: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            checkpoint._directory.begin = begin  # type: ignore[method-assign]
+            checkpoint._store.begin = begin  # type: ignore[method-assign]
         pipeline = Refuses() if case == "state of rank 1" and rank == 1 else Numbers()
         extra = {"x": object()} if case == "extra of rank 0" else {}
         return checkpoint.save(pipeline, step=1, extra=extra)

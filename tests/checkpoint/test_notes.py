@@ -28,7 +28,7 @@ import numpy as np
 from counting import Numbers
 from pathlib import Path
 from midepoch.checkpoint import *
-from midepoch.checkpoint import tensors
+from midepoch.checkpoint import saving
 
 folder, case = Path(sys.argv[1]), sys.argv[2]
 
@@ -48,12 +48,12 @@ def save(rank):
             except OSError:
                 pass
     if case == "model of rank 0" and rank == 0:
-        write = tensors.write
+        write = saving.write_arrays
         def later(*arguments):  # when the others have nothing more to write
             while len(list(folder.glob(".ranks/*/done-*"))) < 2:
                 time.sleep(0.01)
             write(*arguments)
-        tensors.write = later
+        saving.write_arrays = later
     pipeline = Large() if case == "state of rank 2" and rank == 2 else Numbers()
     model = {"w": np.zeros(1 << 18)} if case == "model of rank 0" else None
     try:
@@ -153,7 +153,7 @@ sys.path[:0] = [sys.argv[2]]
 import torch, torch.distributed as dist
 from counting import Numbers
 from midepoch.checkpoint import *
-from midepoch.checkpoint.local import LocalDirectory
+from midepoch.checkpoint.local import LocalStore
 
 dist.init_process_group("gloo")
 rank, said = dist.get_rank(), []
@@ -173,11 +173,11 @@ def outcome(pipeline, step):
 
 checkpoint = PipelineCheckpoint(sys.argv[1], backend="dcp", timeout=100)
 outcome(Same(rank), 1)
-sink = LocalDirectory.sink
+sink = LocalStore.sink
 if rank == 0:
-    LocalDirectory.sink = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    LocalStore.sink = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
 outcome(Same(1), 2)
-LocalDirectory.sink = sink
+LocalStore.sink = sink
 outcome(Same(1), 3)
 with open(f"{sys.argv[1]}.{rank}", "w") as file:
     json.dump(said, file)

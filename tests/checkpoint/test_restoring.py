@@ -181,13 +181,13 @@ def test_a_module_that_leaves_a_buffer_out_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_while_it_is_restored_is_reported(tmp_path: Path) -> None:
-    from midepoch.checkpoint.disk import opened
-    from midepoch.checkpoint.files import held, sums_of
+    from midepoch.checkpoint.disk import open_file, verify_and_reopen
+    from midepoch.checkpoint.files import file_checksums
 
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
-    with opened(tmp_path, "file") as source:
-        kept = held(source, sums_of(path), "file")
+    with open_file(tmp_path, "file") as source:
+        kept = verify_and_reopen(source, file_checksums(path), "file")
     data = bytearray(100)
     assert kept.read_into(memoryview(data), 0) == 100
     path.write_bytes(b"y" * 100)
@@ -200,9 +200,9 @@ def test_a_step_that_is_removed_while_it_is_restored_is_restored(tmp_path: Path)
     checkpoint = PipelineCheckpoint(tmp_path)
     checkpoint.save(None, {"w": np.arange(9000)}, step=1)
     manifest = checkpoint.manifest(1)
-    from midepoch.checkpoint import loading
+    from midepoch.checkpoint import restoring
 
-    stored = loading.open_part(checkpoint._directory, manifest, "model", allow_pickle=False)
+    stored = restoring.open_part(checkpoint._store, manifest, "model", allow_pickle=False)
     checkpoint.delete(1)
     assert np.array_equal(stored.read()["w"], np.arange(9000))
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.like import imposed
-from midepoch.checkpoint.tree import array_kinds, decode, encode
+from midepoch.checkpoint.matching import fit
+from midepoch.checkpoint.tree import array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
 
@@ -78,10 +78,10 @@ arrays = hnp.arrays(
 def test_any_tree_comes_back(tree: Any, inline: int) -> None:
     encoded = encode(tree, "tree", inline=inline)
     text = json.loads(json.dumps(encoded.json, allow_nan=False))
-    assert array_kinds(text).keys() == encoded.arrays.keys()
-    from midepoch.checkpoint import tensors
-    from midepoch.checkpoint.files import BytesSource, Summing
-    from midepoch.checkpoint.stored import StoredTree
+    assert array_specs(text).keys() == encoded.arrays.keys()
+    from midepoch.checkpoint import tensor_files
+    from midepoch.checkpoint.files import BytesSource, ChecksumSink
+    from midepoch.checkpoint.tensor_files import StoredTree
 
     class Sink(bytearray):
         def write(self, data: memoryview) -> None:
@@ -89,9 +89,9 @@ def test_any_tree_comes_back(tree: Any, inline: int) -> None:
 
     sink = Sink()
     if encoded.arrays:
-        tensors.write(Summing(sink), encoded.arrays)
+        tensor_files.write_arrays(ChecksumSink(sink), encoded.arrays)
     source = BytesSource(np.frombuffer(sink, np.uint8))
-    stored = tensors.find(source, array_kinds(text).items()) if encoded.arrays else {}
+    stored = tensor_files.find_arrays(source, array_specs(text).items()) if encoded.arrays else {}
     assert same(_native(tree), StoredTree(text, stored).read())
 
 
@@ -294,4 +294,4 @@ def test_templates_refuse_what_does_not_fit() -> None:
         (Pair(1, 2), {"left": 1}),
     ]:
         with pytest.raises(CheckpointMismatchError):
-            imposed(like, tree, "x")
+            fit(like, tree, "x")

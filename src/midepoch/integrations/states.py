@@ -31,7 +31,7 @@ def for_all_ranks(loader: AnyLoader, state: Any) -> Any:
 
 def write_state(path: Path, state: Any) -> None:
     """Write a state: it is there whole or not at all, whatever is killed whenever."""
-    disk.make_durably(path.parent)
+    disk.make_folder(path.parent)
     atomic_write(path, json.dumps(state).encode())
     disk.sync(path.parent)
 
