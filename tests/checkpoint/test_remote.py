@@ -20,7 +20,15 @@ import torch
 from counting import Numbers
 from store_job import model_at, open_at
 
-from midepoch.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointSaveError, Keep, PipelineCheckpoint
+from midepoch.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointSaveError,
+    Keep,
+    PipelineCheckpoint,
+    remote,
+)
+from midepoch.checkpoint.objects import Objects
 from proxy import Fault, Proxy
 from s3 import Server
 
@@ -295,3 +303,58 @@ def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Pa
         assert source.read_into(memoryview(bytearray(100)), source.size - 50) == 50
         assert source.read_into(memoryview(bytearray(100)), source.size + 50) == 0
     assert data == next(run.glob("step_1/*/model.safetensors")).read_bytes()[:40_000]
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError("the answer was lost")], ids=["interrupt", "lost"])
+@pytest.mark.parametrize("second", [1, 2])
+def test_a_commit_whose_response_was_lost_is_kept(problem: Any, second: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import secrets
+
+    address = f"memory:///{secrets.token_hex(4)}"
+    stores: dict[str, Any] = {}
+    made = Objects.__init__
+
+    def shared(self: Any, address: str, options: Any = None) -> None:
+        made(self, address, options)
+        self._store = stores.setdefault(address, self._store)
+
+    monkeypatch.setattr(Objects, "__init__", shared)
+    checkpoint = PipelineCheckpoint(address)
+    checkpoint.save(None, {"w": np.full(5000, 1.0)}, step=1)
+    real = Objects.put
+
+    def put(self: Any, name: str, data: bytes) -> None:
+        real(self, name, data)
+        if name.endswith("manifest.json"):
+            raise problem
+
+    monkeypatch.setattr(Objects, "put", put)
+    with pytest.raises((KeyboardInterrupt, CheckpointSaveError)):
+        checkpoint.save(None, {"w": np.full(5000, 2.0)}, step=second)
+    monkeypatch.setattr(Objects, "put", real)
+    found = {"w": np.zeros(5000)}
+    assert PipelineCheckpoint(address).restore_latest(None, found) == second
+    assert found["w"][0] == 2
+
+
+def test_an_old_midepoch_leaves_the_steps_of_a_newer_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = PipelineCheckpoint("memory:///newer")
+    checkpoint.save(None, {"w": np.ones(5000)}, step=1)
+    store = checkpoint._store._objects  # type: ignore[attr-defined]
+    store.put("step_1/manifest.json", b'{"of": "the future"}')
+    before = set(store.list())
+    monkeypatch.setattr(remote, "STALE", -1.0)
+    checkpoint.save(None, {"w": np.ones(5000)}, step=2)
+    assert before <= set(store.list())
+
+
+def test_attempts_of_another_machine_are_swept_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = PipelineCheckpoint("memory:///machines")
+    store = checkpoint._store._objects  # type: ignore[attr-defined]
+    store.put("step_5/aa/half", b"x")
+    store.put(".attempts/step_5.aa", b'{"machine": "elsewhere", "pid": 1, "started": "1"}')
+    checkpoint.save(step=1)
+    assert "step_5/aa/half" in store.list()
+    monkeypatch.setattr(remote, "STALE", -1.0)
+    checkpoint.save(step=2)
+    assert not [name for name in store.list() if "step_5" in name]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from midepoch.checkpoint import CheckpointDamagedError, PipelineCheckpoint
+from midepoch.checkpoint import (
+    CheckpointDamagedError,
+    PipelineCheckpoint,
+)
 from s3 import Server
 
 SIZE = 100 << 20
@@ -219,3 +223,57 @@ def test_arrays_of_another_byte_order_or_layout_are_restored_in_place(tmp_path: 
     checkpoint.restore_latest(model=target)
     assert target["big"].tolist() == [1, 2]
     assert torch.equal(target["turned"], saved["turned"]) and torch.equal(target["first"], saved["first"])
+
+
+def test_restoring_while_the_same_step_is_saved_again(tmp_path: Path) -> None:
+    writer = PipelineCheckpoint(tmp_path)
+    writer.save(None, {"w": np.full(20_000, 0.0)}, step=1)
+    writer.save(None, {"w": np.full(20_000, 1.0)}, step=100)
+    done = threading.Event()
+
+    def again() -> None:
+        for number in range(2, 120):
+            writer.save(None, {"w": np.full(20_000, float(number))}, step=100)
+        done.set()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    while not done.is_set():
+        found = {"w": np.zeros(20_000)}
+        assert PipelineCheckpoint(tmp_path).restore_latest(None, found) == 100
+        assert len(set(found["w"].tolist())) == 1
+    thread.join()
+
+
+def test_equal_sequence_numbers_have_one_order(tmp_path: Path) -> None:
+    from test_damage import rewritten
+
+    checkpoint = PipelineCheckpoint(tmp_path)
+    for step in (1, 2):
+        checkpoint.save(step=step)
+    rewritten(lambda content: content.update(sequence=1))(tmp_path)
+    fresh = PipelineCheckpoint(tmp_path)
+    assert fresh.latest_step() == fresh.restore_latest() == 2
+
+
+def test_restoring_while_another_process_prunes(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def run() -> None:
+        checkpoint = PipelineCheckpoint(tmp_path, keep=1)
+        for step in range(150):
+            checkpoint.save(extra={"x": np.full(5000, step)}, step=step)
+        done.set()
+
+    PipelineCheckpoint(tmp_path).save(extra={"x": np.full(5000, 0)}, step=0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    seen = 0
+    while not done.is_set():
+        found = np.zeros(5000, int)
+        step = PipelineCheckpoint(tmp_path).restore_latest(extra={"x": found})
+        assert step is not None
+        assert (found == step).all()
+        seen += 1
+    thread.join()
+    assert seen > 3

@@ -133,16 +133,34 @@ class LocalStore:
     def begin(self, step: int, token: str) -> None:
         self._sweep()
         disk.make_folder(self.path)
-        attempt, unlocked = self._attempt(step, token), self._hidden(step, "new")
-        os.mkdir(unlocked)
-        lock = disk.try_lock(unlocked)
-        self._locks[token] = disk.NO_LOCKS if lock is None else lock
+        attempt = self._attempt(step, token)
+        while not self._make_locked(attempt, self._hidden(step, "new"), token):
+            continue
         try:
-            os.rename(unlocked, attempt)  # no sweep removes it: it is locked when it gets this name
             os.mkdir(attempt / "files")
         except BaseException:
             self.abandon(step, token)
             raise
+
+    def _make_locked(self, attempt: Path, unlocked: Path, token: str) -> bool:
+        """Make the folder of an attempt, locked when it gets its name; False if a sweep has removed it before."""
+        os.mkdir(unlocked)
+        try:
+            lock = disk.try_lock(unlocked)
+        except FileNotFoundError:
+            return False
+        if lock is None:
+            return False
+        self._locks[token] = lock
+        try:
+            os.rename(unlocked, attempt)
+        except BaseException as problem:
+            disk.unlock(self._locks.pop(token))
+            disk.remove(unlocked)
+            if isinstance(problem, FileNotFoundError):
+                return False
+            raise
+        return True
 
     @contextmanager
     def sink(self, step: int, token: str, name: str) -> Iterator[LocalSink]:
@@ -236,10 +254,8 @@ class LocalStore:
                     disk.remove(path)
                 elif state == "old":
                     self._sweep_old(step, path)
-                elif state == "saving":
+                else:
                     self._sweep_attempt(step, path)
-                elif time.time() - os.stat(path).st_mtime > STALE:
-                    os.rmdir(path)
 
     def _sweep_old(self, step: int, path: Path) -> None:
         final = self.path / f"step_{step}"
