@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -277,3 +279,27 @@ def test_restoring_while_another_process_prunes(tmp_path: Path) -> None:
         seen += 1
     thread.join()
     assert seen > 3
+
+
+def test_a_damaged_step_is_logged_and_the_one_before_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    for step in (1, 2, 3):
+        checkpoint.save(extra={"x": np.full(5000, step)}, step=step)
+    data = bytearray((tmp_path / "step_3/extra.x.safetensors").read_bytes())
+    data[20_000] ^= 4
+    (tmp_path / "step_3/extra.x.safetensors").write_bytes(data)
+    (tmp_path / "step_2/manifest.json").unlink()
+    with caplog.at_level(logging.ERROR):
+        found = np.zeros(5000, int)
+        assert checkpoint.restore_latest(extra={"x": found}) == 1
+    assert (found == 1).all()
+    assert "step 3: extra.x.safetensors is damaged" in caplog.text
+    assert "step 2: there is no manifest" in caplog.text
+    with pytest.raises(CheckpointDamagedError, match=r"step 3.*extra.x"):
+        checkpoint.restore(step=3)
+    with pytest.raises(CheckpointDamagedError):
+        checkpoint.verify(3)
+    checkpoint.verify(1)
+    shutil.rmtree(tmp_path / "step_1")
+    with pytest.raises(CheckpointDamagedError, match="no step of"):
+        checkpoint.restore_latest()

@@ -20,7 +20,7 @@ from midepoch.checkpoint.matching import fit
 from midepoch.checkpoint.rendezvous import report_absence
 from midepoch.checkpoint.restoring import StepLoader, Targets
 from midepoch.checkpoint.retention import Keep, parse_keep
-from midepoch.checkpoint.store import Process, open_store
+from midepoch.checkpoint.store import Process, open_store, read_manifests, retrying
 from midepoch.checks import whole
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
 from midepoch.reasons import reason
@@ -279,7 +279,7 @@ class PipelineCheckpoint:
     def latest_step(self) -> int | None:
         """Return the step that was saved last, or None. (Not always the largest number: a run may have gone back.)"""
         self._background.wait()
-        manifests = saving.readable_manifests(self._store)
+        manifests, _ = retrying(self._store, lambda: read_manifests(self._store))
         return manifests[-1].step if manifests else None
 
     def metadata(self, step: int) -> dict[str, Any]:

@@ -94,15 +94,12 @@ class Leader(_Member):
             for rank in missing:
                 if rank in self.members and self.members[rank].is_dead():
                     raise RankError(f"rank {rank} of {self.world.size} has died before it came to {self.group}.")
-            if missing and backoff.is_long():
-                _log.warning(
-                    "%s: waiting for rank %s of %d. Every rank has to call save and restore_latest. A process that "
-                    "calls them alone creates its PipelineCheckpoint with rank=0, world_size=1.",
-                    self.group,
-                    _first(missing),
-                    self.world.size,
-                )
-            if missing and not backoff.pause():
+            waiting = (
+                f"{self.group}: waiting for rank {_first(missing)} of {self.world.size}. Every rank has to call save "
+                "and restore_latest. A process that calls them alone creates its PipelineCheckpoint with rank=0, "
+                "world_size=1."
+            )
+            if missing and not backoff.pause(waiting):
                 raise RankError(
                     f"rank {_first(missing)} of {self.world.size} did not come to {self.group} within "
                     f"{self.timeout:g} s: it has died, is at another step, or does not see {self.board.name}."
@@ -157,13 +154,12 @@ class Leader(_Member):
 
     def fail(self, problem: BaseException, free: Callable[[], None]) -> None:
         """Publish an error: if it cannot be written, after ``free`` has made space, or else by removing notes."""
-        for make_space in (None, free, self.dismiss):
-            with suppress(Exception):
-                if make_space is not None:
-                    make_space()
-                _post_absence(self.board, self.group, self.world, problem)  # for ranks that have no answer yet
-                self.close({"error": _error_text(problem)})
-                return
+
+        def publish() -> None:
+            _post_absence(self.board, self.group, self.world, problem)  # for ranks that have no answer yet
+            self.close({"error": _error_text(problem)})
+
+        _publish(publish, free, self.dismiss)
 
     def dismiss(self) -> None:
         _dismiss(self.board, self.group)
@@ -240,9 +236,7 @@ class Follower(_Member):
             if not self.token:
                 absences = [other for other in self.board.names(self.group) if "/absent-0-" in other]
                 raise_absence(self.board, absences, self._started)
-            if backoff.is_long():
-                _log.warning("%s: rank %d waits for rank 0 to %s", self.group, self.world.rank, action)
-            if not backoff.pause():
+            if not backoff.pause(f"{self.group}: rank {self.world.rank} waits for rank 0 to {action}"):
                 self._leave()
                 raise RankError(
                     f"rank 0 did not {action} within {self.timeout:g} s ({self.group}): it has died, is at another "
@@ -307,14 +301,11 @@ class Backoff:
         self._end, self._longest, self._next = time.monotonic() + timeout, longest, _FIRST_PAUSE
         self._long = time.monotonic() + _LONG
 
-    def is_long(self) -> bool:
-        """Return True once, when the wait has become long."""
-        if time.monotonic() < self._long:
-            return False
-        self._long = float("inf")
-        return True
-
-    def pause(self) -> bool:
+    def pause(self, message: str = "") -> bool:
+        """Sleep; False after the timeout. Logs the message once, when the wait has become long."""
+        if message and time.monotonic() > self._long:
+            self._long = float("inf")
+            _log.warning("%s", message)
         if time.monotonic() > self._end:
             return False
         time.sleep(self._next)
@@ -324,11 +315,15 @@ class Backoff:
 
 def report_absence(board: Board, group: str, world: World, problem: BaseException) -> None:
     """Publish that this rank will not come, and why; if that cannot be written, by removing notes."""
-    for make_space in (None, _dismiss):
+    _publish(lambda: _post_absence(board, group, world, problem), lambda: _dismiss(board, group))
+
+
+def _publish(publish: Callable[[], None], *make_space: Callable[[], None]) -> None:
+    """Write notes, after making space in one way after the other if that fails; without an error in any case."""
+    for prepare in (lambda: None, *make_space):
         with suppress(Exception):
-            if make_space is not None:
-                make_space(board, group)
-            _post_absence(board, group, world, problem)
+            prepare()
+            publish()
             return
 
 

@@ -13,8 +13,8 @@ from midepoch.checkpoint import disk, files, rng, stateful
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, lead
-from midepoch.checkpoint.saving import ATTEMPTS, BACKEND_PART, rank_part
-from midepoch.checkpoint.store import Process, StepRemovedError, Store
+from midepoch.checkpoint.saving import BACKEND_PART, rank_part
+from midepoch.checkpoint.store import Process, StepRemovedError, Store, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
 from midepoch.checkpoint.tree import array_specs
 from midepoch.errors import (
@@ -247,27 +247,13 @@ class StepLoader:
 
     def latest(self) -> LoadedStep | None:
         """Return the newest step that is not damaged. Damaged ones are logged; raises if all are."""
-        for _ in range(ATTEMPTS):
-            try:
-                return self._latest()
-            except StepRemovedError:  # pruned by another process, which has committed a newer one before
-                continue
-        raise CheckpointError(f"the steps of {self.store.name} are removed faster than they can be read.")
+        return retrying(self.store, self._latest)
 
     def _latest(self) -> LoadedStep | None:
-        problems: list[str] = []
-        newer: dict[int, CheckpointError] = {}
-        manifests: list[Manifest] = []
-        for step in self.store.steps():
-            try:
-                manifests.append(self.store.manifest(step))
-            except StepRemovedError:
-                raise
-            except CheckpointDamagedError as problem:
-                problems.append(f"step {step}: {problem}")
-            except CheckpointError as problem:  # of a newer version
-                newer[step] = problem
-        for manifest in sorted(manifests, key=lambda each: (each.sequence, each.step), reverse=True):
+        manifests, errors = read_manifests(self.store)
+        problems = [f"step {step}: {error}" for step, error in errors.items() if _is_damage(error)]
+        newer = {step: error for step, error in errors.items() if not _is_damage(error)}
+        for manifest in reversed(manifests):
             if newer and max(newer) > manifest.step:
                 break  # it would be the latest: not a reason to fall back
             try:
@@ -289,6 +275,11 @@ class StepLoader:
                 "To start from the beginning, use another folder."
             )
         return None
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    """Return False for a step of a newer version."""
+    return isinstance(error, CheckpointDamagedError)
 
 
 def named_manifest(store: Store, step: int) -> Manifest:

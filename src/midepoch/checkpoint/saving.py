@@ -20,10 +20,10 @@ from midepoch.checkpoint.backends import Backend
 from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.rendezvous import Follower, Leader, lead
-from midepoch.checkpoint.store import Process, StepRemovedError, Store
+from midepoch.checkpoint.store import Process, Store, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, Encoded, encode
-from midepoch.errors import CheckpointError, CheckpointSaveError
+from midepoch.errors import CheckpointSaveError
 from midepoch.imports import loaded
 from midepoch.reasons import reason
 from midepoch.world import World
@@ -31,8 +31,6 @@ from midepoch.world import World
 _log = logging.getLogger("midepoch")
 _LIBRARIES = ("midepoch", "numpy", "pyarrow", "torch", "jax", "flax", "optax")
 _IDENTITY = ("data", "rows", "selection", "scope", "seed", "window", "aligned", "lanes", "pipeline", "parts")
-ATTEMPTS = 100
-"""Listings of a store in which steps vanish, before giving up."""
 BACKEND_PART = "arrays"
 """Folder that a backend fills."""
 
@@ -182,7 +180,9 @@ def _lead(store: Store, job: Job, world: World, token: str, leader: Leader | Non
         if leader is not None:
             for payload in leader.gather().values():
                 files |= {name: Checksums(size, tuple(crc32)) for name, (size, crc32) in payload.items()}
-        existing = readable_manifests(store)  # only steps that exist before the commit may be pruned after it
+        existing, _ = retrying(
+            store, lambda: read_manifests(store)
+        )  # only steps that exist before the commit may be pruned after it
         committed.extend(manifest for manifest in existing if manifest.step != job.step)
         new = Manifest(
             job.step,
@@ -269,22 +269,6 @@ def _write_backend(store: Store, job: Job, token: str, world: World) -> dict[str
             return {}
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return {f"{BACKEND_PART}/{path.relative_to(folder).as_posix()}": file_checksums(path) for path in paths}
-
-
-def readable_manifests(store: Store) -> list[Manifest]:
-    """Return all manifests that can be read, in commit order."""
-    for _ in range(ATTEMPTS):
-        found, vanished = [], False
-        for step in store.steps():
-            try:
-                found.append(store.manifest(step))
-            except StepRemovedError:  # pruned by another process, which has committed another step before: list again
-                vanished = True
-            except CheckpointError:
-                continue
-        if not vanished:
-            break
-    return sorted(found, key=lambda manifest: (manifest.sequence, manifest.step))
 
 
 def _versions() -> dict[str, str]:

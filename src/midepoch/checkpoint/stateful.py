@@ -19,23 +19,14 @@ from midepoch.imports import loaded
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
 _HOOKS = (
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-)
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+    "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+)  # fmt: skip
 _STATE_METHODS = (
-    "state_dict",
-    "load_state_dict",
-    "_load_from_state_dict",
-    "_save_to_state_dict",
-    "get_extra_state",
+    "state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict", "get_extra_state",
     "set_extra_state",
-)
+)  # fmt: skip
 
 
 def state_of(owner: Any) -> Any:

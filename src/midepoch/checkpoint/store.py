@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 from midepoch.address import refuse_lost_slash
 from midepoch.checkpoint.files import Sink, Source
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.errors import CheckpointNotFoundError
+from midepoch.errors import CheckpointError, CheckpointNotFoundError
 from midepoch.processes import machine, started
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,18})\Z")
 STALE = 24 * 3600.0
 """Seconds after which an attempt of a process on another machine counts as dead."""
+_ATTEMPTS = 100
+T = TypeVar("T")
 
 
 class StepRemovedError(CheckpointNotFoundError):
@@ -111,6 +113,31 @@ def open_store(directory: str | os.PathLike[str], storage_options: Mapping[str, 
     if storage_options:
         raise ValueError(f"storage_options were given, but {address!r} is a local folder")
     return LocalStore(unquote(address.removeprefix("file://")) if address.startswith("file://") else directory)
+
+
+def read_manifests(store: Store) -> tuple[list[Manifest], dict[int, CheckpointError]]:
+    """Return all manifests in commit order, and by step the errors of those that cannot be read.
+
+    Raises StepRemovedError if another process prunes a step meanwhile: it has committed another one before.
+    """
+    manifests: list[Manifest] = []
+    errors: dict[int, CheckpointError] = {}
+    for step in store.steps():
+        try:
+            manifests.append(store.manifest(step))
+        except StepRemovedError:
+            raise
+        except CheckpointError as problem:
+            errors[step] = problem
+    return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.step)), errors
+
+
+def retrying(store: Store, action: Callable[[], T]) -> T:
+    """Run an action again as long as other processes remove the steps that it reads."""
+    for _ in range(_ATTEMPTS):
+        with suppress(StepRemovedError):
+            return action()
+    raise CheckpointError(f"the steps of {store.name} are removed faster than they can be read.")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import io
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ INLINE = 8 << 10
 _DEEPEST = 200
 _LARGEST_AXIS = 2**48
 _LARGEST_INT = 4096
+_PAIRS = "$"
+"""Path of the key-value pairs of a dict: no key of a plain tree."""
 
 
 @dataclass
@@ -238,49 +240,34 @@ class StateDict(dict[str, Any]):
 
 def array_specs(json: Any) -> dict[str, ArraySpec]:
     """Return the specifications of the stored arrays of a tree, by name; raises CheckpointDamagedError."""
-    specs: dict[str, ArraySpec] = {}
-
-    def visit(node: Any, depth: int) -> None:
-        if depth > 3 * _DEEPEST:
-            raise CheckpointDamagedError("a tree of values is too deep")
-        if isinstance(node, list):
-            for inner in node:
-                visit(inner, depth + 1)
-        elif isinstance(node, dict):
-            if node.get("$") == "array" and "name" in node:
-                if not isinstance(node["name"], str):
-                    raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
-                specs[node["name"]] = _parse_spec(node)
-            for inner in node.values():
-                visit(inner, depth + 1)
-
-    visit(json, 0)
-    return specs
+    return {node["name"]: _parse_spec(node) for node, _ in _stored_arrays(json, ())}
 
 
 def array_paths(json: Any) -> dict[str, list[tuple[str, ...]]]:
-    """Return the paths of the stored arrays in a tree, by name: tied weights have several.
-
-    An entry of a dict is identified by its key, not by its number.
-    """
+    """Return the paths of the stored arrays in a tree, by name: tied weights have several."""
     paths: dict[str, list[tuple[str, ...]]] = {}
-
-    def visit(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, list):
-            for number, inner in enumerate(node):
-                visit(inner, (*path, str(number)))
-        elif isinstance(node, dict) and node.get("$") == "array":
-            if "name" in node:
-                paths.setdefault(node["name"], []).append(path)
-        elif isinstance(node, dict) and node.get("$") == "dict":
-            for key, inner in node["items"]:
-                visit(inner, (*path, "$", repr(key)))
-        elif isinstance(node, dict):
-            for name, inner in node.items():
-                visit(inner, (*path, name))
-
-    visit(json, ())
+    for node, path in _stored_arrays(json, ()):
+        paths.setdefault(node["name"], []).append(path)
     return paths
+
+
+def _stored_arrays(node: Any, path: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Iterate over the stored arrays of a tree and their paths; raises CheckpointDamagedError."""
+    if len(path) > 3 * _DEEPEST:
+        raise CheckpointDamagedError("a tree of values is too deep")
+    if not isinstance(node, (list, dict)):
+        return
+    if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
+        if not isinstance(node["name"], str):
+            raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
+        yield node, path
+    children = enumerate(node) if isinstance(node, list) else node.items()
+    # An entry of a dict is identified by its key, not by its number.
+    by_key = bool(path) and path[-1] == _PAIRS and isinstance(node, list)
+    is_dict = isinstance(node, dict) and node.get("$") == "dict"
+    for key, inner in children:
+        name = repr(inner[0]) if by_key and isinstance(inner, list) and inner else str(key)
+        yield from _stored_arrays(inner, (*path, _PAIRS if is_dict and key == "items" else name))
 
 
 def decode(json: Any, stored: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
