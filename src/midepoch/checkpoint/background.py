@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import ArraySpec, Bytes, bytes_of
+from midepoch.checkpoint.arrays import Bytes, bytes_of
 from midepoch.checkpoint.files import run_in_threads
 from midepoch.checkpoint.tree import Encoded
 from midepoch.imports import loaded
@@ -32,44 +32,31 @@ class Snapshots:
     """Memory for the arrays of one save, reused by the next: filling new memory takes three times as long as a copy."""
 
     def __init__(self) -> None:
-        self._free: dict[str, Bytes] = {}
+        self._free: dict[tuple[str, str], Bytes] = {}  # by part and array
 
-    def release(self, memory: dict[str, Bytes]) -> None:
+    def release(self, memory: dict[tuple[str, str], Bytes]) -> None:
         """Return the memory of a finished save, for the next one."""
         self._free.update(memory)
 
-    def copy(self, parts: dict[str, Encoded]) -> tuple[dict[str, Encoded], dict[str, Bytes]]:
+    def copy(self, parts: dict[str, Encoded]) -> tuple[dict[str, Encoded], dict[tuple[str, str], Bytes]]:
         """Return the same trees with copies of their arrays, and the memory of the copies, to be released."""
-        memory: dict[str, Bytes] = {}
-        copies: list[tuple[Bytes, Any]] = []
-        copied = {name: self._allocate(name, encoded, copies, memory) for name, encoded in parts.items()}
-        # torch copies a large tensor with all cores; other arrays are copied by several threads.
-        others = [(target, value) for target, value in copies if not _copied_by_torch(target, value)]
+        memory: dict[tuple[str, str], Bytes] = {}
+        copied: dict[str, Encoded] = {}
+        others: list[tuple[Bytes, Any]] = []
+        for part, encoded in parts.items():
+            copied[part] = Encoded(encoded.json)
+            for name, (spec, value) in encoded.arrays.items():
+                target = self._free.pop((part, name), None)
+                if target is None or len(target) != spec.nbytes:
+                    target = _aligned_memory(spec.nbytes)
+                memory[part, name] = target
+                copied[part].arrays[name] = (spec, target)
+                # torch copies a large tensor with all cores; other arrays are copied by several threads.
+                if not _copied_by_torch(target, value):
+                    others.append((target, value))
         threads = _COPIERS if sum(len(target) for target, _ in others) >= _SMALL else 1
         run_in_threads(threads, lambda pair: np.copyto(pair[0], bytes_of(pair[1])), others)
         return copied, memory
-
-    def _allocate(
-        self, part: str, encoded: Encoded, copies: list[tuple[Bytes, Any]], used: dict[str, Bytes]
-    ) -> Encoded:
-        size = sum(_aligned(spec.nbytes) for spec, _ in encoded.arrays.values())
-        memory = self._free.pop(part, None)
-        if memory is None or len(memory) != size:
-            memory = _aligned_memory(size)
-        if size:
-            used[part] = memory
-        arrays: dict[str, tuple[ArraySpec, Any]] = {}
-        offset = 0
-        for name, (spec, value) in encoded.arrays.items():
-            target = memory[offset : offset + spec.nbytes]
-            offset += _aligned(spec.nbytes)
-            arrays[name] = (spec, target)
-            copies.append((target, value))
-        return Encoded(encoded.json, arrays)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _CACHE_LINE) * _CACHE_LINE
 
 
 def _aligned_memory(size: int) -> Bytes:

@@ -287,12 +287,6 @@ class LocalBoard:
     def __init__(self, path: Path) -> None:
         self._path, self.name = path, str(path.parent)
 
-    def groups(self) -> list[str]:
-        try:
-            return sorted(os.listdir(self._path))
-        except FileNotFoundError:
-            return []
-
     def put(self, name: str, data: bytes) -> None:
         path = self._path / name
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -314,12 +308,9 @@ class LocalBoard:
         except FileNotFoundError:
             return None
 
-    def names(self, group: str) -> list[str]:
-        try:
-            names = os.listdir(self._path / group)
-        except FileNotFoundError:
-            return []
-        return sorted(f"{group}/{name}" for name in names if not name.startswith("."))
+    def names(self, group: str = "") -> list[str]:
+        files = ((folder, name) for folder, _, names in os.walk(self._path / group) for name in names)
+        return sorted(f"{os.path.basename(folder)}/{name}" for folder, name in files if not name.startswith("."))
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

@@ -18,7 +18,7 @@ from midepoch.checkpoint.background import Background, Snapshots
 from midepoch.checkpoint.manifest import Manifest
 from midepoch.checkpoint.matching import fit
 from midepoch.checkpoint.rendezvous import report_absence
-from midepoch.checkpoint.restoring import StepLoader, Targets
+from midepoch.checkpoint.restoring import StepLoader
 from midepoch.checkpoint.retention import Keep, parse_keep
 from midepoch.checkpoint.store import Process, open_store, read_manifests, retrying
 from midepoch.checks import whole
@@ -106,13 +106,18 @@ class PipelineCheckpoint:
         earlier: BaseException | None = None
         number = self._next_step(world) if step is None else whole(step, "save(step=…)")
         group = self._group_name(f"save-{number}", world)
-        memory: dict[str, Any] = {}
+        memory: dict[Any, Any] = {}
         try:
             # An earlier error may be of this rank alone: the others save this step, and so does this one.
             earlier = self._background.finish()
-            inputs = saving.Inputs(pipeline, _models(model, optimizer), metadata, extra, rng)
-            job = inputs.job(
-                number, world, self._backend_name, self._backend, copy=self._async, allow_pickle=self._allow_pickle
+            job = _contents(pipeline, model, optimizer, extra, rng).job(
+                number,
+                {} if metadata is None else metadata,
+                world,
+                self._backend_name,
+                self._backend,
+                copy=self._async,
+                allow_pickle=self._allow_pickle,
             )
             job.group = group
             if self._async:
@@ -130,7 +135,7 @@ class PipelineCheckpoint:
             raise earlier
         return number
 
-    def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[str, Any]) -> None:
+    def _run(self, job: saving.Job, world: World, rules: Keep, memory: dict[Any, Any]) -> None:
         try:
             self._prune(saving.save(self._store, job, world, self._timeout, self._members), rules)
         finally:
@@ -233,8 +238,8 @@ class PipelineCheckpoint:
     def _loader(
         self, pipeline: Any, model: Any, optimizer: Any, extra: Mapping[str, Any] | None, rng: bool
     ) -> StepLoader:
-        targets = Targets(pipeline, _models(model, optimizer), extra or {}, rng)
-        return StepLoader(self._store, targets, self._world, self._allow_pickle, self._damaged)
+        contents = _contents(pipeline, model, optimizer, extra, rng)
+        return StepLoader(self._store, contents, self._world, self._allow_pickle, self._damaged)
 
     def read(self, step: int, part: str, *, like: Any = None) -> Any:
         """Return the values of a part ("data", "model", "optimizer", the name of an extra) without restoring them.
@@ -319,8 +324,9 @@ class PipelineCheckpoint:
             self._background.log_error()
 
 
-def _models(model: Any, optimizer: Any) -> dict[str, Any]:
-    return {name: owner for name, owner in (("model", model), ("optimizer", optimizer)) if owner is not None}
+def _contents(pipeline: Any, model: Any, optimizer: Any, extra: Any, rng: bool) -> saving.Contents:
+    models = {name: owner for name, owner in (("model", model), ("optimizer", optimizer)) if owner is not None}
+    return saving.Contents(pipeline, models, {} if extra is None else extra, rng)
 
 
 @dataclass(frozen=True)

@@ -247,17 +247,14 @@ class RemoteBoard:
     def __init__(self, objects: Objects) -> None:
         self._objects, self.name = objects, objects.name
 
-    def groups(self) -> list[str]:
-        return sorted({name.split("/")[1] for name in self._objects.list(".ranks")})
-
     def put(self, name: str, data: bytes) -> None:
         self._objects.put(f".ranks/{name}", data)
 
     def get(self, name: str) -> bytes | None:
         return self._objects.get(f".ranks/{name}")
 
-    def names(self, group: str) -> list[str]:
-        return sorted(name.removeprefix(".ranks/") for name in self._objects.list(f".ranks/{group}"))
+    def names(self, group: str = "") -> list[str]:
+        return sorted(name.removeprefix(".ranks/") for name in self._objects.list(f".ranks/{group}".rstrip("/")))
 
     def remove(self, names: Sequence[str]) -> None:
         self._objects.delete([f".ranks/{name}" for name in names])

@@ -149,8 +149,7 @@ class Leader(_Member):
         """Publish the outcome, and remove the notes of dead processes."""
         self.board.remove([f"{self.group}/{topic}-{self.token}" for topic in ("leader", "go")])
         self.board.put(f"{self.group}/outcome-{self.token}", encode_note(**outcome))
-        for group in self.board.groups():
-            self.board.remove([name for name in self.board.names(group) if _is_stale(read_note(self.board, name))])
+        self.board.remove([name for name in self.board.names() if _is_stale(read_note(self.board, name))])
 
     def fail(self, problem: BaseException, free: Callable[[], None]) -> None:
         """Publish an error: if it cannot be written, after ``free`` has made space, or else by removing notes."""

@@ -6,14 +6,14 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from midepoch.checkpoint import disk, files, rng, stateful
 from midepoch.checkpoint.backends import Backend, Restorable
 from midepoch.checkpoint.manifest import Manifest, checked_name
 from midepoch.checkpoint.rendezvous import Follower, Leader, lead
-from midepoch.checkpoint.saving import BACKEND_PART, rank_part
+from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import Process, StepRemovedError, Store, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
 from midepoch.checkpoint.tree import array_specs
@@ -95,16 +95,6 @@ def data_part(manifest: Manifest, world: World) -> str:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Objects to restore into."""
-
-    pipeline: Any = None
-    models: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    rng: bool = True
-
-
-@dataclass(frozen=True)
 class Restore:
     """A target and its saved values. Arrays in ``outline`` may not be read yet."""
 
@@ -164,7 +154,7 @@ class LoadedStep:
             self.set_generators()
 
 
-def load(store: Store, manifest: Manifest, targets: Targets, world: World, allow_pickle: bool) -> LoadedStep:
+def load(store: Store, manifest: Manifest, targets: Contents, world: World, allow_pickle: bool) -> LoadedStep:
     """Read the parts of a step for these targets, and verify all of it. Raises CheckpointDamagedError."""
     seen: set[str] = set()
 
@@ -212,7 +202,7 @@ class StepLoader:
     """
 
     store: Store
-    targets: Targets
+    targets: Contents
     world: World
     allow_pickle: bool
     damaged: set[tuple[int, int]]

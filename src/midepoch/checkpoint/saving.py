@@ -56,26 +56,33 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Arguments of a call to ``save``."""
+class Contents:
+    """Objects to save, or to restore into."""
 
     pipeline: Any
     models: Mapping[str, Any]
-    metadata: Mapping[str, Any] | None
-    extra: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
     rng: bool
 
     def job(
-        self, step: int, world: World, backend_name: str, backend: Backend | None, *, copy: bool, allow_pickle: bool
+        self,
+        step: int,
+        metadata: Mapping[str, Any],
+        world: World,
+        backend_name: str,
+        backend: Backend | None,
+        *,
+        copy: bool,
+        allow_pickle: bool,
     ) -> Job:
-        """Encode everything. With ``copy`` a backend copies what it writes later."""
+        """Encode everything. With ``copy`` a backend copies the arrays that it writes later."""
 
         def encoded(value: Any, name: str, inline: int = INLINE) -> Encoded:
             return encode(value, name, allow_pickle=allow_pickle, inline=inline)
 
         stateful.check_saveable(self.pipeline, self.models, self.extra)
-        extras = {f"extra.{manifests.checked_name(name)}": value for name, value in (self.extra or {}).items()}
-        job = Job(step, backend_name, manifests.checked_metadata(self.metadata or {}))
+        extras = {f"extra.{manifests.checked_name(name)}": value for name, value in self.extra.items()}
+        job = Job(step, backend_name, manifests.checked_metadata(metadata))
         job.classes = {name: stateful.class_name(owner) for name, owner in {**self.models, **extras}.items()}
         job.shared = frozenset({"data", *self.models, *extras})
         if self.pipeline is not None:
@@ -85,13 +92,11 @@ class Inputs:
             job.parts[part] = encoded(state, "data")
             job.classes["data"] = stateful.class_name(self.pipeline)
             job.state = common_state(job.parts[part].json, is_global) if world.size > 1 else None
-        own = {**self.models, **extras}
         if backend is not None and self.models:
             snapshot = backend.snapshot(self.models, copy=copy, allow_pickle=allow_pickle)
             job.parts |= snapshot.parts
             job.write_arrays = snapshot.write
-        if backend is not None:
-            own = extras
+        own = {**self.models, **extras} if backend is None else extras
         for part, owner in own.items():
             stateful.check_not_distributed(owner, part)
         if not world.rank:

@@ -167,7 +167,7 @@ def check_saveable(pipeline: Any, models: Mapping[str, Any], extra: Any) -> None
             raise TypeError(f"{name}: expected a model, an optimizer or a tree of arrays, got {model!r:.80}")
         if _has(model, "check_state"):
             raise TypeError(f"{name}: a {type(model).__qualname__} is a pipeline: save(pipeline, model, optimizer)")
-    if extra is not None and not isinstance(extra, Mapping):
+    if not isinstance(extra, Mapping):
         raise TypeError(f"extra: expected a dict from names to values, got a {type(extra).__qualname__}")
 
 
