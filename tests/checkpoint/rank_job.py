@@ -55,10 +55,10 @@ def _die(when: str, rank: int) -> None:
     """Die in the middle: where ``when`` says "RANK:METHOD", when that method is first called."""
     if ":" not in when or int(when.split(":")[0]) != rank:
         return
-    from midepoch.checkpoint import local, ranks
+    from midepoch.checkpoint import local, rendezvous
 
     name = when.split(":")[1]
-    kind = next(kind for kind in (ranks.Leader, ranks.Follower, local.LocalDirectory) if hasattr(kind, name))
+    kind = next(kind for kind in (rendezvous.Leader, rendezvous.Follower, local.LocalStore) if hasattr(kind, name))
     setattr(kind, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 

@@ -94,7 +94,7 @@ def test_a_sharded_model_and_its_optimizer_are_refused_but_by_dcp(shard: Any, tm
         with pytest.raises(TypeError, match=problem):
             checkpoint.save(None, tree, step=1)
     distributed = PipelineCheckpoint(tmp_path, backend="dcp")
-    with pytest.raises(TypeError, match="Give the model as well"):
+    with pytest.raises(TypeError, match="Pass the model as well"):
         distributed.save(None, None, optimizer, step=1)
     assert checkpoint.steps() == []
     if shard is fully_shard:

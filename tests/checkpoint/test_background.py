@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -14,11 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import midepoch
 from forks import forked
-from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.checkpoint import (
+    CheckpointSaveError,
+    PipelineCheckpoint,
+    disk,
+)
 from midepoch.checkpoint.background import Background
 from midepoch.checkpoint.disk import LocalSink
+from midepoch.testing import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if another test has used it
 
@@ -204,3 +212,172 @@ def test_a_save_that_fails_at_the_end_of_a_program_fails_the_program(where: str,
     assert process.returncode > 0, said
     assert "saving step 1 failed" in said and "No space left on device" in said
     assert PipelineCheckpoint(tmp_path).steps() == []
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    original = disk.LocalSink.write
+
+    def write(self: Any, data: memoryview) -> None:
+        time.sleep(seconds)
+        original(self, data)
+
+    monkeypatch.setattr(disk.LocalSink, "write", write)
+
+
+def test_calls_from_other_threads_do_not_let_saves_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_writes(monkeypatch, 0.02)
+    checkpoint = PipelineCheckpoint(tmp_path, async_save=True)
+    model = {f"w{number}": torch.full((5000,), 1.0) for number in range(10)}
+    lookers = []
+    for step in (1, 2, 3):
+        for value in model.values():
+            value.fill_(step)
+        checkpoint.save(None, model, step=step)
+        lookers += [
+            threading.Thread(target=look) for look in (checkpoint.latest_step, checkpoint.steps, checkpoint.wait)
+        ]
+        for looker in lookers[-3:]:
+            looker.start()
+    checkpoint.wait()
+    assert not list(tmp_path.glob(".*.saving")), "wait() came back too early"
+    for looker in lookers:
+        looker.join()
+    for step in (1, 2, 3):
+        assert {float(value[0]) for value in checkpoint.read(step, "model").values()} == {float(step)}
+
+
+@pytest.mark.parametrize("size", [10, 12 << 20])
+@pytest.mark.parametrize("backend", ["files", "orbax"])
+def test_a_large_save_finishes_at_exit(backend: str, size: int, tmp_path: Path) -> None:
+    script = f"""
+import numpy as np
+from midepoch.checkpoint import PipelineCheckpoint
+c = PipelineCheckpoint({str(tmp_path)!r}, async_save=True, backend={backend!r})
+c.save(None, {{"w": np.ones({size})}}, step=1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(PipelineCheckpoint(tmp_path).read(1, "model")["w"].sum()) == size, done.stderr
+
+
+def test_an_exit_handler_may_save(tmp_path: Path) -> None:
+    script = f"""
+import atexit, numpy as np
+from midepoch.checkpoint import PipelineCheckpoint
+c = PipelineCheckpoint({str(tmp_path)!r})
+atexit.register(lambda: c.save(None, {{"w": np.ones(20 << 20)}}, step=1))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    PipelineCheckpoint(tmp_path).verify(1)
+
+
+def test_the_error_of_a_dropped_manager_is_logged(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    script = f"""
+import gc
+from midepoch.checkpoint import PipelineCheckpoint
+def run():
+    PipelineCheckpoint({str(tmp_path / "file")!r}, async_save=True).save(step=1)
+run(); gc.collect()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "saving step 1 failed" in done.stderr
+
+
+def make_model(seed: int = 0, width: int = 16) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict())
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def dataset(small_files: Any) -> midepoch.Dataset:
+    return midepoch.from_files(small_files)
+
+
+def test_async_keeps_the_state_of_the_moment(small_files: Any, tmp_path: Path) -> None:
+    loader = dataset(small_files).loader(batch_size=7)
+    model, optimizer = make_model(width=4000)
+    train(model, optimizer)
+    passing = iter(loader)
+    next(passing)
+    with PipelineCheckpoint(tmp_path, async_save=True) as checkpoint:
+        for step in range(1, 6):
+            expected = {name: value.clone() for name, value in values(model).items()}
+            position = loader.position
+            checkpoint.save(loader, model, optimizer, step=step)
+            train(model, optimizer, 1)
+            next(passing)
+            checkpoint.wait()
+            assert same(dict(checkpoint.read(step, "model")), expected)
+            assert checkpoint.read(step, "data")["position"] == position
+    assert PipelineCheckpoint(tmp_path).steps() == [1, 2, 3, 4, 5]
+
+
+def test_async_saves_never_overlap_and_errors_surface_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path, async_save=True)
+    inside: list[int] = []
+    most: list[int] = []
+    original = checkpoint._store.commit
+
+    def commit(step: int, token: str, manifest: bytes) -> None:
+        inside.append(step)
+        most.append(len(inside))
+        time.sleep(0.02)
+        if step == 3:
+            inside.remove(step)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(step, token, manifest)
+        inside.remove(step)
+
+    checkpoint._store.commit = commit  # type: ignore[method-assign]
+    for step in (1, 2, 3):
+        checkpoint.save(step=step)
+    with pytest.raises(CheckpointSaveError, match=r"step 3 was not saved.*No space"):
+        checkpoint.save(step=4)
+    checkpoint.save(step=5)
+    checkpoint.wait()
+    assert checkpoint.steps() == [1, 2, 5]
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize("how", ["end", "error", "exit"])
+def test_async_is_finished_when_the_program_ends(how: str, tmp_path: Path) -> None:
+    ends = {"end": "", "error": "raise RuntimeError('boom')", "exit": "import sys; sys.exit(3)"}
+    script = f"""
+import time
+import numpy as np
+from midepoch.checkpoint import PipelineCheckpoint
+c = PipelineCheckpoint({str(tmp_path)!r}, async_save=True)
+original = c._store.commit
+c._store.commit = lambda *a: (time.sleep(0.3), original(*a))
+c.save(extra={{"x": np.arange(10000)}}, step=1)
+{ends[how]}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == {"end": 0, "error": 1, "exit": 3}[how], done.stderr
+    assert PipelineCheckpoint(tmp_path).read(1, "x")[-1] == 9999
+
+
+def test_async_logs_at_exit_an_error_that_nothing_raised(tmp_path: Path) -> None:
+    script = f"""
+from midepoch.checkpoint import PipelineCheckpoint
+c = PipelineCheckpoint({str(tmp_path / "file")!r}, async_save=True)
+c.save(step=1)
+"""
+    (tmp_path / "file").write_text("")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "saving step 1 failed" in done.stderr and "was not saved" in done.stderr, done.stderr

@@ -274,7 +274,7 @@ def test_a_hostile_manifest(change: Callable[[dict[str, Any]], Any], copy: Path)
 @pytest.mark.parametrize("version", [2, 3, 10**9])
 def test_a_newer_version_is_refused_not_passed_over(version: int, copy: Path) -> None:
     rewritten(lambda content: content.update({KEY: version}))(copy)
-    with pytest.raises(CheckpointError, match="upgrade midepoch"):
+    with pytest.raises(CheckpointError, match="Upgrade midepoch"):
         restored(copy)
 
 

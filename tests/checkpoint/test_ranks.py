@@ -18,7 +18,7 @@ import ports
 from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 from midepoch.checkpoint.local import LocalBoard
-from midepoch.checkpoint.ranks import Leader
+from midepoch.checkpoint.rendezvous import Leader
 from midepoch.world import World
 
 JOB = Path(__file__).with_name("rank_job.py")
@@ -157,7 +157,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     def save(rank: int) -> str:
         checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=2, timeout=20)
         if rank == 1:
-            checkpoint._directory.sink = None  # type: ignore[method-assign, assignment]
+            checkpoint._store.sink = None  # type: ignore[method-assign, assignment]
         try:
             checkpoint.save(Refuses(), step=1)
         except CheckpointSaveError as problem:
@@ -329,11 +329,11 @@ def test_a_rank_that_has_said_that_it_is_done_may_die(tmp_path: Path, monkeypatc
     """Also if it says so and dies in the very moment in which rank 0 looks."""
     board = LocalBoard(tmp_path)
     leader = Leader(board, "save-1", World(0, 2), timeout=60, token="t")
-    leader._here = {1: ("n", {})}
+    leader._present = {1: ("n", {})}
 
     def dies(_note: Any) -> bool:
-        board.put("save-1/done-1-n", b'{"says": "all written"}')
+        board.put("save-1/done-1-n", b'{"payload": "all written"}')
         return True
 
-    monkeypatch.setattr("midepoch.checkpoint.ranks.is_dead", dies)
+    monkeypatch.setattr("midepoch.checkpoint.rendezvous.is_dead", dies)
     assert leader.gather() == {1: "all written"}

@@ -20,7 +20,15 @@ import torch
 from counting import Numbers
 from store_job import model_at, open_at
 
-from midepoch.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointSaveError, Keep, PipelineCheckpoint
+from midepoch.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointSaveError,
+    Keep,
+    PipelineCheckpoint,
+    remote,
+)
+from midepoch.checkpoint.objects import Objects
 from proxy import Fault, Proxy
 from s3 import Server
 
@@ -166,7 +174,7 @@ def test_lasting_faults_leave_what_was_there(proxy: Proxy, s3_server: Server, ad
     save(open_at(address, s3_server.endpoint), 1)
     checkpoint = open_at(address, proxy.endpoint)
     proxy.add(Fault("403", times=None, match=lambda method, path: method in ("PUT", "POST") and "step_2" in path))
-    with pytest.raises(CheckpointSaveError, match=r"(?s)step 2 was not saved.*as they were \(1, up to 1\)"):
+    with pytest.raises(CheckpointSaveError, match=r"(?s)step 2 was not saved.*are unchanged \(1, up to 1\)"):
         save(checkpoint, 2)
     assert restored(open_at(address, s3_server.endpoint)) == 1
     save(open_at(address, s3_server.endpoint), 3)
@@ -186,7 +194,7 @@ def test_ranks_meet_in_the_store(s3_server: Server, address: str) -> None:
 
 
 def test_another_live_process_is_left_alone(s3_server: Server, run: Path, address: str) -> None:
-    other = open_at(address, s3_server.endpoint)._directory
+    other = open_at(address, s3_server.endpoint)._store
     other.begin(7, "aa")
     with other.sink(7, "aa", "half") as sink:
         sink.write(memoryview(b"x"))
@@ -217,7 +225,7 @@ def test_a_step_that_another_process_is_about_to_commit_is_not_pruned(
 ) -> None:
     checkpoint = open_at(address, s3_server.endpoint)
     save(checkpoint, 7)
-    other = open_at(address, s3_server.endpoint)._directory
+    other = open_at(address, s3_server.endpoint)._store
     other.begin(7, "aa")
     with other.sink(7, "aa", "half") as sink:
         sink.write(memoryview(b"x"))
@@ -233,7 +241,7 @@ def test_a_step_that_another_process_is_about_to_commit_is_not_pruned(
 def test_a_commit_waits_while_a_step_is_removed(s3_server: Server, address: str) -> None:
     checkpoint = open_at(address, s3_server.endpoint)
     save(checkpoint, 1)
-    directory: Any = checkpoint._directory
+    directory: Any = checkpoint._store
     expected = directory.manifest(1)
     directory._claim(".removals/step_1.aa")
     with ThreadPoolExecutor(1) as pool:
@@ -272,7 +280,7 @@ def test_ranges_of_objects_are_read_by_several_threads() -> None:
     model = {"w": np.arange(10_000_000)}
     checkpoint.save(None, model, step=1)
     manifest = checkpoint.manifest(1)
-    with checkpoint._directory.source(manifest, "model.safetensors") as source:
+    with checkpoint._store.source(manifest, "model.safetensors") as source:
         assert source.readers > 1
     found = {"w": np.zeros(10_000_000, int)}
     assert checkpoint.restore_latest(None, found) == 1
@@ -282,7 +290,7 @@ def test_ranges_of_objects_are_read_by_several_threads() -> None:
 def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Path, address: str) -> None:
     checkpoint = open_at(address, s3_server.endpoint)
     save(checkpoint, 1)
-    directory: Any = checkpoint._directory
+    directory: Any = checkpoint._store
     directory._objects._ranges = False
     stream, requests = directory._objects.stream, []
     directory._objects.stream = lambda name: requests.append(name) or stream(name)
@@ -295,3 +303,58 @@ def test_a_server_without_ranges_sends_an_object_once(s3_server: Server, run: Pa
         assert source.read_into(memoryview(bytearray(100)), source.size - 50) == 50
         assert source.read_into(memoryview(bytearray(100)), source.size + 50) == 0
     assert data == next(run.glob("step_1/*/model.safetensors")).read_bytes()[:40_000]
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError("the answer was lost")], ids=["interrupt", "lost"])
+@pytest.mark.parametrize("second", [1, 2])
+def test_a_commit_whose_response_was_lost_is_kept(problem: Any, second: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import secrets
+
+    address = f"memory:///{secrets.token_hex(4)}"
+    stores: dict[str, Any] = {}
+    made = Objects.__init__
+
+    def shared(self: Any, address: str, options: Any = None) -> None:
+        made(self, address, options)
+        self._store = stores.setdefault(address, self._store)
+
+    monkeypatch.setattr(Objects, "__init__", shared)
+    checkpoint = PipelineCheckpoint(address)
+    checkpoint.save(None, {"w": np.full(5000, 1.0)}, step=1)
+    real = Objects.put
+
+    def put(self: Any, name: str, data: bytes) -> None:
+        real(self, name, data)
+        if name.endswith("manifest.json"):
+            raise problem
+
+    monkeypatch.setattr(Objects, "put", put)
+    with pytest.raises((KeyboardInterrupt, CheckpointSaveError)):
+        checkpoint.save(None, {"w": np.full(5000, 2.0)}, step=second)
+    monkeypatch.setattr(Objects, "put", real)
+    found = {"w": np.zeros(5000)}
+    assert PipelineCheckpoint(address).restore_latest(None, found) == second
+    assert found["w"][0] == 2
+
+
+def test_an_old_midepoch_leaves_the_steps_of_a_newer_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = PipelineCheckpoint("memory:///newer")
+    checkpoint.save(None, {"w": np.ones(5000)}, step=1)
+    store = checkpoint._store._objects  # type: ignore[attr-defined]
+    store.put("step_1/manifest.json", b'{"of": "the future"}')
+    before = set(store.list())
+    monkeypatch.setattr(remote, "STALE", -1.0)
+    checkpoint.save(None, {"w": np.ones(5000)}, step=2)
+    assert before <= set(store.list())
+
+
+def test_attempts_of_another_machine_are_swept_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = PipelineCheckpoint("memory:///machines")
+    store = checkpoint._store._objects  # type: ignore[attr-defined]
+    store.put("step_5/aa/half", b"x")
+    store.put(".attempts/step_5.aa", b'{"machine": "elsewhere", "pid": 1, "started": "1"}')
+    checkpoint.save(step=1)
+    assert "step_5/aa/half" in store.list()
+    monkeypatch.setattr(remote, "STALE", -1.0)
+    checkpoint.save(step=2)
+    assert not [name for name in store.list() if "step_5" in name]

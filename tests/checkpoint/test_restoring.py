@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from midepoch.checkpoint import CheckpointDamagedError, PipelineCheckpoint
+from midepoch.checkpoint import (
+    CheckpointDamagedError,
+    PipelineCheckpoint,
+)
 from s3 import Server
 
 SIZE = 100 << 20
@@ -181,13 +187,13 @@ def test_a_module_that_leaves_a_buffer_out_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_to_while_it_is_restored_is_reported(tmp_path: Path) -> None:
-    from midepoch.checkpoint.disk import opened
-    from midepoch.checkpoint.files import held, sums_of
+    from midepoch.checkpoint.disk import open_file, verify_and_reopen
+    from midepoch.checkpoint.files import file_checksums
 
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
-    with opened(tmp_path, "file") as source:
-        kept = held(source, sums_of(path), "file")
+    with open_file(tmp_path, "file") as source:
+        kept = verify_and_reopen(source, file_checksums(path), "file")
     data = bytearray(100)
     assert kept.read_into(memoryview(data), 0) == 100
     path.write_bytes(b"y" * 100)
@@ -200,9 +206,9 @@ def test_a_step_that_is_removed_while_it_is_restored_is_restored(tmp_path: Path)
     checkpoint = PipelineCheckpoint(tmp_path)
     checkpoint.save(None, {"w": np.arange(9000)}, step=1)
     manifest = checkpoint.manifest(1)
-    from midepoch.checkpoint import loading
+    from midepoch.checkpoint import restoring
 
-    stored = loading.open_part(checkpoint._directory, manifest, "model", allow_pickle=False)
+    stored = restoring.open_part(checkpoint._store, manifest, "model", allow_pickle=False)
     checkpoint.delete(1)
     assert np.array_equal(stored.read()["w"], np.arange(9000))
 
@@ -219,3 +225,81 @@ def test_arrays_of_another_byte_order_or_layout_are_restored_in_place(tmp_path: 
     checkpoint.restore_latest(model=target)
     assert target["big"].tolist() == [1, 2]
     assert torch.equal(target["turned"], saved["turned"]) and torch.equal(target["first"], saved["first"])
+
+
+def test_restoring_while_the_same_step_is_saved_again(tmp_path: Path) -> None:
+    writer = PipelineCheckpoint(tmp_path)
+    writer.save(None, {"w": np.full(20_000, 0.0)}, step=1)
+    writer.save(None, {"w": np.full(20_000, 1.0)}, step=100)
+    done = threading.Event()
+
+    def again() -> None:
+        for number in range(2, 120):
+            writer.save(None, {"w": np.full(20_000, float(number))}, step=100)
+        done.set()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    while not done.is_set():
+        found = {"w": np.zeros(20_000)}
+        assert PipelineCheckpoint(tmp_path).restore_latest(None, found) == 100
+        assert len(set(found["w"].tolist())) == 1
+    thread.join()
+
+
+def test_equal_sequence_numbers_have_one_order(tmp_path: Path) -> None:
+    from test_damage import rewritten
+
+    checkpoint = PipelineCheckpoint(tmp_path)
+    for step in (1, 2):
+        checkpoint.save(step=step)
+    rewritten(lambda content: content.update(sequence=1))(tmp_path)
+    fresh = PipelineCheckpoint(tmp_path)
+    assert fresh.latest_step() == fresh.restore_latest() == 2
+
+
+def test_restoring_while_another_process_prunes(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def run() -> None:
+        checkpoint = PipelineCheckpoint(tmp_path, keep=1)
+        for step in range(150):
+            checkpoint.save(extra={"x": np.full(5000, step)}, step=step)
+        done.set()
+
+    PipelineCheckpoint(tmp_path).save(extra={"x": np.full(5000, 0)}, step=0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    seen = 0
+    while not done.is_set():
+        found = np.zeros(5000, int)
+        step = PipelineCheckpoint(tmp_path).restore_latest(extra={"x": found})
+        assert step is not None
+        assert (found == step).all()
+        seen += 1
+    thread.join()
+    assert seen > 3
+
+
+def test_a_damaged_step_is_logged_and_the_one_before_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    for step in (1, 2, 3):
+        checkpoint.save(extra={"x": np.full(5000, step)}, step=step)
+    data = bytearray((tmp_path / "step_3/extra.x.safetensors").read_bytes())
+    data[20_000] ^= 4
+    (tmp_path / "step_3/extra.x.safetensors").write_bytes(data)
+    (tmp_path / "step_2/manifest.json").unlink()
+    with caplog.at_level(logging.ERROR):
+        found = np.zeros(5000, int)
+        assert checkpoint.restore_latest(extra={"x": found}) == 1
+    assert (found == 1).all()
+    assert "step 3: extra.x.safetensors is damaged" in caplog.text
+    assert "step 2: there is no manifest" in caplog.text
+    with pytest.raises(CheckpointDamagedError, match=r"step 3.*extra.x"):
+        checkpoint.restore(step=3)
+    with pytest.raises(CheckpointDamagedError):
+        checkpoint.verify(3)
+    checkpoint.verify(1)
+    shutil.rmtree(tmp_path / "step_1")
+    with pytest.raises(CheckpointDamagedError, match="no step of"):
+        checkpoint.restore_latest()

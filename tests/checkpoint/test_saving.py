@@ -148,5 +148,5 @@ def test_a_failed_save_while_an_interrupt_is_handled_is_no_interrupt(
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        with pytest.raises(CheckpointSaveError, match="was not saved to .*: MemoryError. There are none"):
+        with pytest.raises(CheckpointSaveError, match="was not saved to .*: MemoryError. There are no earlier steps"):
             checkpoint.save(step=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.like import imposed
-from midepoch.checkpoint.tree import array_kinds, decode, encode
+from midepoch.checkpoint.matching import fit
+from midepoch.checkpoint.tree import array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 
 
@@ -78,10 +79,10 @@ arrays = hnp.arrays(
 def test_any_tree_comes_back(tree: Any, inline: int) -> None:
     encoded = encode(tree, "tree", inline=inline)
     text = json.loads(json.dumps(encoded.json, allow_nan=False))
-    assert array_kinds(text).keys() == encoded.arrays.keys()
-    from midepoch.checkpoint import tensors
-    from midepoch.checkpoint.files import BytesSource, Summing
-    from midepoch.checkpoint.stored import StoredTree
+    assert array_specs(text).keys() == encoded.arrays.keys()
+    from midepoch.checkpoint import tensor_files
+    from midepoch.checkpoint.files import BytesSource, ChecksumSink
+    from midepoch.checkpoint.tensor_files import StoredTree
 
     class Sink(bytearray):
         def write(self, data: memoryview) -> None:
@@ -89,9 +90,9 @@ def test_any_tree_comes_back(tree: Any, inline: int) -> None:
 
     sink = Sink()
     if encoded.arrays:
-        tensors.write(Summing(sink), encoded.arrays)
+        tensor_files.write_arrays(ChecksumSink(sink), encoded.arrays)
     source = BytesSource(np.frombuffer(sink, np.uint8))
-    stored = tensors.find(source, array_kinds(text).items()) if encoded.arrays else {}
+    stored = tensor_files.find_arrays(source, array_specs(text).items()) if encoded.arrays else {}
     assert same(_native(tree), StoredTree(text, stored).read())
 
 
@@ -294,4 +295,35 @@ def test_templates_refuse_what_does_not_fit() -> None:
         (Pair(1, 2), {"left": 1}),
     ]:
         with pytest.raises(CheckpointMismatchError):
-            imposed(like, tree, "x")
+            fit(like, tree, "x")
+
+
+def test_weak_types_come_back(tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(step=1, extra={"lr": {"a": jnp.asarray(0.1), "b": jnp.float32(0.1)}})
+    found = checkpoint.read(1, "lr")
+    assert found["a"].weak_type and not found["b"].weak_type
+    assert (jnp.ones(2, jnp.bfloat16) * found["a"]).dtype == jnp.bfloat16
+
+
+def test_views_with_other_values_are_not_tied(tmp_path: Path) -> None:
+    x = torch.randn(3000, dtype=torch.complex64)
+    tree = {"a": x, "b": x.conj(), "c": x.imag, "d": x.conj().imag}
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(step=1, model=tree)
+    assert all(
+        torch.equal(checkpoint.read(1, "model")[name], value.resolve_conj().resolve_neg())
+        for name, value in tree.items()
+    )
+
+
+def test_keys_that_look_alike_stay_apart(tmp_path: Path) -> None:
+    tree = {1: np.ones(2), "1": np.zeros(2), "c": Counter({5: 2}), "big": 10**6000, "s": np.str_("")}
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(step=1, extra={"t": tree})
+    found = {1: np.full(2, 9.0), "1": np.full(2, 9.0), "c": Counter(), "big": 0, "s": ""}
+    checkpoint.restore_latest(extra={"t": found})
+    assert found[1].tolist() == [1, 1] and found["1"].tolist() == [0, 0]
+    assert isinstance(found["c"], Counter) and found["c"][5] == 2 and found["big"] == 10**6000
+    with pytest.raises(TypeError, match="masked"):
+        checkpoint.save(extra={"m": np.ma.masked_array([1, 2], [True, False])})

@@ -61,7 +61,7 @@ def test_sharded_datasets_of_the_documented_interface_stand_at_one_place(small_f
             next(rows)
         states.append(ds.state_dict())
     assert states[0] != states[1]
-    assert saving.in_common(states[0], True) == saving.in_common(states[1], True)
+    assert saving.common_state(states[0], True) == saving.common_state(states[1], True)
     fresh = SimpleArrowIterableDataset(small_files).shuffle(seed=1).shard(2, 1)
     fresh.load_state_dict(states)
 

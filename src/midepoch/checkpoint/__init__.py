@@ -1,12 +1,22 @@
 """Checkpoints: data, model, optimizer and random generators committed together, or not at all.
 
-``PipelineCheckpoint`` (``manager.py``) is the door. Behind it: ``tree.py`` and ``tensors.py`` turn values into JSON and
-safetensors, ``local.py`` and ``remote.py`` keep and commit steps on a disk or in an object store, ``ranks.py`` lets the
-ranks of a run meet, ``backends/`` hands models to Orbax or torch's distributed checkpoints instead.
+| noun | meaning | module |
+|---|---|---|
+| manager | ``PipelineCheckpoint``: saves, restores and lists steps | ``manager``, with ``saving`` and ``restoring`` |
+| step | everything saved in one call, under a number | |
+| part | one tree of a step: data, model, optimizer, rng, an extra | ``stateful``, ``matching``, ``rng`` |
+| tree | values as JSON, large arrays in safetensors | ``tree``, ``arrays``, ``tensor_files`` |
+| manifest | list of a step's files with their checksums; written last | ``manifest``, ``files`` |
+| store | folder on a disk or of objects; commits steps | ``store``, ``local``, ``disk``, ``remote``, ``objects`` |
+| attempt | a step that is not committed yet | |
+| rendezvous | agreement of the ranks before a commit or a restore | ``rendezvous`` |
+| retention | rules by which old steps are removed: ``Keep`` | ``retention`` |
+| snapshot | copy in memory that a background thread writes | ``background`` |
+| backend | other writer of a model's arrays: Orbax, torch's distributed checkpoints | ``backends`` |
 """
 
-from midepoch.checkpoint.keep import Keep
 from midepoch.checkpoint.manager import PipelineCheckpoint
+from midepoch.checkpoint.retention import Keep
 from midepoch.errors import (
     CheckpointDamagedError,
     CheckpointError,

@@ -1,4 +1,4 @@
-"""Files and folders of a disk: what outlives a power loss, who holds a lock, what is a plain file."""
+"""Files and folders of a local disk: durable writes, plain files, locks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
 import threading
 import time
 import weakref
@@ -17,59 +18,27 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from midepoch.checkpoint.helpers import Helper
+from midepoch.checkpoint.files import BytesSource, Checksums, SideThread, Source, read_verified, verify_file
 from midepoch.errors import CheckpointDamagedError
 
-# Windows has none: attempts of dead processes are then swept by their age.
+# Windows has none: attempts of dead processes are then removed by their age.
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 
 NO_LOCKS = -1
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
-_AHEAD = 128 << 20
-"""Bytes written before the disk is told to begin with them."""
-_PATIENCE = 10.0
-"""Seconds to wait for a turn: the others hold it for a few renames, unless they are stopped."""
+_NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.EIO)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
+_WRITE_AHEAD = 128 << 20
+"""Bytes written before their sync is started."""
+_LOCK_TIMEOUT = 10.0
+"""Seconds to wait for the lock of a folder: other processes hold it for a few renames, unless they are stopped."""
 _log = logging.getLogger("midepoch")
 
 
-class LocalSink:
-    """Lets the disk begin with what is there while more comes: the sync at the end has little to do then."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._unsynced = fd, 0
-        self._syncer = Helper("sync")
-        self._syncing: Future[None] | None = None
-
-    def write(self, data: memoryview, /) -> None:
-        while len(data):
-            came = os.write(self._fd, data)
-            data = data[came:]
-            self._unsynced += came
-        if self._unsynced >= _AHEAD and (self._syncing is None or self._syncing.done()):
-            self.settle()
-            self._unsynced = 0
-            self._syncing = self._syncer.submit(_sync_and_close, os.dup(self._fd))
-
-    def settle(self) -> None:
-        """Wait for what was begun; raises what went wrong, which a later sync may not say again."""
-        if self._syncing is not None:
-            self._syncing.result()
-
-    def end(self) -> None:
-        self._syncer.end()
-
-
-def _sync_and_close(fd: int) -> None:
-    """Of a descriptor of its own: Ctrl-C may end the wait for it, and close the file, while it runs."""
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 class LocalSource:
-    """An open file. A Source, see there."""
+    """Source over an open local file."""
 
     chunk = 1 << 20
     readers = 4
@@ -77,41 +46,76 @@ class LocalSource:
     def __init__(self, fd: int) -> None:
         self._fd, self.size = fd, os.fstat(fd).st_size
 
-    def again(self) -> LocalSource:
-        return _HeldSource(os.dup(self._fd))
+    def reopen(self) -> LocalSource:
+        return _ReopenedSource(os.dup(self._fd))
 
-    def read_into(self, data: memoryview, at: int, /) -> int:
+    def read_into(self, data: memoryview, offset: int, /) -> int:
         done = 0
         while done < len(data):
             try:
-                came = os.preadv(self._fd, [data[done:]], at + done)
+                size = os.preadv(self._fd, [data[done:]], offset + done)
             except OSError as problem:
-                raise CheckpointDamagedError(f"byte {at + done} cannot be read ({problem.strerror})") from None
-            if not came:
+                raise CheckpointDamagedError(f"byte {offset + done} cannot be read ({problem.strerror})") from None
+            if not size:
                 break
-            done += came
+            done += size
         return done
 
 
-class _HeldSource(LocalSource):
-    """A file that is closed when nobody needs it any more, and that may be removed meanwhile, but not written to."""
+class _ReopenedSource(LocalSource):
+    """File that is closed when it is no longer referenced. It may be removed meanwhile, but not written to."""
 
     def __init__(self, fd: int) -> None:
         weakref.finalize(self, os.close, fd)
         super().__init__(fd)
-        self._written = os.fstat(fd).st_mtime_ns
+        self._mtime = os.fstat(fd).st_mtime_ns
 
-    def read_into(self, data: memoryview, at: int, /) -> int:
-        came = super().read_into(data, at)
-        found = os.fstat(self._fd)
-        if (found.st_size, found.st_mtime_ns) != (self.size, self._written):
+    def read_into(self, data: memoryview, offset: int, /) -> int:
+        size = super().read_into(data, offset)
+        current = os.fstat(self._fd)
+        if (current.st_size, current.st_mtime_ns) != (self.size, self._mtime):
             raise CheckpointDamagedError("the file was written to while it was read")
-        return came
+        return size
+
+
+class LocalSink:
+    """Sink into a local file that syncs in the background while it is written: the final sync has little to do."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._unsynced = fd, 0
+        self._thread = SideThread("sync")
+        self._syncing: Future[None] | None = None
+
+    def write(self, data: memoryview, /) -> None:
+        while len(data):
+            size = os.write(self._fd, data)
+            data = data[size:]
+            self._unsynced += size
+        if self._unsynced >= _WRITE_AHEAD and (self._syncing is None or self._syncing.done()):
+            self.settle()
+            self._unsynced = 0
+            self._syncing = self._thread.submit(_sync_and_close, os.dup(self._fd))
+
+    def settle(self) -> None:
+        """Wait for the sync in the background; raises its error, which a later sync may not report again."""
+        if self._syncing is not None:
+            self._syncing.result()
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+def _sync_and_close(fd: int) -> None:
+    """Sync a descriptor of its own: Ctrl-C may interrupt the wait for it, and close the file, while it runs."""
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextmanager
-def written(path: Path) -> Iterator[LocalSink]:
-    """A new file: all of it outlives a power loss when the context is left."""
+def create_file(path: Path) -> Iterator[LocalSink]:
+    """Create a file that survives a power loss once the context is left."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_FOLLOW | _BINARY, 0o666)
     sink = LocalSink(fd)
     try:
@@ -120,21 +124,21 @@ def written(path: Path) -> Iterator[LocalSink]:
         os.fsync(fd)
     finally:
         os.close(fd)
-        sink.end()
+        sink.close()
 
 
 @contextmanager
-def opened(folder: Path, name: str) -> Iterator[LocalSource]:
-    """A plain file of a folder; CheckpointDamagedError if it is something else, or lies elsewhere."""
+def open_file(folder: Path, name: str) -> Iterator[LocalSource]:
+    """Open a plain file of a folder; CheckpointDamagedError if it is anything else or lies outside."""
     path = folder / name
     if os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)).rstrip("/"):
         raise CheckpointDamagedError(f"{name} lies outside of its step")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_FOLLOW | _BINARY)
     except OSError as problem:
-        if problem.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG):
+        if problem.errno in _NO_PLAIN_FILE:
             raise CheckpointDamagedError(f"{name} is no plain file ({problem.strerror})") from None
-        if problem.errno in (errno.EACCES, errno.EPERM, errno.EIO):
+        if problem.errno in _UNREADABLE:
             raise CheckpointDamagedError(f"{name} cannot be read ({problem.strerror})") from None
         raise
     try:
@@ -145,72 +149,94 @@ def opened(folder: Path, name: str) -> Iterator[LocalSource]:
         os.close(fd)
 
 
+def verify_and_reopen(source: Source, sums: Checksums, name: str) -> Source:
+    """Verify a file and return it for reads after ``source`` is closed; an object from a copy on this machine.
+
+    Raises CheckpointDamagedError.
+    """
+    reopened = source.reopen()
+    if reopened is not None:
+        verify_file(source, sums, name)
+        return reopened
+    try:
+        with tempfile.TemporaryFile(prefix="midepoch-checkpoint-") as file:
+            verify_file(source, sums, name, lambda part, offset: _write_at(file.fileno(), part, offset))
+            return LocalSource(file.fileno()).reopen()
+    except OSError as problem:
+        if problem.errno not in _NO_SPACE:
+            raise
+    return BytesSource(read_verified(source, sums, name))
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
 def signature(path: str) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
-    found = os.lstat(path)
-    return found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    """Return values that change when a file is replaced or written to."""
+    status = os.lstat(path)
+    return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def lock_folder(folder: Path) -> int | None:
-    """Lock a folder: a number to unlock it by, NO_LOCKS where there are none, or None if it is locked already.
+def try_lock(folder: Path) -> int | None:
+    """Lock a folder. Returns a handle for ``unlock``, NO_LOCKS where locks are not supported, None if it is locked.
 
-    The kernel unlocks it when the process ends, however it ends.
+    The kernel releases the lock when the process exits for any reason.
     """
     if fcntl is None:
         return NO_LOCKS
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as problem:
         os.close(fd)
-        return None
-    except OSError:
-        os.close(fd)
-        return NO_LOCKS
+        return None if isinstance(problem, BlockingIOError) else NO_LOCKS
     return fd
 
 
 def unlock(fd: int | None) -> None:
-    """Undo ``lock_folder``."""
+    """Undo ``try_lock``."""
     if fd is not None and fd != NO_LOCKS:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile holds the same lock
         os.close(fd)
 
 
-_turns: dict[str, int] = {}  # which thread of this process has the turn in a folder
+_lock_owners: dict[str, int] = {}  # by folder: the thread of this process that holds its lock
 
 
 @contextmanager
-def turn(folder: Path) -> Iterator[bool]:
-    """The right to rename what is in a folder, one process at a time; False after waiting for it in vain.
+def folder_lock(folder: Path) -> Iterator[bool]:
+    """Lock for renames in a folder, held by one process at a time; False after a timeout.
 
-    A signal handler that saves may interrupt a save that has the turn: it does not wait for what it interrupts.
+    A signal handler that saves may interrupt a save that holds the lock: it does not wait for the code it interrupts.
     """
-    mine, key = threading.get_ident(), str(folder)
-    interrupts = _turns.get(key) == mine
-    limit = time.monotonic() + (0.0 if interrupts else _PATIENCE)
-    while (lock := lock_folder(folder)) is None and time.monotonic() < limit:
+    thread, key = threading.get_ident(), str(folder)
+    interrupts = _lock_owners.get(key) == thread
+    limit = time.monotonic() + (0.0 if interrupts else _LOCK_TIMEOUT)
+    while (lock := try_lock(folder)) is None and time.monotonic() < limit:
         time.sleep(0.005)
     if lock is None and not interrupts:
         _log.warning(
-            "%s: another process has held the lock of the folder for %d s. Continuing without it; see whether a "
+            "%s: another process has held the lock of the folder for %d s. Continuing without it; check whether a "
             "process that saves there is stopped.",
             folder,
-            _PATIENCE,
+            _LOCK_TIMEOUT,
         )
-    before = _turns.get(key)
+    previous = _lock_owners.get(key)
     try:
         if lock is not None:
-            _turns[key] = mine
+            _lock_owners[key] = thread
         yield lock is not None
     finally:
         if lock is not None:
-            _turns.pop(key, None) if before is None else _turns.update({key: before})
+            _lock_owners.pop(key, None) if previous is None else _lock_owners.update({key: previous})
         unlock(lock)
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, outlive a power loss."""
+    """Make a file, or the names in a folder, survive a power loss."""
     if path.is_symlink():
         return
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -220,8 +246,8 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def make_durably(folder: Path) -> None:
-    """Make a folder and those it lies in, as far as they are not there."""
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents so that they survive a power loss."""
     if folder.is_dir():
         return
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -231,7 +257,7 @@ def make_durably(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it, as far as that can be done."""
+    """Remove a file, a link or a folder with its contents, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,76 +1,75 @@
-"""One file of a checkpoint: written in a stream and summed on the way, read in parallel and checked against its sums.
+"""Files of a checkpoint: written as a stream with checksums, read in parallel and verified against them.
 
-A sum is the CRC-32 of each 32 MiB of the file: several can be checked at once, and 4 GB/s by one core.
+The checksums of a file are the CRC-32 of each 32 MiB: pieces are verified in parallel, 4 GB/s per core.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from midepoch.checkpoint.arrays import Bytes
-from midepoch.checkpoint.disk import LocalSource
-from midepoch.checkpoint.helpers import Helper, in_threads
 from midepoch.errors import CheckpointDamagedError
 
 PIECE = 32 << 20
-_WORTHWHILE = 1 << 20
+_LARGE = 1 << 20
+"""Bytes from which a checksum is computed in a thread of its own."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What a manifest says of a file: its size, and the CRC-32 of each piece."""
+class Checksums:
+    """Size of a file and the CRC-32 of each piece."""
 
     size: int
     crc32: tuple[int, ...]
 
 
 class Sink(Protocol):
-    """Where bytes go: all of them, in order, or an OSError."""
+    """Target of a write: takes all bytes, in order, or raises OSError."""
 
     def write(self, data: memoryview, /) -> None: ...
 
 
 class Source(Protocol):
-    """A file that can be read at any place, by several threads; fewer bytes than asked for only at its end."""
+    """File that several threads can read at any offset; returns fewer bytes than requested only at its end."""
 
     size: int
-    chunk: int  # bytes of a read that costs little more than its share, and not much memory
-    readers: int  # threads that may read different places; 1 if it should be read in order
+    chunk: int  # bytes per read: enough for full throughput, little memory
+    readers: int  # threads that may read different offsets; 1 if it should be read in order
 
-    def read_into(self, data: memoryview, at: int, /) -> int: ...
+    def read_into(self, data: memoryview, offset: int, /) -> int: ...
 
-    def again(self) -> Source | None:
-        """The same file, for as long as it is held; None if it should be read only once.
+    def reopen(self) -> Source | None:
+        """Return the same file, open as long as it is referenced; None if it should be read only once.
 
-        CheckpointDamagedError if it changes meanwhile.
+        The new source raises CheckpointDamagedError if the file changes.
         """
 
 
-class Summing:
-    """A sink that passes on what it gets, and sums it. The sums of large pieces are made while those are written."""
+class ChecksumSink:
+    """Sink that passes data on and computes its checksums; those of large pieces while the pieces are written."""
 
-    def __init__(self, sink: Sink, helper: Helper | None = None) -> None:
-        self._sink, self._helper = sink, helper
+    def __init__(self, sink: Sink, thread: SideThread | None = None) -> None:
+        self._sink, self._thread = sink, thread
         self._size, self._crc = 0, 0
-        self._done: list[int] = []
+        self._pieces: list[int] = []
 
     def write(self, data: Any) -> None:
-        """Bytes, or anything that lends its own."""
+        """Write bytes or anything that exposes a buffer."""
         view = memoryview(data).cast("B")
         while len(view):
             room = PIECE - self._size % PIECE
             part, view = view[:room], view[room:]
-            if self._helper is not None and len(part) > _WORTHWHILE:
-                crc = self._helper.submit(zlib.crc32, part, self._crc)
+            if self._thread is not None and len(part) > _LARGE:
+                crc = self._thread.submit(zlib.crc32, part, self._crc)
                 self._sink.write(part)
                 self._crc = crc.result()
             else:
@@ -78,95 +77,71 @@ class Summing:
                 self._crc = zlib.crc32(part, self._crc)
             self._size += len(part)
             if not self._size % PIECE:
-                self._done.append(self._crc)
+                self._pieces.append(self._crc)
                 self._crc = 0
 
     @property
-    def sums(self) -> Sums:
-        left = (self._crc,) if self._size % PIECE else ()
-        return Sums(self._size, (*self._done, *left))
+    def checksums(self) -> Checksums:
+        rest = (self._crc,) if self._size % PIECE else ()
+        return Checksums(self._size, (*self._pieces, *rest))
 
 
-def read_checked(source: Source, sums: Sums, name: str) -> Bytes:
-    """All bytes of a file. Raises CheckpointDamagedError unless they are those that were written."""
+def read_verified(source: Source, sums: Checksums, name: str) -> Bytes:
+    """Return all bytes of a file. Raises CheckpointDamagedError unless they are those that were written."""
     data = np.empty(sums.size if source.size == sums.size else 0, np.uint8)
 
-    def keep(part: memoryview, at: int) -> None:
-        data[at : at + len(part)] = part
+    def keep(part: memoryview, offset: int) -> None:
+        data[offset : offset + len(part)] = part
 
-    check(source, sums, name, keep)
+    verify_file(source, sums, name, keep)
     return data
 
 
-def held(source: Source, sums: Sums, name: str) -> Source:
-    """The same file, checked, to be read again after this one has been closed; of a store, from a copy on this machine.
-
-    Raises CheckpointDamagedError.
-    """
-    again = source.again()
-    if again is not None:
-        check(source, sums, name)
-        return again
-    try:
-        with tempfile.TemporaryFile(prefix="midepoch-checkpoint-") as file:
-            check(source, sums, name, lambda part, at: _write_at(file.fileno(), part, at))
-            return LocalSource(file.fileno()).again()
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
-            raise
-    return BytesSource(read_checked(source, sums, name))
-
-
-def _write_at(fd: int, data: memoryview, at: int) -> None:
-    while len(data):
-        came = os.pwrite(fd, data, at)
-        data, at = data[came:], at + came
-
-
-def check(
-    source: Source, sums: Sums, name: str, keep: Callable[[memoryview, int], None] = lambda _data, _at: None
+def verify_file(
+    source: Source, sums: Checksums, name: str, keep: Callable[[memoryview, int], None] | None = None
 ) -> None:
-    """Raise CheckpointDamagedError unless a file is what was written; holds no more than a few chunks in memory.
+    """Raise CheckpointDamagedError unless a file is what was written; holds only a few chunks in memory.
 
-    ``keep`` gets each chunk and its place, in several threads.
+    ``keep`` receives each chunk and its offset, in several threads.
     """
     if source.size != sums.size:
         raise CheckpointDamagedError(f"{name} has {source.size} bytes, {sums.size} were written")
 
-    def one(number: int) -> None:
-        first = number * PIECE
-        stop = min(first + PIECE, sums.size)
+    def verify_piece(number: int) -> None:
+        start = number * PIECE
+        stop = min(start + PIECE, sums.size)
         crc = 0
-        chunk = np.empty(min(source.chunk, stop - first), np.uint8).data
-        for at in range(first, stop, len(chunk)):
-            part = chunk[: stop - at]
-            if source.read_into(part, at) != len(part):
-                raise CheckpointDamagedError(f"{name} ends before byte {at + len(part)} of {sums.size}")
+        chunk = np.empty(min(source.chunk, stop - start), np.uint8).data
+        for offset in range(start, stop, len(chunk)):
+            part = chunk[: stop - offset]
+            if source.read_into(part, offset) != len(part):
+                raise CheckpointDamagedError(f"{name} ends before byte {offset + len(part)} of {sums.size}")
             crc = zlib.crc32(part, crc)
-            keep(part, at)
+            if keep is not None:
+                keep(part, offset)
         if crc != sums.crc32[number]:
-            raise CheckpointDamagedError(f"{name} is damaged between byte {first} and {stop}")
+            raise CheckpointDamagedError(f"{name} is damaged between byte {start} and {stop}")
 
-    readers = min(source.readers, len(sums.crc32))
-    if readers > 1:
-        in_threads(readers, one, range(len(sums.crc32)))
-    else:
-        for number in range(len(sums.crc32)):
-            one(number)
+    run_in_threads(min(source.readers, len(sums.crc32)), verify_piece, range(len(sums.crc32)))
 
 
-def sums_of(path: Path) -> Sums:
-    """The sums of a file of this machine."""
-    summing = Summing(_Nowhere())
+def file_checksums(path: Path) -> Checksums:
+    """Return the checksums of a local file."""
+    sink = ChecksumSink(_NullSink())
     piece = bytearray(min(PIECE, max(1, path.stat().st_size)))
     with path.open("rb", buffering=0) as file:
-        while came := file.readinto(piece):
-            summing.write(memoryview(piece)[:came])
-    return summing.sums
+        while size := file.readinto(piece):
+            sink.write(memoryview(piece)[:size])
+    return sink.checksums
+
+
+class _NullSink:
+    def write(self, data: memoryview, /) -> None:
+        pass
 
 
 class BytesSource:
-    """A file in memory. A Source, see there."""
+    """Source over bytes in memory."""
 
     chunk = 1 << 20
     readers = 4
@@ -174,15 +149,59 @@ class BytesSource:
     def __init__(self, data: Bytes) -> None:
         self._data, self.size = data.data, len(data)
 
-    def read_into(self, data: memoryview, at: int, /) -> int:
-        part = self._data[at : at + len(data)]
+    def read_into(self, data: memoryview, offset: int, /) -> int:
+        part = self._data[offset : offset + len(data)]
         data[: len(part)] = part
         return len(part)
 
-    def again(self) -> Source:
+    def reopen(self) -> Source:
         return self
 
 
-class _Nowhere:
-    def write(self, data: memoryview, /) -> None:
-        pass
+class SideThread:
+    """One thread beside the caller's, started at first use; at interpreter exit, where Python starts no threads,
+    everything runs in the caller's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"midepoch-{name}"
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, action: Callable[..., T], *arguments: Any) -> Future[T]:
+        try:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix=self._name)
+            return self._pool.submit(action, *arguments)
+        except RuntimeError:
+            done: Future[T] = Future()
+            try:
+                done.set_result(action(*arguments))
+            except BaseException as problem:
+                done.set_exception(problem)
+            return done
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def __enter__(self) -> SideThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_in_threads(count: int, action: Callable[[Any], Any], values: Iterable[Any]) -> None:
+    """Call an action with each value, ``count`` at a time; raises the first error.
+
+    With one thread, or at interpreter exit, everything runs in the caller's thread.
+    """
+    values, futures = list(values), None
+    if count > 1:
+        with suppress(RuntimeError), ThreadPoolExecutor(count, thread_name_prefix="midepoch-many") as pool:
+            futures = [pool.submit(action, value) for value in values]
+    if futures is None:
+        for value in values:
+            action(value)
+        return
+    for future in futures:
+        future.result()

@@ -1,10 +1,10 @@
-"""An object store, by obstore: what a folder of checkpoints needs of it.
+"""Client of an object store, by obstore: the operations that a store of checkpoints needs.
 
-Objects appear whole or not at all, and a list shows what was written before it. Passing faults are tried again by
-obstore. (pyarrow, which reads the data, is no good here: it puts an empty object where the last one of a "folder" was
-removed, which some servers take for a file where a folder should be.)
+Objects appear complete or not at all, and a listing shows everything written before it. obstore retries transient
+faults. (pyarrow, which reads the data, does not work here: it writes an empty object where the last one of a "folder"
+was removed, which some servers take for a file in place of the folder.)
 
-Errors of obstore end here: what is raised has their text without credentials, and is chained to none of them.
+Errors of obstore are replaced: errors raised here have their text without credentials, and no chained exception.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from midepoch.sources.addresses import check_endpoint, native_options
 
 T = TypeVar("T")
 _PART_BYTES = 16 << 20
-# The names that from_files takes, which are pyarrow's; anything else is handed to obstore as it is.
+# The names that from_files accepts, which are pyarrow's; any other is passed to obstore unchanged.
 _NAMES = {
     "access_key": "access_key_id",
     "secret_key": "secret_access_key",
@@ -38,7 +38,7 @@ class Object(NamedTuple):
 
 
 class Objects:
-    """Objects below an address like ``s3://bucket/run``. Raises FetchError when all tries have failed."""
+    """Objects below an address like ``s3://bucket/run``. Raises FetchError when all retries have failed."""
 
     def __init__(self, address: str, storage_options: Mapping[str, Any] | None = None) -> None:
         given, options = Address(address.rstrip("/")), dict(storage_options or {})
@@ -57,31 +57,31 @@ class Objects:
         self._obstore: Any = obstore
         self._store: Any = self._clean(
             lambda: from_url(target, **_options(target, options)),
-            lambda _, text: ValueError(f"checkpoints cannot be kept in {self.name}: {text}"),
+            lambda _, text: ValueError(f"checkpoints cannot be saved to {self.name}: {text}"),
         )
         self._ranges: bool | None = None
 
     def list(self, below: str = "") -> dict[str, Object]:
-        """All objects below a name, by their names."""
-        found = self._call("list", prefix=below or None)
-        return {entry["path"]: Object(entry["size"], entry["last_modified"].timestamp()) for entry in found}
+        """Return all objects below a name, by their names."""
+        entries = self._call("list", prefix=below or None)
+        return {entry["path"]: Object(entry["size"], entry["last_modified"].timestamp()) for entry in entries}
 
     def size(self, name: str) -> int | None:
-        """The size of an object, or None if there is none."""
+        """Return the size of an object, or None if it does not exist."""
         try:
             return int(self._call("head", name)["size"])
         except FileNotFoundError:
             return None
 
     def get(self, name: str) -> bytes | None:
-        """A small object, or None."""
+        """Return a small object, or None if it does not exist."""
         try:
             return bytes(self._call("get", name))
         except FileNotFoundError:
             return None
 
     def has_ranges(self, name: str) -> bool:
-        """Check that the server can send a part of an object; asked once, with an object that is not empty."""
+        """Return True if the server supports range requests; tried once, with an object that is not empty."""
         if self._ranges is None:
             try:
                 self._call("get_range", name, start=0, length=1)
@@ -92,14 +92,14 @@ class Objects:
                 self._ranges = False
         return self._ranges
 
-    def read_into(self, name: str, data: memoryview, at: int) -> int:
-        """A range of an object; how many bytes came."""
-        came = self._call("get_range", name, start=at, length=len(data))
-        data[: len(came)] = memoryview(came)
-        return len(came)
+    def read_into(self, name: str, data: memoryview, offset: int) -> int:
+        """Read a range of an object; return the number of bytes received."""
+        received = self._call("get_range", name, start=offset, length=len(data))
+        data[: len(received)] = memoryview(received)
+        return len(received)
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """All of an object, in parts."""
+        """Iterate over the parts of an object."""
         parts = self._do(name, lambda: iter(self._obstore.get(self._store, name).stream(min_chunk_size=1 << 20)))
         while (part := self._do(name, lambda: next(parts, None))) is not None:
             yield memoryview(part)
@@ -109,7 +109,7 @@ class Objects:
 
     @contextmanager
     def writer(self, name: str) -> Iterator[Callable[[memoryview], None]]:
-        """A function that adds to a new object, in parts; there when the context is left without an error."""
+        """Function that appends to a new object; it exists when the context is left without an error."""
         writer = self._call("open_writer", name, buffer_size=_PART_BYTES)
 
         def write(data: memoryview) -> None:
@@ -119,25 +119,25 @@ class Objects:
         self._do(name, writer.close)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects, as far as they are there."""
+        """Remove the objects that exist."""
         if names:
             with suppress(FileNotFoundError):
                 self._call("delete", list(names))
 
-    def _call(self, what: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         def call() -> Any:
-            found = getattr(self._obstore, what)(self._store, *arguments, **options)
-            # Lists and bodies come when they are asked for, and so do their errors.
-            return found.collect() if what == "list" else found.bytes() if what == "get" else found
+            result = getattr(self._obstore, method)(self._store, *arguments, **options)
+            # Listings and bodies are lazy, and so are their errors.
+            return result.collect() if method == "list" else result.bytes() if method == "get" else result
 
         return self._do(arguments[0] if arguments and isinstance(arguments[0], str) else "", call)
 
     def _do(self, name: str, action: Callable[[], T]) -> T:
-        """Do something with an object. Raises FileNotFoundError or FetchError."""
+        """Run an action on an object. Raises FileNotFoundError or FetchError."""
 
         def failure(problem: Exception, text: str) -> Exception:
-            kind = FileNotFoundError if isinstance(problem, FileNotFoundError) else FetchError
-            return kind(f"{self.name}/{name}: {text}")
+            error = FileNotFoundError if isinstance(problem, FileNotFoundError) else FetchError
+            return error(f"{self.name}/{name}: {text}")
 
         return self._clean(action, failure)
 
@@ -147,7 +147,7 @@ class Objects:
         except Exception as problem:
             text = reason(problem).split("\n\nDebug source", 1)[0]
             clean = failure(problem, self._secrets.clean(text))
-        raise clean  # not where it was caught: errors that are chained are shown as they are
+        raise clean  # outside of the except block: a chained exception would show its text with credentials
 
 
 def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _options(address: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _boto3_credentials() -> Any:
-    """What boto3 finds (profiles, single sign-on), where it is installed: obstore knows fewer places."""
+    """Return boto3's credentials (profiles, single sign-on) if it is installed: obstore looks in fewer places."""
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
 

@@ -1,4 +1,4 @@
-"""The state of a pipeline as an item of an Orbax checkpoint, beside the model that Orbax saves.
+"""State of a pipeline as an item of an Orbax checkpoint, beside the model that Orbax saves.
 
 manager.save(step, args=ocp.args.Composite(model=ocp.args.StandardSave(state), data=DataSave(loader)))
 manager.restore(step, args=ocp.args.Composite(model=…, data=DataRestore(loader)))
@@ -14,45 +14,46 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from midepoch.checkpoint import parts, tensors, tree
-from midepoch.checkpoint.files import BytesSource, Summing
-from midepoch.checkpoint.stored import StoredTree
+from midepoch.checkpoint import stateful
+from midepoch.checkpoint.files import BytesSource, ChecksumSink
+from midepoch.checkpoint.tensor_files import StoredTree, find_arrays, write_arrays
+from midepoch.checkpoint.tree import array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
 
 class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
-    """Saves and restores anything with ``get_state`` or ``state_dict``: one file for all processes where one state
-    holds for all, else one for each.
+    """Handler of any object with ``get_state`` or ``state_dict``: one file if one state restores all processes, else
+    one for each.
     """
 
     def save(self, directory: Any, args: DataSave) -> None:
-        state = parts.tree_of(args.item)
+        state = stateful.state_of(args.item)
         rank, size = jax.process_index(), jax.process_count()
-        if parts.is_global(args.item, state) or size == 1:
+        if stateful.is_global_state(args.item, state) or size == 1:
             if rank == 0:
                 _write(directory, "data", state)
         else:
             _write(directory, f"data-{rank:05d}-of-{size:05d}", state)
 
     def restore(self, directory: Any, args: DataRestore) -> Any:
-        """Restores into ``args.item`` and returns it; CheckpointMismatchError if the state belongs to other data."""
+        """Restore into ``args.item`` and return it; CheckpointMismatchError if the state belongs to other data."""
         own = f"data-{jax.process_index():05d}-of-{jax.process_count():05d}"
         name = "data" if (directory / "data.json").exists() else own
         if not (directory / f"{name}.json").exists():
             if any(str(path.name).startswith("data-") for path in directory.iterdir()):
-                cause = "each process saved a state of its own, which fits the same number of processes only"
+                cause = "each process saved its own state, which only fits the same number of processes"
                 raise CheckpointMismatchError("process_count", "another", jax.process_count(), cause)
             raise CheckpointNotFoundError(f"{directory} holds no state of a pipeline.")
         state = _read(directory, name)
-        parts.check(args.item, state, "data")
-        parts.give(args.item, state, "data")
+        stateful.check_fits(args.item, state, "data")
+        stateful.load_state(args.item, state, "data")
         return args.item
 
 
 @ocp.args.register_with_handler(DataHandler, for_save=True)
 @dataclass
 class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to save: a loader, a dataset, an iterator."""
+    """Item to save: a loader, a dataset, an iterator."""
 
     item: Any
 
@@ -60,17 +61,17 @@ class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(DataHandler, for_restore=True)
 @dataclass
 class DataRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to restore into."""
+    """Item to restore into."""
 
     item: Any
 
 
 def _write(directory: Any, name: str, state: Any) -> None:
-    encoded = tree.encode(state, "data")
+    encoded = encode(state, "data")
     (directory / f"{name}.json").write_text(json.dumps(encoded.json, allow_nan=False))
     if encoded.arrays:
         buffer = _Buffer()
-        tensors.write(Summing(buffer), encoded.arrays)
+        write_arrays(ChecksumSink(buffer), encoded.arrays)
         (directory / f"{name}.safetensors").write_bytes(bytes(buffer.data))
 
 
@@ -79,11 +80,11 @@ def _read(directory: Any, name: str) -> Any:
         text = json.loads((directory / f"{name}.json").read_text())
     except ValueError as problem:
         raise CheckpointDamagedError(f"{directory / name}.json cannot be read: {problem}") from None
-    kinds = tree.array_kinds(text)
-    if not kinds:
-        return tree.decode(text, {})
+    specs = array_specs(text)
+    if not specs:
+        return decode(text, {})
     data = np.frombuffer((directory / f"{name}.safetensors").read_bytes(), np.uint8)
-    return StoredTree(text, tensors.find(BytesSource(data), kinds.items())).read()
+    return StoredTree(text, find_arrays(BytesSource(data), specs.items())).read()
 
 
 class _Buffer:

@@ -1,4 +1,4 @@
-"""The random generators of Python, numpy and torch. (JAX has none: its keys are values, and go into ``extra``.)"""
+"""Random generators of Python, numpy and torch. (JAX has none: its keys are values, and go into ``extra``.)"""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 from typing import Any
 
 import numpy as np
-import numpy.random  # here, as numpy imports it when it is first used: in a signal handler, at worst
+import numpy.random  # imported now: numpy would import it at first use, at worst in a signal handler
 
 from midepoch.errors import CheckpointDamagedError
 from midepoch.imports import loaded
 
 
 def capture() -> dict[str, Any]:
-    """The states of all generators that are in use in this process, as a tree."""
+    """Return the states of all generators that are in use in this process, as a tree."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "state": np.array(numbers, np.uint32), "gauss": gauss},
@@ -22,14 +22,14 @@ def capture() -> dict[str, Any]:
     torch: Any = loaded("torch")
     if torch is not None:
         state["torch"] = {"cpu": torch.get_rng_state()}
-        for kind in _devices(torch):
-            if kind == "mps" or getattr(torch, kind).is_initialized():  # else nothing was drawn there yet
-                state["torch"][kind] = _device_states(torch, kind)
+        for device in _devices(torch):
+            if device == "mps" or getattr(torch, device).is_initialized():  # else nothing was drawn there yet
+                state["torch"][device] = _device_states(torch, device)
     return state
 
 
 def checked(state: Any) -> dict[str, Any]:
-    """A captured state, or CheckpointDamagedError: what sets the generators must not stop half way."""
+    """Return a captured state, or raise CheckpointDamagedError: ``restore`` must not fail half way."""
     try:
         random.Random().setstate((state["python"]["version"], tuple(map(int, state["python"]["state"])), None))
         _bit_generator(state["numpy"]).state = state["numpy"]
@@ -39,7 +39,7 @@ def checked(state: Any) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set all generators that the state knows of and that are in use here."""
+    """Set all generators that are part of the state and in use in this process."""
     python = state["python"]
     random.setstate((python["version"], tuple(map(int, python["state"])), python["gauss"]))
     if np.random.get_state(legacy=False)["bit_generator"] != state["numpy"]["bit_generator"]:
@@ -49,14 +49,14 @@ def restore(state: dict[str, Any]) -> None:
     if torch is None or "torch" not in state:
         return
     torch.set_rng_state(state["torch"]["cpu"])
-    for kind in _devices(torch):
-        for number, inner in enumerate(state["torch"].get(kind, ())):
-            if number < _count(torch, kind):
-                _set_device_state(torch, kind, number, inner)
+    for device in _devices(torch):
+        for number, inner in enumerate(state["torch"].get(device, ())):
+            if number < _count(torch, device):
+                _set_device_state(torch, device, number, inner)
 
 
 def reseed(state: dict[str, Any], rank: int) -> None:
-    """Seed all generators for a rank that was not there when the state was saved: by the state and the rank alone."""
+    """Seed all generators of a rank that did not exist when the state was saved, from the state and the rank alone."""
     words = np.asarray(state["python"]["state"], np.uint32)[:16]
     seed = np.random.SeedSequence([rank, *map(int, words)])
     python, legacy, torch_seed = (int(word) for word in seed.generate_state(3, np.uint64))
@@ -68,29 +68,28 @@ def reseed(state: dict[str, Any], rank: int) -> None:
 
 
 def _bit_generator(state: dict[str, Any]) -> Any:
-    """A fresh generator of the kind that a state is of."""
-    kinds = {"MT19937": np.random.MT19937, "PCG64": np.random.PCG64, "PCG64DXSM": np.random.PCG64DXSM,
-             "Philox": np.random.Philox, "SFC64": np.random.SFC64}  # fmt: skip
-    return kinds[state["bit_generator"]]()
+    """Return a new generator of the class that a state belongs to."""
+    classes = {"MT19937": np.random.MT19937, "PCG64": np.random.PCG64, "PCG64DXSM": np.random.PCG64DXSM,
+               "Philox": np.random.Philox, "SFC64": np.random.SFC64}  # fmt: skip
+    return classes[state["bit_generator"]]()
 
 
 def _devices(torch: Any) -> list[str]:
-    found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
-    return [*found, "mps"] if torch.backends.mps.is_available() else found
+    devices = [device for device in ("cuda", "xpu") if getattr(torch, device).is_available()]
+    return [*devices, "mps"] if torch.backends.mps.is_available() else devices
 
 
-def _count(torch: Any, kind: str) -> int:
-    return 1 if kind == "mps" else int(getattr(torch, kind).device_count())
+def _count(torch: Any, device: str) -> int:
+    return 1 if device == "mps" else int(getattr(torch, device).device_count())
 
 
-def _device_states(torch: Any, kind: str) -> list[Any]:
-    device = getattr(torch, kind)
-    return [device.get_rng_state()] if kind == "mps" else list(device.get_rng_state_all())
+def _device_states(torch: Any, device: str) -> list[Any]:
+    module = getattr(torch, device)
+    return [module.get_rng_state()] if device == "mps" else list(module.get_rng_state_all())
 
 
-def _set_device_state(torch: Any, kind: str, number: int, state: Any) -> None:
-    device = getattr(torch, kind)
-    if kind == "mps":
-        device.set_rng_state(state)
+def _set_device_state(torch: Any, device: str, number: int, state: Any) -> None:
+    if device == "mps":
+        torch.mps.set_rng_state(state)
     else:
-        device.set_rng_state(state, number)
+        getattr(torch, device).set_rng_state(state, number)

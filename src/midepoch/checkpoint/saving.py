@@ -1,4 +1,4 @@
-"""Saving one step: every rank writes what is its own, rank 0 commits when all are in."""
+"""Saving of one step: every rank writes its own files, rank 0 commits when all have finished."""
 
 from __future__ import annotations
 
@@ -15,75 +15,148 @@ from typing import Any
 
 from midepoch.agreement import differences
 from midepoch.checkpoint import manifest as manifests
-from midepoch.checkpoint import tensors
-from midepoch.checkpoint.directory import Directory, Process, VanishedError
-from midepoch.checkpoint.files import Summing, Sums, sums_of
-from midepoch.checkpoint.helpers import Helper
+from midepoch.checkpoint import rng, stateful
+from midepoch.checkpoint.backends import Backend
+from midepoch.checkpoint.files import Checksums, ChecksumSink, SideThread, file_checksums
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checkpoint.ranks import Follower, Leader, lead
-from midepoch.checkpoint.tree import Encoded
-from midepoch.errors import CheckpointError, CheckpointSaveError
+from midepoch.checkpoint.rendezvous import Follower, Leader, lead
+from midepoch.checkpoint.store import Process, Store, read_manifests, retrying
+from midepoch.checkpoint.tensor_files import write_arrays
+from midepoch.checkpoint.tree import INLINE, Encoded, encode
+from midepoch.errors import CheckpointSaveError
 from midepoch.imports import loaded
 from midepoch.reasons import reason
 from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
 _LIBRARIES = ("midepoch", "numpy", "pyarrow", "torch", "jax", "flax", "optax")
-_LOOKS = 100
+_IDENTITY = ("data", "rows", "selection", "scope", "seed", "window", "aligned", "lanes", "pipeline", "parts")
 BACKEND_PART = "arrays"
-"""The folder that a backend fills."""
+"""Folder that a backend fills."""
 
 
 @dataclass
 class Job:
-    """All that goes into a step, taken at the moment of the call."""
+    """Contents of a step, taken at the moment of the call."""
 
     step: int
-    parts: dict[str, Encoded]
     backend: str
     metadata: dict[str, Any]
-    about: dict[str, Any]
+    parts: dict[str, Encoded] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    """By name, the class that a part was saved from."""
     group: str = ""
-    """Where the ranks meet: a name that no other save has, in this run or another."""
+    """Name of the rendezvous: no other save has it, in this run or another."""
     state: Any = None
-    """The state of the pipeline where one holds for all ranks: they are compared before anything is written."""
-    shared: frozenset[str] = field(default_factory=frozenset)
-    """Parts that are the same on all ranks: rank 0 alone writes them."""
+    """State of the pipeline if it is the same on all ranks: compared before anything is written."""
+    shared: frozenset[str] = frozenset()
+    """Parts that are equal on all ranks: only rank 0 writes them."""
     write_arrays: Callable[[Path], None] | None = None
-    """What the backend has to write, on all ranks."""
+    """Writer of the backend, called on all ranks."""
 
 
-def save(directory: Directory, job: Job, world: World, timeout: float, members: dict[int, Process]) -> list[Manifest]:
-    """Write and commit a step: on rank 0 the manifests that there are then, this one last.
+@dataclass(frozen=True)
+class Contents:
+    """Objects to save, or to restore into."""
 
-    Raises CheckpointSaveError; what was there is as it was. Ctrl-C stays what it is, also where a library has made
-    another error of it.
+    pipeline: Any
+    models: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    rng: bool
+
+    def job(
+        self,
+        step: int,
+        metadata: Mapping[str, Any],
+        world: World,
+        backend_name: str,
+        backend: Backend | None,
+        *,
+        copy: bool,
+        allow_pickle: bool,
+    ) -> Job:
+        """Encode everything. With ``copy`` a backend copies the arrays that it writes later."""
+
+        def encoded(value: Any, name: str, inline: int = INLINE) -> Encoded:
+            return encode(value, name, allow_pickle=allow_pickle, inline=inline)
+
+        stateful.check_saveable(self.pipeline, self.models, self.extra)
+        extras = {f"extra.{manifests.checked_name(name)}": value for name, value in self.extra.items()}
+        job = Job(step, backend_name, manifests.checked_metadata(metadata))
+        job.classes = {name: stateful.class_name(owner) for name, owner in {**self.models, **extras}.items()}
+        job.shared = frozenset({"data", *self.models, *extras})
+        if self.pipeline is not None:
+            state = stateful.state_of(self.pipeline)
+            is_global = world.size == 1 or stateful.is_global_state(self.pipeline, state)
+            part = "data" if is_global else rank_part("data", world.rank)
+            job.parts[part] = encoded(state, "data")
+            job.classes["data"] = stateful.class_name(self.pipeline)
+            job.state = common_state(job.parts[part].json, is_global) if world.size > 1 else None
+        if backend is not None and self.models:
+            snapshot = backend.snapshot(self.models, copy=copy, allow_pickle=allow_pickle)
+            job.parts |= snapshot.parts
+            job.write_arrays = snapshot.write
+        own = {**self.models, **extras} if backend is None else extras
+        for part, owner in own.items():
+            stateful.check_not_distributed(owner, part)
+        if not world.rank:
+            for part, owner in own.items():
+                job.parts[part] = encoded(stateful.state_of(owner), part, INLINE if part in extras else 0)
+        if self.rng:
+            part = "rng" if world.size == 1 else rank_part("rng", world.rank)
+            job.parts[part] = encoded(rng.capture(), "rng")
+        return job
+
+
+def rank_part(part: str, rank: int) -> str:
+    """Return the name of a part that each rank saves for itself."""
+    return f"{part}-{rank:05d}"
+
+
+def common_state(state: Any, is_global: bool) -> Any:
+    """Return the entries of a pipeline's state that are equal on all ranks, without what interfaces add per rank.
+
+    ``is_global``: the state of one rank is that of all.
+    """
+    if isinstance(state, Mapping) and "midepoch" in state:
+        positions = ("epoch", "position") if is_global else ()
+        return {name: state[name] for name in (*positions, *_IDENTITY) if name in state}
+    return state if is_global else None
+
+
+def save(store: Store, job: Job, world: World, timeout: float, members: dict[int, Process]) -> list[Manifest]:
+    """Write and commit a step; return on rank 0 the manifests of all steps, this one last.
+
+    Raises CheckpointSaveError; earlier steps are unchanged. KeyboardInterrupt is raised as such, also if a library has
+    replaced it with another error.
     """
     started = time.monotonic()
-    handled = sys.exc_info()[1]  # a save while the caller handles an interrupt of its own
+    handled = sys.exc_info()[1]  # of a caller that saves while it handles an interrupt
     try:
         if world.rank:
-            _follow(directory, job, Follower(directory.board, job.group, world, timeout, members))
+            _follow(store, job, Follower(store.board, job.group, world, timeout, members=members))
             return []
         token = secrets.token_hex(8)
-        meeting = Leader(directory.board, job.group, world, timeout, token, members) if world.size > 1 else None
-        found = _lead(directory, job, world, token, meeting)
+        leader = None
+        if world.size > 1:
+            leader = Leader(store.board, job.group, world, timeout, token, members=members)
+        committed = _lead(store, job, world, token, leader)
     except CheckpointSaveError:
         raise
     except Exception as problem:
-        if (interrupt := _interrupt_behind(problem, handled)) is not None:
+        if (interrupt := _causing_interrupt(problem, handled)) is not None:
             raise interrupt from None
-        why = reason(problem).rstrip(".")
+        cause = reason(problem).rstrip(".")
         raise CheckpointSaveError(
-            f"step {job.step} was not saved to {directory.name}: {why}. {_intact(directory)}"
+            f"step {job.step} was not saved to {store.name}: {cause}. {_describe_steps(store)}"
         ) from problem
     seconds = time.monotonic() - started
-    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, found[-1].nbytes / 1e6, seconds, directory.name)
-    return found
+    _log.info("saved step %d: %.1f MB in %.2f s to %s", job.step, committed[-1].nbytes / 1e6, seconds, store.name)
+    return committed
 
 
-def _interrupt_behind(problem: BaseException | None, handled: BaseException | None) -> KeyboardInterrupt | None:
-    """The KeyboardInterrupt that an error came of, if any; not one that was ``handled`` before."""
+def _causing_interrupt(problem: BaseException | None, handled: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the KeyboardInterrupt that caused an error, if any; not one that was ``handled`` before."""
     while problem is not None and problem is not handled:
         if isinstance(problem, KeyboardInterrupt):
             return problem
@@ -91,158 +164,116 @@ def _interrupt_behind(problem: BaseException | None, handled: BaseException | No
     return None
 
 
-def _intact(directory: Directory) -> str:
+def _describe_steps(store: Store) -> str:
     try:
-        steps = directory.steps()
+        steps = store.steps()
     except Exception:
-        return "The steps saved before are as they were."
-    return f"The steps saved before are as they were ({len(steps)}, up to {steps[-1]})." if steps else "There are none."
+        return "Earlier steps are unchanged."
+    return f"Earlier steps are unchanged ({len(steps)}, up to {steps[-1]})." if steps else "There are no earlier steps."
 
 
-def _lead(directory: Directory, job: Job, world: World, token: str, meeting: Leader | None) -> list[Manifest]:
-    found: list[Manifest] = []
+def _lead(store: Store, job: Job, world: World, token: str, leader: Leader | None) -> list[Manifest]:
+    committed: list[Manifest] = []
 
     def action() -> dict[str, Any]:
-        directory.begin(job.step, token)
-        if meeting is not None:
-            _compare(job, meeting.admit())
+        store.begin(job.step, token)
+        if leader is not None:
+            _compare(job, leader.admit())
             if job.write_arrays is not None:
-                meeting.go()
-        files = _write(directory, job, token, world)
-        if meeting is not None:
-            for says in meeting.gather().values():
-                files |= {name: Sums(size, tuple(crc32)) for name, (size, crc32) in says.items()}
-        there = readable(directory)  # only what is there before the commit may be pruned after it
-        found.extend(manifest for manifest in there if manifest.step != job.step)
-        sequence = max((manifest.sequence for manifest in there), default=0) + 1
-        new = _manifest(directory, job, token, world, files, sequence)
-        directory.commit(job.step, token, manifests.to_bytes(new, _words(new.time)))
-        found.append(new)
+                leader.go()
+        files = _write(store, job, token, world)
+        if leader is not None:
+            for payload in leader.gather().values():
+                files |= {name: Checksums(size, tuple(crc32)) for name, (size, crc32) in payload.items()}
+        existing, _ = retrying(
+            store, lambda: read_manifests(store)
+        )  # only steps that exist before the commit may be pruned after it
+        committed.extend(manifest for manifest in existing if manifest.step != job.step)
+        new = Manifest(
+            job.step,
+            max((manifest.sequence for manifest in existing), default=0) + 1,
+            time.time(),
+            job.backend,
+            world.size,
+            files,
+            job.metadata,
+            _versions(),
+            job.classes,
+            store.folder_of(token),
+        )
+        store.commit(job.step, token, manifests.to_bytes(new))
+        committed.append(new)
         return {"step": job.step}
 
-    lead(meeting, action, lambda: directory.abandon(job.step, token))
-    return found
+    lead(leader, action, lambda: store.abandon(job.step, token))
+    return committed
 
 
-def _follow(directory: Directory, job: Job, meeting: Follower) -> None:
+def _follow(store: Store, job: Job, follower: Follower) -> None:
     try:
-        token = meeting.join(job.state)
+        token = follower.join(job.state)
         if job.write_arrays is not None:
-            meeting.allowed()
-        files = _write(directory, job, token, meeting.world)
-        meeting.done({name: (sums.size, sums.crc32) for name, sums in files.items()})
+            follower.wait_for_go()
+        files = _write(store, job, token, follower.world)
+        follower.done({name: (sums.size, sums.crc32) for name, sums in files.items()})
     except BaseException as problem:
-        meeting.fail(problem)
+        follower.fail(problem)
         if isinstance(problem, FileNotFoundError):
-            meeting.raise_failure()  # of rank 0, which has removed what was being written
+            follower.raise_failure()  # of rank 0, which has removed the attempt
         raise
-    meeting.outcome()
-
-
-def in_common(state: Any, everyone: bool) -> Any:
-    """The part of a pipeline's state that is the same on all ranks: not what interfaces add for each of them.
-
-    ``everyone``: the state of one rank is that of all.
-    """
-    if isinstance(state, Mapping) and "midepoch" in state:
-        places = ("epoch", "position") if everyone else ()
-        return {name: state[name] for name in (*places, *_IDENTITY) if name in state}
-    return state if everyone else None
-
-
-_IDENTITY = ("data", "rows", "selection", "scope", "seed", "window", "aligned", "lanes", "pipeline", "parts")
+    follower.outcome()
 
 
 def _compare(job: Job, others: Mapping[int, Any]) -> None:
-    """Ranks whose pipelines differ, or are at different places, would come back with rows lost or repeated."""
+    """Raise CheckpointSaveError if pipelines or positions of the ranks differ: a resume would lose or repeat rows."""
     state = json.loads(json.dumps(job.state))
     for rank, other in sorted(others.items()):
         if other == state:
             continue
         if isinstance(state, Mapping) and isinstance(other, Mapping):
-            how = differences({0: state, rank: other})
+            difference = differences({0: state, rank: other})
         else:
-            how = f"{_about(state)} on rank 0 and {_about(other)} on rank {rank}"
-        if how:
+            difference = f"{_describe(state)} on rank 0 and {_describe(other)} on rank {rank}"
+        if difference:
             raise CheckpointSaveError(
-                f"step {job.step} was not saved: the pipelines of the ranks differ: {how}. Save where all ranks have "
-                "had the same number of batches of the same pipeline."
+                f"step {job.step} was not saved: the pipelines of the ranks differ: {difference}. Save after all ranks "
+                "have received the same number of batches of the same pipeline."
             )
 
 
-def _about(state: Any) -> str:
+def _describe(state: Any) -> str:
     return "no pipeline" if state is None else f"{state!r:.200}"
 
 
-def _write(directory: Directory, job: Job, token: str, world: World) -> dict[str, Sums]:
-    """Write this rank's files; their sums by name."""
-    written: dict[str, Sums] = {}
-    if job.write_arrays is not None:  # first: the ranks do so together, and a rank that failed before would be missing
-        written |= _write_arrays(directory, job, token, world)
+def _write(store: Store, job: Job, token: str, world: World) -> dict[str, Checksums]:
+    """Write the files of this rank; return their checksums by name."""
+    written: dict[str, Checksums] = {}
+    if job.write_arrays is not None:  # first: all ranks do so together, and one that failed before would be missing
+        written |= _write_backend(store, job, token, world)
     for part, encoded in job.parts.items():
         if world.rank and part in job.shared:
             continue
-        written |= _write_part(directory, job.step, token, part, encoded)
+        with store.sink(job.step, token, f"{part}.json") as sink:
+            summing = ChecksumSink(sink)
+            summing.write(json.dumps(encoded.json, allow_nan=False).encode())
+            written[f"{part}.json"] = summing.checksums
+        if encoded.arrays:
+            with SideThread("sum") as thread, store.sink(job.step, token, f"{part}.safetensors") as sink:
+                summing = ChecksumSink(sink, thread)
+                write_arrays(summing, encoded.arrays)
+                written[f"{part}.safetensors"] = summing.checksums
     return written
 
 
-def _write_part(directory: Directory, step: int, token: str, part: str, encoded: Encoded) -> dict[str, Sums]:
-    written: dict[str, Sums] = {}
-    text = json.dumps(encoded.json, allow_nan=False).encode()
-    with directory.sink(step, token, f"{part}.json") as sink:
-        summing = Summing(sink)
-        summing.write(text)
-        written[f"{part}.json"] = summing.sums
-    if encoded.arrays:
-        with Helper("sum") as helper, directory.sink(step, token, f"{part}.safetensors") as sink:
-            summing = Summing(sink, helper)
-            tensors.write(summing, encoded.arrays)
-            written[f"{part}.safetensors"] = summing.sums
-    return written
-
-
-def _write_arrays(directory: Directory, job: Job, token: str, world: World) -> dict[str, Sums]:
-    """Let the backend write. Who shares a folder with others takes the files that nobody had before."""
+def _write_backend(store: Store, job: Job, token: str, world: World) -> dict[str, Checksums]:
+    """Let the backend write. In a folder that ranks share, rank 0 lists the files of all."""
     assert job.write_arrays is not None
-    with directory.scratch(job.step, token, BACKEND_PART) as folder:
+    with store.scratch(job.step, token, BACKEND_PART) as folder:
         job.write_arrays(folder)
-        if world.rank and not directory.scratch_is_own:
+        if world.rank and not store.scratch_is_private:
             return {}
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {f"{BACKEND_PART}/{path.relative_to(folder).as_posix()}": sums_of(path) for path in paths}
-
-
-def _manifest(
-    directory: Directory, job: Job, token: str, world: World, files: dict[str, Sums], sequence: int
-) -> Manifest:
-    return Manifest(
-        step=job.step,
-        sequence=sequence,
-        time=time.time(),
-        backend=job.backend,
-        world_size=world.size,
-        files=files,
-        metadata=job.metadata,
-        versions=_versions(),
-        parts=job.about,
-        folder=directory.folder_of(token),
-    )
-
-
-def readable(directory: Directory) -> list[Manifest]:
-    """The manifests that can be read, in the order of their commits."""
-    for _ in range(_LOOKS):
-        found, vanished = [], False
-        for step in directory.steps():
-            try:
-                found.append(directory.manifest(step))
-            except VanishedError:  # pruned by another process, which has committed another before: look again
-                vanished = True
-            except CheckpointError:
-                continue
-        if not vanished:
-            break
-    return sorted(found, key=lambda manifest: (manifest.sequence, manifest.step))
+        return {f"{BACKEND_PART}/{path.relative_to(folder).as_posix()}": file_checksums(path) for path in paths}
 
 
 def _versions() -> dict[str, str]:
@@ -252,7 +283,3 @@ def _versions() -> dict[str, str]:
         if module is not None and hasattr(module, "__version__"):
             versions[name] = str(module.__version__)
     return versions
-
-
-def _words(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

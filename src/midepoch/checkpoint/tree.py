@@ -1,14 +1,14 @@
-"""A tree of values (dicts, lists, numbers, arrays…) as JSON that says everything but the bytes of the large arrays.
+"""Trees of values (dicts, lists, numbers, arrays…) as JSON that holds everything except the bytes of large arrays.
 
-Plain values are plain JSON. What JSON cannot say is an object with the key ``$``:
+Plain values are plain JSON. Any other value is an object with the key ``$``:
 
     {"$": "array", "of": "torch", "dtype": "float32", "shape": [2, 3], "name": "layer.weight"}    bytes in safetensors
     {"$": "array", …, "data": "AAAA…"}                                        a small one: base64, no second file
     {"$": "tuple", "items": […]}     {"$": "dict", "items": [[key, value], …]}     {"$": "float", "is": "nan"}
     {"$": "node", "class": "optax._src.transform.ScaleByAdamState", "fields": {…}}      named tuples, JAX's nodes
-    {"$": "pickle", "data": "gASV…"}                              only where it was asked for, when saving and loading
+    {"$": "pickle", "data": "gASV…"}                              only with allow_pickle=True, when saving and loading
 
-Reading makes nothing but the values named here: no class is imported by name, nothing is unpickled.
+Reading creates only the values listed here: no class is imported by name, nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,48 +18,41 @@ import io
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from midepoch.checkpoint.arrays import (
-    IncompleteError,
-    Kind,
-    UnsupportedError,
-    bytes_of,
-    check_complete,
-    is_array,
-    is_sharded,
-    kind_of,
-    make,
-)
+from midepoch.checkpoint import arrays
+from midepoch.checkpoint.arrays import ArraySpec, IncompleteError, UnsupportedError, bytes_of, is_array, make_array
 from midepoch.errors import CheckpointDamagedError, CheckpointError
 from midepoch.imports import loaded
 
 INLINE = 8 << 10
-"""Bytes: an array up to this size is kept in the JSON, which saves a file, its fsync and its sums."""
+"""Bytes: an array up to this size is stored in the JSON, which saves a file, its fsync and its checksums."""
 _DEEPEST = 200
 _LARGEST_AXIS = 2**48
 _LARGEST_INT = 4096
+_PAIRS = "$"
+"""Path of the key-value pairs of a dict: no key of a plain tree."""
 
 
 @dataclass
 class Encoded:
-    """A tree as JSON, and its large arrays by name."""
+    """Tree as JSON, and its large arrays by name."""
 
     json: Any = None
-    arrays: dict[str, tuple[Kind, Any]] = field(default_factory=dict)
+    arrays: dict[str, tuple[ArraySpec, Any]] = field(default_factory=dict)
 
 
 def encode(
     tree: Any, name: str, *, allow_pickle: bool = False, inline: int = INLINE, distributed: Container[str] = ()
 ) -> Encoded:
-    """Take a tree apart. Raises TypeError that names the place of a value that cannot be kept.
+    """Encode a tree. Raises TypeError with the path of a value that cannot be stored.
 
-    Arrays of up to ``inline`` bytes stay in the JSON. ``distributed``: the libraries ("torch",
-    "jax") whose arrays may lie on several processes; in pickles none may, as each would hold a part of its own.
+    Arrays of up to ``inline`` bytes stay in the JSON. ``distributed``: the libraries ("torch", "jax") whose arrays may
+    span several processes; never in pickles, as each process would pickle only its part.
 
     >>> encode({"lr": 0.1, "betas": (0.9, 0.99)}, "optimizer").json
     {'lr': 0.1, 'betas': {'$': 'tuple', 'items': [0.9, 0.99]}}
@@ -78,7 +71,7 @@ class _Encoder:
     def value(self, value: Any, path: tuple[str, ...]) -> Any:
         if value is None or type(value) in (bool, str):
             return value
-        if type(value) is int:  # Python reads no number of more than 4,300 digits
+        if type(value) is int:  # Python parses no number of more than 4,300 digits
             return value if value.bit_length() < _LARGEST_INT else {"$": "int", "is": hex(value)}
         if isinstance(value, np.str_):
             return str(value)
@@ -106,46 +99,45 @@ class _Encoder:
         if not plain:
             pairs = [[self.value(k, (*path, "key")), self.value(v, (*path, str(k)))] for k, v in value.items()]
             return {"$": "dict", "items": pairs}
-        found = {key: self.value(inner, (*path, key)) for key, inner in value.items()}
+        items = {key: self.value(inner, (*path, key)) for key, inner in value.items()}
         metadata = getattr(value, "_metadata", None)  # versions of modules, which torch hides in its state dicts
         if metadata is None:
-            return found
-        return {"$": "state_dict", "items": found, "metadata": self.value(dict(metadata), (*path, "_metadata"))}
+            return items
+        return {"$": "state_dict", "items": items, "metadata": self.value(dict(metadata), (*path, "_metadata"))}
 
     def _node(self, value: Any, fields: list[tuple[str, Any]], path: tuple[str, ...]) -> Any:
-        kind = type(value)
         inner = {key: self.value(child, (*path, key)) for key, child in fields}
-        return {"$": "node", "class": f"{kind.__module__}.{kind.__qualname__}", "fields": inner}
+        return {"$": "node", "class": f"{type(value).__module__}.{type(value).__qualname__}", "fields": inner}
 
     def _array(self, value: Any, path: tuple[str, ...]) -> Any:
         try:
-            kind = kind_of(value, distributed=self._distributed)
+            spec = arrays.spec_of(value, distributed=self._distributed)
         except IncompleteError as problem:
             raise TypeError(f"{self._where(path)} is {problem}") from None
         except (UnsupportedError, RuntimeError, NotImplementedError) as problem:
             if self._allow_pickle:
                 return self._pickled(value, path)
             raise TypeError(self._refusal(path, str(problem))) from None
-        entry: dict[str, Any] = {"$": "array", "of": kind.library, "dtype": kind.dtype, "shape": list(kind.shape)}
-        if kind.impl:
-            entry["impl"] = kind.impl
-        if kind.weak:
+        entry: dict[str, Any] = {"$": "array", "of": spec.library, "dtype": spec.dtype, "shape": list(spec.shape)}
+        if spec.impl:
+            entry["impl"] = spec.impl
+        if spec.weak:
             entry["weak"] = True
         if isinstance(value, np.generic):
             entry["scalar"] = True
-        if kind.nbytes <= self._inline:
+        if spec.nbytes <= self._inline:
             return {**entry, "data": base64.b64encode(bytes_of(value).tobytes()).decode()}
-        return {**entry, "name": self._stored(value, kind, path)}
+        return {**entry, "name": self._stored(value, spec, path)}
 
-    def _stored(self, value: Any, kind: Kind, path: tuple[str, ...]) -> str:
-        """The name of an array among the stored ones: tied weights are stored once."""
-        memory = _memory_of(value, kind) if kind.library == "torch" else None
+    def _stored(self, value: Any, spec: ArraySpec, path: tuple[str, ...]) -> str:
+        """Return the name of an array among the stored ones: tied weights are stored once."""
+        memory = _memory_of(value, spec) if spec.library == "torch" else None
         if memory is not None and memory in self._tied:
             return self._tied[memory]
         name = ".".join(path) or self._name
         while name in self.result.arrays or name == "__metadata__":
             name += "_"
-        self.result.arrays[name] = (kind, value)
+        self.result.arrays[name] = (spec, value)
         if memory is not None:
             self._tied[memory] = name
         return name
@@ -153,8 +145,8 @@ class _Encoder:
     def _other(self, value: Any, path: tuple[str, ...]) -> Any:
         torch: Any = loaded("torch")
         if torch is not None and isinstance(value, (torch.dtype, torch.device)):
-            kind = "torch.dtype" if isinstance(value, torch.dtype) else "torch.device"
-            return {"$": kind, "is": str(value).removeprefix("torch.")}
+            tag = "torch.dtype" if isinstance(value, torch.dtype) else "torch.device"
+            return {"$": tag, "is": str(value).removeprefix("torch.")}
         if type(value) is bytes:
             return {"$": "bytes", "data": base64.b64encode(value).decode()}
         if type(value) in (set, frozenset):
@@ -167,12 +159,12 @@ class _Encoder:
             return self._node(value, children, path)
         if self._allow_pickle:
             return self._pickled(value, path)
-        what = f"a {type(value).__module__}.{type(value).__qualname__}"
+        name = f"a {type(value).__module__}.{type(value).__qualname__}"
         if callable(getattr(type(value), "state_dict", None)):
             raise TypeError(
-                f"{self._where(path)} is {what} within a tree: give it by itself, or as one of extra={{name: …}}."
+                f"{self._where(path)} is {name} within a tree. Pass it by itself, or as one of extra={{name: …}}."
             )
-        raise TypeError(self._refusal(path, what))
+        raise TypeError(self._refusal(path, name))
 
     def _pickled(self, value: Any, path: tuple[str, ...]) -> Any:
         buffer = io.BytesIO()
@@ -190,34 +182,33 @@ class _Encoder:
     def _where(self, path: tuple[str, ...]) -> str:
         return ".".join((self._name, *path))
 
-    def _refusal(self, path: tuple[str, ...], what: str) -> str:
+    def _refusal(self, path: tuple[str, ...], description: str) -> str:
         return (
-            f"{self._where(path)} is {what}, which cannot be kept without pickle. Leave it out, turn it into plain "
-            "values or arrays, or pass allow_pickle=True to PipelineCheckpoint when saving and when restoring, if you "
+            f"{self._where(path)} is {description}, which cannot be saved without pickle. Leave it out, turn it into "
+            "plain values or arrays, or pass allow_pickle=True to PipelineCheckpoint when saving and restoring, if you "
             "trust everyone who can write to the checkpoints."
         )
 
 
-def _memory_of(tensor: Any, kind: Kind) -> tuple[Any, ...] | None:
-    """What two tensors share that are the same one."""
-    if is_sharded(tensor):
+def _memory_of(tensor: Any, spec: ArraySpec) -> tuple[Any, ...] | None:
+    """Return a key that two tensors share if they are views of the same values."""
+    if arrays.is_sharded(tensor):
         return None
-    place = (tensor.data_ptr(), tensor.stride(), str(tensor.device))
-    return *place, tensor.is_conj(), tensor.is_neg(), kind
+    return tensor.data_ptr(), tensor.stride(), str(tensor.device), tensor.is_conj(), tensor.is_neg(), spec
 
 
 def is_mapping(value: Any) -> bool:
-    """Check for a dict of any class, or what behaves like one; not for a node of JAX's own (a flax State).
+    """Return True for a dict of any class and any other mapping, except one of JAX's nodes (a flax State).
 
-    JAX also takes an OrderedDict and a defaultdict for nodes: here they are dicts, whether JAX is imported or not.
+    JAX also treats an OrderedDict and a defaultdict as nodes: here they are dicts, whether JAX is imported or not.
     """
     return isinstance(value, dict) or (isinstance(value, Mapping) and node_children(value) is None)
 
 
 def node_children(value: Any) -> list[tuple[str, Any]] | None:
-    """The children by name of a node that JAX knows (a flax struct, an optax state), or None."""
+    """Return the children by name of a JAX node (a flax struct, an optax state), or None."""
     jax: Any = loaded("jax")
-    if jax is None or value is None:  # which JAX takes for a node without children
+    if jax is None or value is None:  # None is a node without children to JAX
         return None
     pairs, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(pairs) == 1 and not pairs[0][0]:
@@ -233,68 +224,56 @@ def _key_text(key: Any) -> str:
 
 
 class _CompletePickler(pickle.Pickler):
-    """Raises IncompleteError for an array, at any depth, of which this process does not hold all values."""
+    """Pickler that raises IncompleteError for an array, at any depth, of which this process lacks values."""
 
     def reducer_override(self, value: Any) -> Any:
         if is_array(value):
-            check_complete(value)
+            arrays.check_complete(value)
         return NotImplemented
 
 
 class StateDict(dict[str, Any]):
-    """A state dict of torch, with the versions of its modules."""
+    """State dict of torch, with the versions of its modules."""
 
     _metadata: Any
 
 
-def array_kinds(json: Any) -> dict[str, Kind]:
-    """The stored arrays that a tree speaks of, by name; raises CheckpointDamagedError."""
-    found: dict[str, Kind] = {}
-
-    def visit(node: Any, depth: int) -> None:
-        if depth > 3 * _DEEPEST:
-            raise CheckpointDamagedError("a tree of values is too deep")
-        if isinstance(node, list):
-            for inner in node:
-                visit(inner, depth + 1)
-        elif isinstance(node, dict):
-            if node.get("$") == "array" and "name" in node:
-                if not isinstance(node["name"], str):
-                    raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
-                found[node["name"]] = _kind(node)
-            for inner in node.values():
-                visit(inner, depth + 1)
-
-    visit(json, 0)
-    return found
+def array_specs(json: Any) -> dict[str, ArraySpec]:
+    """Return the specifications of the stored arrays of a tree, by name; raises CheckpointDamagedError."""
+    return {node["name"]: _parse_spec(node) for node, _ in _stored_arrays(json, ())}
 
 
 def array_paths(json: Any) -> dict[str, list[tuple[str, ...]]]:
-    """The places of the stored arrays in a tree, by name: tied weights have several. Keys, not their numbers, count."""
-    found: dict[str, list[tuple[str, ...]]] = {}
-
-    def visit(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, list):
-            for number, inner in enumerate(node):
-                visit(inner, (*path, str(number)))
-        elif isinstance(node, dict) and node.get("$") == "array":
-            if "name" in node:
-                found.setdefault(node["name"], []).append(path)
-        elif isinstance(node, dict) and node.get("$") == "dict":
-            for key, inner in node["items"]:
-                visit(inner, (*path, "$", repr(key)))
-        elif isinstance(node, dict):
-            for name, inner in node.items():
-                visit(inner, (*path, name))
-
-    visit(json, ())
-    return found
+    """Return the paths of the stored arrays in a tree, by name: tied weights have several."""
+    paths: dict[str, list[tuple[str, ...]]] = {}
+    for node, path in _stored_arrays(json, ()):
+        paths.setdefault(node["name"], []).append(path)
+    return paths
 
 
-def decode(json: Any, arrays: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
-    """Put a tree together again; raises CheckpointDamagedError for anything that ``encode`` does not write."""
+def _stored_arrays(node: Any, path: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Iterate over the stored arrays of a tree and their paths; raises CheckpointDamagedError."""
+    if len(path) > 3 * _DEEPEST:
+        raise CheckpointDamagedError("a tree of values is too deep")
+    if not isinstance(node, (list, dict)):
+        return
+    if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
+        if not isinstance(node["name"], str):
+            raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
+        yield node, path
+    children = enumerate(node) if isinstance(node, list) else node.items()
+    # An entry of a dict is identified by its key, not by its number.
+    by_key = bool(path) and path[-1] == _PAIRS and isinstance(node, list)
+    is_dict = isinstance(node, dict) and node.get("$") == "dict"
+    for key, inner in children:
+        name = repr(inner[0]) if by_key and isinstance(inner, list) and inner else str(key)
+        yield from _stored_arrays(inner, (*path, _PAIRS if is_dict and key == "items" else name))
+
+
+def decode(json: Any, stored: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
+    """Decode a tree; raises CheckpointDamagedError for anything that ``encode`` does not write."""
     try:
-        return _Decoder(arrays, allow_pickle).value(json)
+        return _Decoder(stored, allow_pickle).value(json)
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, ImportError) as problem:
@@ -302,8 +281,8 @@ def decode(json: Any, arrays: Mapping[str, Any], *, allow_pickle: bool = False) 
 
 
 class _Decoder:
-    def __init__(self, arrays: Mapping[str, Any], allow_pickle: bool) -> None:
-        self._arrays, self._allow_pickle = arrays, allow_pickle
+    def __init__(self, stored: Mapping[str, Any], allow_pickle: bool) -> None:
+        self._stored, self._allow_pickle = stored, allow_pickle
         self._makers: dict[str, Callable[[dict[str, Any]], Any]] = {
             "array": self._array,
             "tuple": lambda node: tuple(self.value(node["items"])),
@@ -333,19 +312,19 @@ class _Decoder:
 
     def _array(self, node: dict[str, Any]) -> Any:
         if "name" in node:
-            array = self._arrays[node["name"]]
-            return array[()] if node.get("scalar") else array
-        kind = _kind(node)
-        data = np.frombuffer(bytearray(base64.b64decode(node["data"], validate=True)), np.uint8)
-        if len(data) != kind.nbytes:
-            raise CheckpointDamagedError(f"an array has {len(data)} bytes, not {kind.nbytes}")
-        array = make(kind, data)
+            array = self._stored[node["name"]]
+        else:
+            spec = _parse_spec(node)
+            data = np.frombuffer(bytearray(base64.b64decode(node["data"], validate=True)), np.uint8)
+            if len(data) != spec.nbytes:
+                raise CheckpointDamagedError(f"an array has {len(data)} bytes, not {spec.nbytes}")
+            array = make_array(spec, data)
         return array[()] if node.get("scalar") else array
 
     def _state_dict(self, node: dict[str, Any]) -> StateDict:
-        found = StateDict(self.value(node["items"]))
-        found._metadata = self.value(node["metadata"])
-        return found
+        state = StateDict(self.value(node["items"]))
+        state._metadata = self.value(node["metadata"])
+        return state
 
     def _pickle(self, node: dict[str, Any]) -> Any:
         if not self._allow_pickle:
@@ -362,27 +341,27 @@ def _torch_value(node: dict[str, Any]) -> Any:
     text = _text(node["is"])
     if node["$"] == "torch.device":
         return torch.device(text)
-    found = getattr(torch, text)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, text)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is no dtype of torch")
-    return found
+    return dtype
 
 
-def _kind(node: dict[str, Any]) -> Kind:
+def _parse_spec(node: dict[str, Any]) -> ArraySpec:
     try:
         shape = tuple(node["shape"])
         if any(type(length) is not int or not 0 <= length < _LARGEST_AXIS for length in shape) or len(shape) > 64:
             raise ValueError(f"a shape {shape!r:.80}")
         if node["of"] not in ("torch", "numpy", "jax", "key"):
             raise ValueError(f"an array of {node['of']!r:.40}")
-        kind = Kind(node["of"], _text(node["dtype"]), shape, _text(node.get("impl", "")), bool(node.get("weak")))
-        kind.nbytes  # noqa: B018  a dtype that there is not shows here
+        spec = ArraySpec(node["of"], _text(node["dtype"]), shape, _text(node.get("impl", "")), bool(node.get("weak")))
+        spec.nbytes  # noqa: B018  raises for an unknown dtype
     except (KeyError, TypeError, ValueError, AttributeError, ImportError) as problem:
         raise CheckpointDamagedError(f"an array cannot be read: {problem!r:.200}") from None
-    return kind
+    return spec
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is no text")
+        raise ValueError(f"expected a string, got {value!r:.40}")
     return value

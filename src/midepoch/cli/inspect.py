@@ -11,7 +11,7 @@ from rich.table import Table
 
 from midepoch.address import Address
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.health import health
+from midepoch.checkpoint.manager import step_health
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
@@ -144,7 +144,7 @@ def verify(
     found = []
     with Bar("verifying", "steps") as bar:
         for number, one in enumerate(steps, 1):
-            found.append(health(saved, one, read=True))
+            found.append(step_health(saved, one, read=True))
             bar.update(number, len(steps))
     if as_json:
         common.print_json([asdict(each) for each in found])

@@ -33,7 +33,7 @@ def for_all_ranks(loader: Loader, state: Any) -> Any:
 
 def write_state(path: Path, state: Any) -> None:
     """Write a state atomically and durably."""
-    disk.make_durably(path.parent)
+    disk.make_folder(path.parent)
     atomic_write(path, json.dumps(state).encode())
     disk.sync(path.parent)
 

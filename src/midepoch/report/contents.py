@@ -14,7 +14,7 @@ import numpy.typing as npt
 from midepoch.address import Address
 from midepoch.audit import Run, read_runs
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.health import health
+from midepoch.checkpoint.manager import step_health
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
@@ -177,7 +177,7 @@ def _health(where: str | Path, read: bool) -> dict[str, Any]:
         steps = saved.steps()
     except (MidepochError, OSError) as problem:
         return {"folder": folder, "steps": [], "more": 0, "read": read, "problem": str(problem)}
-    shown = [health(saved, step, read=read) for step in steps[-_MOST_CHECKPOINTS:]]
+    shown = [step_health(saved, step, read=read) for step in steps[-_MOST_CHECKPOINTS:]]
     return {
         "folder": folder,
         "steps": [vars(one) for one in shown],

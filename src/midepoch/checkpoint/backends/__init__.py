@@ -1,7 +1,7 @@
-"""Who writes the arrays of models and optimizers: midepoch's own files, Orbax, or torch's distributed checkpoints.
+"""Backends: writers of the arrays of models and optimizers other than midepoch's own files.
 
-What is no array stays with midepoch, as JSON. Data, RNG and extras are always midepoch's own files; the commit is the
-same for all.
+All other values of models and optimizers are saved by midepoch, as JSON, and so are data, RNG and extras. The commit is
+the same for all backends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from midepoch.world import World, jax_processes, process_group
 _EXTRAS = {"orbax": "jax", "dcp": "torch"}
 
 ReadJson = Callable[[str], Any]
-"""The JSON that a backend has given for a thing of this name."""
+"""Return the JSON that a backend has provided for the model or optimizer of this name."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Things as they were at the moment of the call: JSON for midepoch to keep, and what writes the arrays, if any."""
+class Snapshot:
+    """Models at the moment of the call: JSON for midepoch to save, and a writer of the arrays, if there are any."""
 
     parts: dict[str, Encoded]
     write: Callable[[Path], None] | None
@@ -32,40 +32,40 @@ class Taken:
 
 @dataclass(frozen=True)
 class Restorable:
-    """A thing with the values that were saved of it, which fit."""
+    """Model or optimizer whose saved values fit."""
 
     name: str
-    give: Callable[[], None]
+    restore: Callable[[], None]
 
 
 class Backend(Protocol):
-    """Writes and reads the arrays of things in a folder. All ranks call each method, with the same names."""
+    """Writer and reader of the arrays of models in a folder. All ranks call each method, with the same names."""
 
-    def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
-        """With ``copy`` the things may change while they are being written."""
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Snapshot:
+        """With ``copy`` the models may change while they are being written."""
 
-    def load(self, folder: Path, things: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
-        """Read from a folder whose files have been checked. CheckpointMismatchError if it does not fit. No change."""
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+        """Read from a verified folder. Raises CheckpointMismatchError if it does not fit. Changes nothing."""
 
     def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
-        """The values of one thing, as a tree."""
+        """Return the values of one model, as a tree."""
 
 
 def backend_named(name: str, world: World) -> Backend | None:
-    """A backend; None for midepoch's own files."""
+    """Return a backend; None for midepoch's own files."""
     if name == "files":
         return None
     if name not in _EXTRAS:
         raise ValueError(f"backend: expected 'files', 'orbax' or 'dcp', got {name!r}")
     if world.size > 1 and not _has_processes(name, world):
         framework = "torch.distributed" if name == "dcp" else "jax.distributed"
-        raise ValueError(f"backend={name!r} for {world.size} ranks needs {framework} to be initialised with as many.")
+        raise ValueError(f"backend={name!r} with {world.size} ranks needs {framework}, initialised with as many.")
     try:
-        found: Backend = import_module(f"midepoch.checkpoint.backends.{name}").make_backend(world)
+        backend: Backend = import_module(f"midepoch.checkpoint.backends.{name}").make_backend(world)
     except ImportError as problem:
-        needed = f'pip install "midepoch[{_EXTRAS[name]}]"'
-        raise ImportError(f"backend={name!r} needs more packages: {needed} ({problem})") from problem
-    return found
+        command = f'pip install "midepoch[{_EXTRAS[name]}]"'
+        raise ImportError(f"backend={name!r} needs more packages: {command} ({problem})") from problem
+    return backend
 
 
 def _has_processes(name: str, world: World) -> bool:
@@ -74,7 +74,7 @@ def _has_processes(name: str, world: World) -> bool:
     return (jax := jax_processes()) is not None and jax.process_count() == world.size
 
 
-def plain_name(name: str) -> str:
-    """The name of an array as one that cannot mean anything to the library that stores it."""
+def quoted_name(name: str) -> str:
+    """Return the name of an array without characters that have a meaning in the library that stores it."""
     quoted = quote(name, safe="_.-")
     return quoted if quoted.strip(".") else f"%{quoted}"

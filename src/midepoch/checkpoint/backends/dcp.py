@@ -1,7 +1,8 @@
-"""Arrays through ``torch.distributed.checkpoint``: sharded ones (FSDP2, tensor parallel), restored onto other shards.
+"""Backend of ``torch.distributed.checkpoint``: saves sharded tensors (FSDP2, tensor parallel), and restores them onto
+other shards.
 
-The folder is one of torch's own, with tensors only. Its pickled metadata is read by an unpickler that knows nothing but
-torch's few classes for it: torch itself would run whatever it says.
+The folder has torch's own format, with tensors only. Its pickled metadata is read by an unpickler that allows only
+torch's few classes for it: torch itself would execute any code in it.
 """
 
 from __future__ import annotations
@@ -18,35 +19,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.utils.serialization.config  # here, as torch imports it when it first writes
+import torch.utils.serialization.config  # imported now: torch would import it at the first write
 from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from midepoch.checkpoint import inplace, parts
-from midepoch.checkpoint.arrays import Kind, bytes_of, is_sharded, make
-from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
+from midepoch.checkpoint.arrays import ArraySpec, bytes_of, is_sharded, make_array
+from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
-from midepoch.checkpoint.stored import Stored
-from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
+from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
+from midepoch.checkpoint.tensor_files import StoredArray
+from midepoch.checkpoint.tree import Encoded, array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from midepoch.reasons import reason
 from midepoch.world import World
 
+_METADATA = (
+    "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta "
+    "_MEM_FORMAT_ENCODING"
+)
 _HARMLESS = {
     ("torch", "Size"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -55,20 +49,20 @@ _HARMLESS = {
 
 
 class DcpBackend:
-    """A Backend, see there."""
+    """Backend that uses torch.distributed.checkpoint."""
 
     def __init__(self, world: World) -> None:
-        # Collectives of a save in a thread must not meet those of the training loop.
+        # Collectives of a save in a thread must not mix with those of the training loop.
         self._alone = world.size == 1 or not dist.is_initialized()
         self._group = None if self._alone else dist.new_group(backend="gloo")
         self._rank = 0 if self._alone else dist.get_rank()
 
-    def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
-        encoded = {name: _encoded(things, name, allow_pickle, saving=True) for name in things}
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Snapshot:
+        encoded = {name: _encoded(models, name, allow_pickle, saving=True) for name in models}
         tensors = {
-            f"{name}.{plain_name(key)}": _tensor(kind, value, copy)
-            for name, (_, one) in encoded.items()
-            for key, (kind, value) in one.arrays.items()
+            f"{name}.{quoted_name(key)}": _tensor(spec, value, copy)
+            for name, (_, each) in encoded.items()
+            for key, (spec, value) in each.arrays.items()
         }
 
         def write(folder: Path) -> None:
@@ -76,57 +70,58 @@ class DcpBackend:
             with _errors_of(self._rank):
                 dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._alone)
 
-        json = {name: Encoded({"by": by, "tree": one.json}) for name, (by, one) in encoded.items()}
-        return Taken(json, write if tensors else None)
+        json = {name: Encoded({"by": by, "tree": each.json}) for name, (by, each) in encoded.items()}
+        return Snapshot(json, write if tensors else None)
 
-    def load(self, folder: Path, things: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
-        found = []
-        for name, thing in things.items():
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+        loaded = []
+        for name, model in models.items():
             json = read(name)
-            kinds = array_kinds(json["tree"])
-            _check_stored(folder, name, kinds)
+            specs = array_specs(json["tree"])
+            _check_stored(folder, name, specs)
             if json["by"] == "names":
-                with _current(things, name, allow_pickle) as current:
-                    _check_shapes(kinds, current, name)
+                with _current(models, name, allow_pickle) as current:
+                    _check_shapes(specs, {key: spec for key, (spec, _) in current.items()}, name)
             else:
-                outline = {key: Stored(key, kind, BytesSource(np.empty(0, np.uint8)), 0) for key, kind in kinds.items()}
-                parts.check(thing, decode(json["tree"], outline, allow_pickle=allow_pickle), name)
-            found.append(Restorable(name, partial(self._give, folder, things, name, json, allow_pickle)))
-        return found
+                nothing = BytesSource(np.empty(0, np.uint8))
+                outline = {key: StoredArray(key, spec, nothing, 0) for key, spec in specs.items()}
+                check_fits(model, decode(json["tree"], outline, allow_pickle=allow_pickle), name)
+            loaded.append(Restorable(name, partial(self._restore, folder, models, name, json, allow_pickle)))
+        return loaded
 
-    def _give(self, folder: Path, things: Mapping[str, Any], name: str, json: Any, allow_pickle: bool) -> None:
-        """Read into the tensors that there are, as far as they can take it, and new ones else."""
+    def _restore(self, folder: Path, models: Mapping[str, Any], name: str, json: Any, allow_pickle: bool) -> None:
+        """Read into the existing tensors where possible, and into new ones elsewhere."""
         if json["by"] != "names":
-            into = inplace.targets(things[name], json["tree"])
-            parts.give(things[name], self._tree(folder, name, json["tree"], into, allow_pickle), name)
+            targets = restore_targets(models[name], json["tree"])
+            load_state(models[name], self._tree(folder, name, json["tree"], targets, allow_pickle), name)
             return
-        with _current(things, name, allow_pickle) as current:
-            into = {key: value.detach() for key, (_, value) in current.items()}
-            tree = self._tree(folder, name, json["tree"], into, allow_pickle)
+        with _current(models, name, allow_pickle) as current:
+            targets = {key: value.detach() for key, (_, value) in current.items()}
+            tree = self._tree(folder, name, json["tree"], targets, allow_pickle)
         if name == "model":
-            canonical.set_model_state_dict(things["model"], tree)
+            canonical.set_model_state_dict(models["model"], tree)
         else:
-            canonical.set_optimizer_state_dict(things["model"], things[name], tree)
+            canonical.set_optimizer_state_dict(models["model"], models[name], tree)
 
     def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
         json = read(name)["tree"]
-        _check_stored(folder, name, array_kinds(json))
+        _check_stored(folder, name, array_specs(json))
         return self._tree(folder, name, json, {}, allow_pickle)
 
-    def _tree(self, folder: Path, name: str, json: Any, into: Mapping[str, Any], allow_pickle: bool) -> Any:
-        """The saved values, read into the arrays of their names, or into new tensors."""
-        kinds = array_kinds(json)
-        targets = {key: _target(kind, into.get(key)) for key, kind in kinds.items()}
-        if targets:
-            sharded = any(is_sharded(target) for target in targets.values())
+    def _tree(self, folder: Path, name: str, json: Any, targets: Mapping[str, Any], allow_pickle: bool) -> Any:
+        """Return the saved values, read into the arrays of their names, or into new tensors."""
+        specs = array_specs(json)
+        tensors = {key: _target(spec, targets.get(key)) for key, spec in specs.items()}
+        if tensors:
+            sharded = any(is_sharded(tensor) for tensor in tensors.values())
             with _errors_of(self._rank):
                 dcp.load(
-                    {f"{name}.{plain_name(key)}": target for key, target in targets.items()},
+                    {f"{name}.{quoted_name(key)}": tensor for key, tensor in tensors.items()},
                     storage_reader=_Reader(str(folder)),
                     process_group=self._group if sharded else None,
                     no_dist=self._alone or not sharded,
                 )
-        arrays = {key: into[key] if key in into else _as(kind, targets[key]) for key, kind in kinds.items()}
+        arrays = {key: targets[key] if key in targets else _array(spec, tensors[key]) for key, spec in specs.items()}
         return decode(json, arrays, allow_pickle=allow_pickle)
 
 
@@ -134,100 +129,96 @@ def make_backend(world: World) -> DcpBackend:
     return DcpBackend(world)
 
 
-def _encoded(things: Mapping[str, Any], name: str, allow_pickle: bool, *, saving: bool) -> tuple[str, Encoded]:
-    """The state of a thing, with names that do not depend on its shards ("names") where it has any.
+def _encoded(models: Mapping[str, Any], name: str, allow_pickle: bool, *, saving: bool) -> tuple[str, Encoded]:
+    """Return the encoded state of a model; for a sharded one with keys that do not depend on its shards ("names").
 
-    torch makes the state of a fresh optimizer by a step with a learning rate of 0, which counts as a step: such a
-    state is not asked for when saving.
+    torch creates the state of a new optimizer by a step with a learning rate of 0, which counts as a step: such a
+    state is not requested when saving.
     """
-    thing, model = things[name], things.get("model")
+    owner, model = models[name], models.get("model")
     by, state = "numbers", None
-    if isinstance(model, torch.nn.Module) and parts.is_spread(model):
-        if thing is model:
+    if isinstance(model, torch.nn.Module) and is_distributed(model):
+        if owner is model:
             by, state = "names", canonical.get_model_state_dict(model)
-        elif isinstance(thing, torch.optim.Optimizer) and (thing.state or not saving):
-            by, state = "names", canonical.get_optimizer_state_dict(model, thing)
-    elif parts.is_spread(thing):
-        raise TypeError(f"{name} is sharded, and its names come from the model. Give the model as well: model=….")
-    state = parts.tree_of(thing) if state is None else state
+        elif isinstance(owner, torch.optim.Optimizer) and (owner.state or not saving):
+            by, state = "names", canonical.get_optimizer_state_dict(model, owner)
+    elif is_distributed(owner):
+        raise TypeError(f"{name} is sharded, and its names come from the model. Pass the model as well: model=….")
+    state = state_of(owner) if state is None else state
     return by, encode(state, name, inline=0, distributed=("torch",), allow_pickle=allow_pickle)
 
 
 @contextmanager
-def _current(things: Mapping[str, Any], name: str, allow_pickle: bool) -> Iterator[Mapping[str, tuple[Kind, Any]]]:
-    """The sharded arrays of a thing by name. A fresh optimizer is one again after it."""
-    fresh = isinstance(things[name], torch.optim.Optimizer) and not things[name].state
+def _current(models: Mapping[str, Any], name: str, allow_pickle: bool) -> Iterator[Mapping[str, tuple[ArraySpec, Any]]]:
+    """Sharded arrays of a model by name. A new optimizer is as new as before afterwards."""
+    new = isinstance(models[name], torch.optim.Optimizer) and not models[name].state
     try:
-        yield _encoded(things, name, allow_pickle, saving=False)[1].arrays
+        yield _encoded(models, name, allow_pickle, saving=False)[1].arrays
     finally:
-        if fresh:  # asking for its sharded state has made one
-            things[name].state.clear()
+        if new:  # requesting its sharded state has created one
+            models[name].state.clear()
 
 
-def _target(kind: Kind, array: Any) -> torch.Tensor:
-    """The tensor to read into: an array's own memory, or new memory."""
+def _target(spec: ArraySpec, array: Any) -> torch.Tensor:
+    """Return the tensor to read into: over an array's own memory, or new memory."""
     if array is None:
-        return torch.empty(_stored_shape(kind), dtype=_stored_dtype(kind))
+        return torch.empty(_stored_shape(spec), dtype=_stored_dtype(spec))
     return array if isinstance(array, torch.Tensor) else torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
-def _tensor(kind: Kind, value: Any, copy: bool) -> torch.Tensor:
-    if kind.library != "torch":
-        data = torch.from_numpy(bytes_of(value))
-        return data.clone() if copy else data
-    tensor = value.detach()
-    if tensor.device.type != "cpu":
-        return tensor.cpu() if copy else tensor
-    return tensor.clone() if copy else tensor
+def _tensor(spec: ArraySpec, value: Any, copy: bool) -> torch.Tensor:
+    tensor = value.detach() if spec.library == "torch" else torch.from_numpy(bytes_of(value))
+    if not copy:
+        return tensor
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-def _stored_shape(kind: Kind) -> tuple[int, ...]:
-    return kind.shape if kind.library == "torch" else (kind.nbytes,)
+def _stored_shape(spec: ArraySpec) -> tuple[int, ...]:
+    return spec.shape if spec.library == "torch" else (spec.nbytes,)
 
 
-def _stored_dtype(kind: Kind) -> torch.dtype:
-    found = getattr(torch, kind.dtype, None) if kind.library == "torch" else torch.uint8
-    if not isinstance(found, torch.dtype):
-        raise CheckpointDamagedError(f"this torch has no dtype {kind.dtype!r:.40}")
-    return found
+def _stored_dtype(spec: ArraySpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None) if spec.library == "torch" else torch.uint8
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointDamagedError(f"this torch has no dtype {spec.dtype!r:.40}")
+    return dtype
 
 
-def _as(kind: Kind, value: torch.Tensor) -> Any:
-    return value if kind.library == "torch" else make(kind, value.numpy())
+def _array(spec: ArraySpec, value: torch.Tensor) -> Any:
+    return value if spec.library == "torch" else make_array(spec, value.numpy())
 
 
-def _check_shapes(saved: Mapping[str, Kind], current: Mapping[str, tuple[Kind, Any]], name: str) -> None:
-    kinds = {key: kind for key, (kind, _) in current.items()}
-    differ = sorted(key for key in set(saved) | set(kinds) if saved.get(key) != kinds.get(key))
-    if differ:
-        one, two = saved.get(differ[0]), kinds.get(differ[0])
-        raise CheckpointMismatchError(
-            f"{name}, {differ[0]}",
-            f"{one.dtype} {one.shape}" if one else "not there",
-            f"{two.dtype} {two.shape}" if two else "not there",
-            f"another model: {len(differ)} of {len(saved)} tensors differ",
-        )
+def _check_shapes(saved: Mapping[str, ArraySpec], current: Mapping[str, ArraySpec], name: str) -> None:
+    different = sorted(key for key in set(saved) | set(current) if saved.get(key) != current.get(key))
+    if different:
+        key = different[0]
+        cause = f"another model: {len(different)} of {len(saved)} tensors differ"
+        raise CheckpointMismatchError(f"{name}, {key}", _describe(saved.get(key)), _describe(current.get(key)), cause)
 
 
-def _check_stored(folder: Path, name: str, kinds: Mapping[str, Kind]) -> None:
+def _describe(spec: ArraySpec | None) -> str:
+    return f"{spec.dtype} {spec.shape}" if spec is not None else "missing"
+
+
+def _check_stored(folder: Path, name: str, specs: Mapping[str, ArraySpec]) -> None:
     """Raise CheckpointDamagedError unless torch has these tensors, of these shapes and dtypes."""
-    if not kinds:
+    if not specs:
         return
     stored = _Reader(str(folder)).read_metadata().state_dict_metadata
-    for key, kind in kinds.items():
-        entry = stored.get(f"{name}.{plain_name(key)}")
-        dtype = _stored_dtype(kind)
-        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != _stored_shape(kind):
+    for key, spec in specs.items():
+        entry = stored.get(f"{name}.{quoted_name(key)}")
+        dtype = _stored_dtype(spec)
+        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != _stored_shape(spec):
             raise CheckpointDamagedError(
-                f"the folder of torch has no tensor {name}.{key!r:.80} of {dtype} {_stored_shape(kind)}"
+                f"the folder of torch has no tensor {name}.{key!r:.80} of {dtype} {_stored_shape(spec)}"
             )
 
 
 @contextmanager
 def _errors_of(rank: int) -> Iterator[None]:
-    """torch's own error, which is no Exception, as one of ours; Ctrl-C on this rank as what it is.
+    """Raise torch's own error, which is no Exception, as a CheckpointError; Ctrl-C on this rank as such.
 
-    And no word about a single process: it is meant.
+    Suppresses the warning about a single process, which is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,6 +1,6 @@
-"""Arrays through Orbax: those that lie on several processes, restored onto others.
+"""Backend of Orbax: saves arrays that span several processes, and restores them with another topology.
 
-The folder is an Orbax checkpoint of a dict of arrays by name for each thing, which Orbax reads without midepoch.
+The folder is an Orbax checkpoint with a dict of arrays by name for each model, which Orbax reads without midepoch.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from midepoch.checkpoint import parts
-from midepoch.checkpoint.arrays import SAFE, Kind, bytes_of, make
-from midepoch.checkpoint.backends import ReadJson, Restorable, Taken, plain_name
-from midepoch.checkpoint.tree import Encoded, array_kinds, decode, encode
+from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, bytes_of, make_array
+from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
+from midepoch.checkpoint.stateful import check_fits, load_state, state_of
+from midepoch.checkpoint.tree import Encoded, array_specs, decode, encode
 from midepoch.errors import CheckpointDamagedError
 from midepoch.world import World
 
 
 class OrbaxBackend:
-    """A Backend, see there."""
+    """Backend that uses Orbax."""
 
-    def take(self, things: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Taken:
-        encoded = {name: _encoded(thing, name, allow_pickle) for name, thing in things.items()}
+    def snapshot(self, models: Mapping[str, Any], *, copy: bool, allow_pickle: bool) -> Snapshot:
+        encoded = {name: _encoded(model, name, allow_pickle) for name, model in models.items()}
         tree = {
-            name: {plain_name(key): _for_orbax(kind, value, copy) for key, (kind, value) in one.arrays.items()}
-            for name, one in encoded.items()
-            if one.arrays
+            name: {quoted_name(key): _for_orbax(spec, value, copy) for key, (spec, value) in each.arrays.items()}
+            for name, each in encoded.items()
+            if each.arrays
         }
 
         def write(folder: Path) -> None:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
 
-        return Taken({name: Encoded(one.json) for name, one in encoded.items()}, write if tree else None)
+        return Snapshot({name: Encoded(each.json) for name, each in encoded.items()}, write if tree else None)
 
-    def load(self, folder: Path, things: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
-        found = []
-        for name, thing in things.items():
-            current = _encoded(thing, name, allow_pickle).arrays
+    def load(self, folder: Path, models: Mapping[str, Any], read: ReadJson, *, allow_pickle: bool) -> list[Restorable]:
+        loaded = []
+        for name, model in models.items():
+            current = _encoded(model, name, allow_pickle).arrays
             tree = self._tree(folder, name, read(name), current, allow_pickle)
-            parts.check(thing, tree, name)
-            found.append(Restorable(name, partial(parts.give, thing, tree, name)))
-        return found
+            check_fits(model, tree, name)
+            loaded.append(Restorable(name, partial(load_state, model, tree, name)))
+        return loaded
 
     def read(self, folder: Path, name: str, read: ReadJson, *, allow_pickle: bool) -> Any:
         return self._tree(folder, name, read(name), {}, allow_pickle)
 
     def _tree(
-        self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[Kind, Any]], allow_pickle: bool
+        self, folder: Path, name: str, json: Any, current: Mapping[str, tuple[ArraySpec, Any]], allow_pickle: bool
     ) -> Any:
-        kinds = array_kinds(json)
-        if not kinds:
+        specs = array_specs(json)
+        if not specs:
             return decode(json, {}, allow_pickle=allow_pickle)
-        targets = {plain_name(key): _target(kind, current.get(key)) for key, kind in kinds.items()}
+        targets = {quoted_name(key): _target(spec, current.get(key)) for key, spec in specs.items()}
         args = ocp.args.PyTreeRestore(
             item={name: dict.fromkeys(targets, 0)}, restore_args={name: targets}, partial_restore=True
         )
@@ -66,7 +66,7 @@ class OrbaxBackend:
                 flat = checkpointer.restore(folder, args=args)[name]
             except (ValueError, KeyError, OSError) as problem:
                 raise CheckpointDamagedError(f"Orbax cannot read {name}: {problem!s:.300}") from problem
-        arrays = {key: _as(kind, flat[plain_name(key)]) for key, kind in kinds.items()}
+        arrays = {key: _from_orbax(spec, flat[quoted_name(key)]) for key, spec in specs.items()}
         return decode(json, arrays, allow_pickle=allow_pickle)
 
 
@@ -74,31 +74,32 @@ def make_backend(world: World) -> OrbaxBackend:  # noqa: ARG001  Orbax asks JAX 
     return OrbaxBackend()
 
 
-def _encoded(thing: Any, name: str, allow_pickle: bool) -> Encoded:
-    return encode(parts.tree_of(thing), name, inline=0, distributed=("jax",), allow_pickle=allow_pickle)
+def _encoded(model: Any, name: str, allow_pickle: bool) -> Encoded:
+    return encode(state_of(model), name, inline=0, distributed=("jax",), allow_pickle=allow_pickle)
 
 
-def _for_orbax(kind: Kind, value: Any, copy: bool) -> Any:
+def _for_orbax(spec: ArraySpec, value: Any, copy: bool) -> Any:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return value  # of several processes: Orbax has to see it, and nothing else holds its memory
+        return value  # of several processes: Orbax needs it as it is, and its memory is not shared
     data = bytes_of(value)
-    # What Orbax may not know is stored as the bytes it is.
-    array = make(Kind("numpy", kind.dtype, kind.shape), data) if kind.dtype in SAFE else data
+    # A dtype that Orbax may not support is stored as bytes.
+    known = spec.dtype in SAFETENSORS
+    array = make_array(ArraySpec("numpy", spec.dtype, spec.shape), data) if known else data
     return np.array(array) if copy else array
 
 
-def _target(kind: Kind, current: tuple[Kind, Any] | None) -> Any:
-    """How Orbax is to restore an array: onto the devices of the one it is for, if those are several processes'."""
+def _target(spec: ArraySpec, current: tuple[ArraySpec, Any] | None) -> Any:
+    """Return Orbax's arguments for an array: on the devices of the current one if it spans several processes."""
     value = current[1] if current is not None else None
-    if isinstance(value, jax.Array) and not value.is_fully_addressable and kind.library != "key":
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and spec.library != "key":
         return ocp.ArrayRestoreArgs(sharding=value.sharding, global_shape=value.shape)
     return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-def _as(kind: Kind, value: Any) -> Any:
+def _from_orbax(spec: ArraySpec, value: Any) -> Any:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
     data = bytes_of(np.array(value))
-    if len(data) != kind.nbytes:
-        raise CheckpointDamagedError(f"Orbax has {len(data)} bytes for {kind.dtype} {kind.shape}")
-    return make(kind, data)
+    if len(data) != spec.nbytes:
+        raise CheckpointDamagedError(f"Orbax has {len(data)} bytes for {spec.dtype} {spec.shape}")
+    return make_array(spec, data)

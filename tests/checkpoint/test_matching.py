@@ -7,12 +7,14 @@ import sys
 from collections import OrderedDict, UserDict, defaultdict
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from midepoch.checkpoint import CheckpointMismatchError, PipelineCheckpoint
-from midepoch.checkpoint.like import imposed
+from midepoch.checkpoint.arrays import ArraySpec, make_array
+from midepoch.checkpoint.matching import fit
 
 
 def job(*arguments: str) -> str:
@@ -72,7 +74,7 @@ def test_arrays_in_any_mapping_are_checked_and_filled(container: type, tmp_path:
 
 def test_plain_values_may_be_more_than_in_the_template() -> None:
     like = {"history": OrderedDict(), "best": 0, "sizes": [OrderedDict(a=1)]}
-    found = imposed(like, {"history": {"a": 1}, "best": {"b": 2}, "sizes": [{"a": 2}, {"c": 3}]}, "extra")
+    found = fit(like, {"history": {"a": 1}, "best": {"b": 2}, "sizes": [{"a": 2}, {"c": 3}]}, "extra")
     assert found == {"history": {"a": 1}, "best": {"b": 2}, "sizes": [{"a": 2}, {"c": 3}]}
     assert [type(found["history"]), type(found["sizes"][0]), type(found["sizes"][1])] == [
         OrderedDict,
@@ -95,3 +97,22 @@ def test_states_of_optax_come_back_as_their_classes(tmp_path: Path) -> None:
     checkpoint.restore_latest(None, like)
     assert jax.tree_util.tree_structure(like["state"]) == jax.tree_util.tree_structure(state)
     assert all(map(np.array_equal, jax.tree_util.tree_leaves(like), jax.tree_util.tree_leaves(state)))
+
+
+def test_none_in_a_template_accepts_any_value(tmp_path: Path) -> None:
+    checkpoint = PipelineCheckpoint(tmp_path)
+    checkpoint.save(step=1, extra={"s": {"best": None, "lr": 0.1, "losses": [1.0, 2.0], "w": np.ones(2)}})
+    found = {"best": None, "lr": 0.0, "losses": [], "w": np.zeros(2)}
+    checkpoint.restore_latest(extra={"s": found})
+    assert found["losses"] == [1.0, 2.0] and found["best"] is None and found["lr"] == 0.1
+    checkpoint.save(step=2, extra={"s": {"best": np.float32(3), "history": {"a": 1}}})
+    found = {"best": None, "history": {}}
+    checkpoint.restore_latest(extra={"s": found})
+    assert found["best"] == 3 and found["history"] == {"a": 1}
+
+
+def test_numbers_of_64_bits_are_refused_not_truncated() -> None:
+    saved = make_array(ArraySpec("jax", "int64", (3,)), np.array([2**40, 1, 2]).view(np.uint8))
+    assert np.asarray(saved).tolist() == [2**40, 1, 2]
+    with pytest.raises(CheckpointMismatchError, match="int64"):
+        fit(jnp.zeros(3, jnp.int32), saved, "x")

@@ -1,4 +1,4 @@
-"""Which steps to keep."""
+"""Retention: the rules by which old steps are removed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from midepoch.checks import whole
 
 @dataclass(frozen=True)
 class Keep:
-    """Rules that add up: a step stays if any of them wants it. Without a rule, all stay.
+    """Retention rules. A step is kept if any rule keeps it. Without a rule, all steps are kept.
 
-    ``last``: so many of the newest. ``every``: those whose number it divides. ``best``: so many with the best
-    ``metadata[metric]``, the smallest or (``mode="max"``) the largest. ``hours``: those no older.
+    ``last``: the newest steps, this many. ``every``: steps whose number is divisible by it. ``best``: this many steps
+    with the best ``metadata[metric]``, the smallest or (``mode="max"``) the largest. ``hours``: steps no older.
 
     >>> Keep(last=3, every=10_000)
     Keep(last=3, every=10000, best=None, metric=None, mode='min', hours=None)
@@ -40,30 +40,30 @@ class Keep:
         if self.hours is not None and not self.hours > 0:
             raise ValueError(f"Keep: hours must be more than 0, got {self.hours}")
 
-    def dropped(self, good: Sequence[Manifest], now: float) -> list[int]:
-        """The steps that no rule wants, of the good ones in the order of their commits. The newest always stays."""
-        if not good or all(rule is None for rule in (self.last, self.every, self.best, self.hours)):
+    def dropped(self, intact: Sequence[Manifest], now: float) -> list[int]:
+        """Return the steps that no rule keeps, of the intact ones in commit order. The newest is always kept."""
+        if not intact or all(rule is None for rule in (self.last, self.every, self.best, self.hours)):
             return []
-        kept = {manifest.step for manifest in good[-(self.last or 1) :]}
+        kept = {manifest.step for manifest in intact[-(self.last or 1) :]}
         if self.every:
-            kept |= {manifest.step for manifest in good if not manifest.step % self.every}
+            kept |= {manifest.step for manifest in intact if not manifest.step % self.every}
         if self.hours is not None:
-            kept |= {manifest.step for manifest in good if manifest.time >= now - 3600 * self.hours}
+            kept |= {manifest.step for manifest in intact if manifest.time >= now - 3600 * self.hours}
         if self.best:
-            scored = [manifest for manifest in good if _score(manifest, self.metric) is not None]
+            scored = [manifest for manifest in intact if _score(manifest, self.metric) is not None]
             scored.sort(key=lambda manifest: _score(manifest, self.metric), reverse=self.mode == "max")
             kept |= {manifest.step for manifest in scored[: self.best]}
-        return [manifest.step for manifest in good if manifest.step not in kept]
+        return [manifest.step for manifest in intact if manifest.step not in kept]
 
 
-def keep_from(given: int | Keep | None, what: str) -> Keep:
-    """``keep=3`` means the last three."""
-    if isinstance(given, Keep):
-        return given
-    return Keep() if given is None else Keep(last=whole(given, what, 1))
+def parse_keep(keep: int | Keep | None, name: str) -> Keep:
+    """Return the rules that an argument stands for: ``keep=3`` keeps the last three steps."""
+    if isinstance(keep, Keep):
+        return keep
+    return Keep() if keep is None else Keep(last=whole(keep, name, 1))
 
 
 def _score(manifest: Manifest, metric: str | None) -> Any:
     value = manifest.metadata.get(metric or "")
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if number else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None

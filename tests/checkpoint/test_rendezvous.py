@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ import pytest
 from counting import Numbers
 
 from forks import Forks, forked
-from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
+from midepoch.checkpoint import (
+    CheckpointSaveError,
+    PipelineCheckpoint,
+    local,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if another test has used it
 
@@ -28,7 +34,7 @@ import numpy as np
 from counting import Numbers
 from pathlib import Path
 from midepoch.checkpoint import *
-from midepoch.checkpoint import tensors
+from midepoch.checkpoint import saving
 
 folder, case = Path(sys.argv[1]), sys.argv[2]
 
@@ -48,12 +54,12 @@ def save(rank):
             except OSError:
                 pass
     if case == "model of rank 0" and rank == 0:
-        write = tensors.write
+        write = saving.write_arrays
         def later(*arguments):  # when the others have nothing more to write
             while len(list(folder.glob(".ranks/*/done-*"))) < 2:
                 time.sleep(0.01)
             write(*arguments)
-        tensors.write = later
+        saving.write_arrays = later
     pipeline = Large() if case == "state of rank 2" and rank == 2 else Numbers()
     model = {"w": np.zeros(1 << 18)} if case == "model of rank 0" else None
     try:
@@ -153,7 +159,7 @@ sys.path[:0] = [sys.argv[2]]
 import torch, torch.distributed as dist
 from counting import Numbers
 from midepoch.checkpoint import *
-from midepoch.checkpoint.local import LocalDirectory
+from midepoch.checkpoint.local import LocalStore
 
 dist.init_process_group("gloo")
 rank, said = dist.get_rank(), []
@@ -173,11 +179,11 @@ def outcome(pipeline, step):
 
 checkpoint = PipelineCheckpoint(sys.argv[1], backend="dcp", timeout=100)
 outcome(Same(rank), 1)
-sink = LocalDirectory.sink
+sink = LocalStore.sink
 if rank == 0:
-    LocalDirectory.sink = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    LocalStore.sink = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
 outcome(Same(1), 2)
-LocalDirectory.sink = sink
+LocalStore.sink = sink
 outcome(Same(1), 3)
 with open(f"{sys.argv[1]}.{rank}", "w") as file:
     json.dump(said, file)
@@ -196,3 +202,90 @@ def test_ranks_that_write_together_do_not_wait_for_one_that_fails(torch_forks: F
             and saved[0] == "saved"
         )
         assert max(seconds for _, seconds in (places, small, saved)) < LONG / 4
+
+
+def ranks(size: int, action: Any) -> list[str]:
+    def run(rank: int) -> str:
+        try:
+            return str(action(rank))
+        except Exception as problem:
+            return f"{type(problem).__name__}: {problem}"
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("case", ["extra of rank 0", "state of rank 1", "begin of rank 0"])
+def test_a_rank_that_fails_before_the_rendezvous_is_not_waited_for(case: str, tmp_path: Path) -> None:
+    class Refuses(Numbers):
+        def get_state(self) -> Any:
+            raise RuntimeError("no state")
+
+    def save(rank: int) -> Any:
+        checkpoint = PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300)
+        if case == "begin of rank 0" and rank == 0:
+
+            def begin(*_: Any) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            checkpoint._store.begin = begin  # type: ignore[method-assign]
+        pipeline = Refuses() if case == "state of rank 1" and rank == 1 else Numbers()
+        extra = {"x": object()} if case == "extra of rank 0" else {}
+        return checkpoint.save(pipeline, step=1, extra=extra)
+
+    started = time.monotonic()
+    said = ranks(3, save)
+    assert time.monotonic() - started < 200, said
+    assert all("Error" in text for text in said), said
+    assert PipelineCheckpoint(tmp_path).steps() == []
+    assert (
+        ranks(
+            3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300).save(Numbers(), step=1)
+        )
+        == ["1"] * 3
+    )
+
+
+def test_several_ranks_have_to_name_the_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="several ranks"):
+        PipelineCheckpoint(tmp_path, rank=0, world_size=2).save(Numbers())
+    for backend in ("dcp", "orbax"):
+        with pytest.raises(ValueError, match="initialised"):
+            PipelineCheckpoint(tmp_path, backend=backend, rank=0, world_size=2)
+
+
+def test_ranks_restore_from_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PipelineCheckpoint(tmp_path).save(step=3)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(local.LocalBoard, "put", refuse)
+    assert (
+        ranks(3, lambda rank: PipelineCheckpoint(tmp_path, rank=rank, world_size=3, timeout=300).restore_latest())
+        == ["3"] * 3
+    )
+
+
+def test_a_save_that_failed_on_one_rank_does_not_put_the_ranks_out_of_step(tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        checkpoint = PipelineCheckpoint(tmp_path, async_save=True, rank=rank, world_size=2, timeout=300)
+        prune, told = checkpoint._prune, []
+
+        def fails_once(*arguments: Any) -> None:
+            checkpoint._prune = prune  # type: ignore[method-assign]
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        for step in range(1, 6):
+            if rank == 1 and step == 2:
+                checkpoint._prune = fails_once  # type: ignore[method-assign]
+            try:
+                checkpoint.save(Numbers(step), step=step)
+            except OSError as problem:
+                told.append((step, problem.errno))
+        checkpoint.wait()
+        return told
+
+    said = ranks(2, run)
+    assert said == ["[]", f"[(3, {errno.ESTALE})]"], "told by the call after it, which saves all the same"
+    assert PipelineCheckpoint(tmp_path).steps() == [1, 2, 3, 4, 5]
