@@ -15,7 +15,7 @@ BLOCKS, ROWS = 1_000_000, 1_000
 _FIRST_BATCH = """
 import json, resource, sys, time
 import numpy, pyarrow
-import midepoch.load, midepoch.loader
+import midepoch.open, midepoch.loader
 def resident():
     for line in open("/proc/self/status"):
         if line.startswith("VmRSS"):

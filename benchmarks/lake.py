@@ -23,7 +23,7 @@ _SHAPE = 20 << 30
 
 _OPEN = """
 import sys, time
-import numpy, pyarrow, midepoch, midepoch.load, midepoch.loader, midepoch.sources.lake, pyarrow.parquet, pyarrow.fs
+import numpy, pyarrow, midepoch, midepoch.open, midepoch.loader, midepoch.sources.lake, pyarrow.parquet, pyarrow.fs
 start = time.perf_counter()
 ds = midepoch.from_files(sys.argv[1], index_dir=sys.argv[2], validate=sys.argv[3] == "1")
 took = time.perf_counter() - start

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 7
 
 # midepoch imports its parts when they are first used: named here, so that they count as imports and not as opening.
-IMPORTS = "import numpy, pyarrow, midepoch, midepoch.load, midepoch.loader\n"
+IMPORTS = "import numpy, pyarrow, midepoch, midepoch.open, midepoch.loader\n"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 ELASTIC = """
 import json, sys, time
 import numpy, pyarrow
-import midepoch.load, midepoch.loader.make
+import midepoch.open, midepoch.loader.make
 path, index, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 def open_loader(rank, world):
     ds = midepoch.from_files(path, index_dir=index).shuffle(seed=1, scope="rows").with_format("numpy")
@@ -104,7 +104,7 @@ def ledger(files: data.Files, repeats: int) -> Measured:
     slices: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
         ds = midepoch.from_files(files.arrow).shuffle(seed=1).with_format("numpy")
-        loaders = {audited: ds.loader(64, ends="drop", audit=folder if audited else None) for audited in slices}
+        loaders = {audited: ds.loader(64, last_batch="drop", audit=folder if audited else None) for audited in slices}
         for turn in range(4 * repeats):
             passing = {audited: iter(loader) for audited, loader in loaders.items()}
             for number in range(files.rows // 64 // 50):
@@ -122,7 +122,7 @@ RANK = """
 import sys, time
 import midepoch
 rank, world, batches = map(int, sys.argv[1:4])
-loader = midepoch.from_files(sys.argv[4:]).shuffle(seed=1).loader(64, 2, rank=rank, world_size=world, ends="drop")
+loader = midepoch.from_files(sys.argv[4:]).shuffle(seed=1).loader(64, 2, rank=rank, world_size=world, last_batch="drop")
 for _ in range(2):
     passing = iter(loader)
     next(passing)
@@ -176,7 +176,7 @@ def indexing(folder: Path, repeats: int, count: int = 2000) -> Measured:
     """2,000 Parquet files: Ray with two workers beside local threads. Ray itself is running already."""
     import ray
 
-    from midepoch.ray import build_index
+    from midepoch.integrations.ray import build_index
 
     files = folder / "indexing"
     if not files.exists():

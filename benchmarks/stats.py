@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     tokens = data.load(args.data_dir).tokens
-    loader = midepoch.from_files(tokens.arrow).shuffle(seed=1).with_format("numpy").loader(64, ends="drop")
+    loader = midepoch.from_files(tokens.arrow).shuffle(seed=1).with_format("numpy").loader(64, last_batch="drop")
     meter, batches, costs = Meter(0), [], []
     for _ in range(args.repeats):
         passing = iter(loader)

@@ -36,7 +36,7 @@ def train(folder: Path, die_at: int | None) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
-    loader = prepare(accelerator, ds.loader(BATCH, num_workers=1, ends="drop"))
+    loader = prepare(accelerator, ds.loader(BATCH, num_workers=1, last_batch="drop"))
     step = max((int(path.name) for path in folder.glob("checkpoints/*")), default=0)
     if step:
         accelerator.load_state(str(folder / "checkpoints" / str(step)))

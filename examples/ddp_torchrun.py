@@ -40,7 +40,7 @@ def train(folder: Path, die_at: int | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # Rank and world size are found. With an equal global batch, any number of ranks sees the same steps.
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
-    loader = ds.loader(GLOBAL_BATCH // size, num_workers=1, ends="drop")
+    loader = ds.loader(GLOBAL_BATCH // size, num_workers=1, last_batch="drop")
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=3)  # all ranks save and restore
     step = checkpoint.restore_latest(loader, model, optimizer) or 0
     with open(folder / f"rows-{rank}.txt", "a", buffering=1) as seen:

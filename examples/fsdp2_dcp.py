@@ -42,7 +42,7 @@ def train(folder: Path, die_at: int | None) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
-    loader = ds.loader(GLOBAL_BATCH // size, ends="drop", data_parallel=mesh)  # with tensor parallelism: mesh["dp"]
+    loader = ds.loader(GLOBAL_BATCH // size, last_batch="drop", data_parallel=mesh)  # or mesh["dp"], with TP
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=3, backend="dcp")
     step = checkpoint.restore_latest(loader, model, optimizer) or 0
     with open(folder / f"rows-{rank}.txt", "a", buffering=1) as seen:

@@ -50,7 +50,7 @@ class Model(pl.LightningModule):  # type: ignore[misc]
 def train(folder: Path, die_at: int | None, devices: int) -> None:
     make_data(folder / "data.parquet")
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
-    data = ResumableData(lambda: ds.loader(BATCH, num_workers=1, ends="drop"))  # made when the ranks are there
+    data = ResumableData(lambda: ds.loader(BATCH, num_workers=1, last_batch="drop"))  # made when the ranks are there
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=EVERY, save_last=True)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -153,7 +153,7 @@ def run_folder(labelled_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ds = midepoch.from_files(labelled_files).shuffle(seed=1)
     for world, steps in ((2, 30), (3, 24)):
         loaders = [
-            ds.loader(10, rank=rank, world_size=world, audit=Ledger(folder, attempt=str(world)), ends="drop")
+            ds.loader(10, rank=rank, world_size=world, audit=Ledger(folder, attempt=str(world)), last_batch="drop")
             for rank in range(world)
         ]
         for rank, loader in enumerate(loaders):

@@ -34,7 +34,7 @@ def run(small_files: list[str], tmp_path: Path) -> Path:
     ds, state = midepoch.from_files(small_files).shuffle(seed=1), None
     for world, steps in ((2, 3), (3, 6)):
         ledger = Ledger(tmp_path / "run", attempt=str(world))
-        loaders = [ds.loader(3, rank=r, world_size=world, audit=ledger, ends="pad") for r in range(world)]
+        loaders = [ds.loader(3, rank=r, world_size=world, audit=ledger, last_batch="pad") for r in range(world)]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
@@ -109,7 +109,7 @@ def test_plan_at_the_end_of_an_epoch(small_files: list[str], tmp_path: Path, end
         next(loader)
     (tmp_path / "state.json").write_text(json.dumps([loader.state_dict()] * 2))  # of two ranks
     told = of_json(
-        "plan", "--checkpoint", tmp_path / "state.json", "--world-size", 3, "--batch-size", 4, "--ends", ends
+        "plan", "--checkpoint", tmp_path / "state.json", "--world-size", 3, "--batch-size", 4, "--last-batch", ends
     )
     expected = {"drop": (1, 3, 0, 1, 0), "pad": (0, 1, 11, 0, 0), "uneven": (0, 1, 0, 0, 2)}[ends]
     keys = ("epoch", "steps_left", "padded", "dropped", "ranks_left_out")
@@ -163,7 +163,7 @@ def test_plan_of_lanes_gives_each_machine_its_own_blocks(tmp_path: Path) -> None
 
     pq.write_table(pa.table({"id": np.arange(400)}), tmp_path / "x.parquet", row_group_size=10)
     ds = midepoch.from_files(tmp_path / "x.parquet").shuffle(seed=1, window=2).with_lanes(4)
-    from midepoch.plan import plan_resume
+    from midepoch.tools.plan import plan_resume
 
     plan = plan_resume(ds.state_dict(), ds, world_size=4, batch_size=5, machines=4)
     assert [machine.blocks for machine in plan.machines] == [10, 10, 10, 10]

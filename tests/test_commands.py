@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 import midepoch
 from midepoch.cli.app import app
-from midepoch.describe import describe, differences
 from midepoch.errors import StateError
 from midepoch.stats import Stats
-from midepoch.trial import Trial, advise
+from midepoch.tools.bench import Trial, advise
+from midepoch.tools.describe import describe, differences
 
 COMMANDS = ["info", "peek", "index", "bench", "inspect", "diff", "verify", "plan", "report", "watch", "audit", "doctor"]
 
@@ -257,7 +257,7 @@ def test_names_and_values_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_steps_left_by_ends_and_states_of_ranks(state: Path, tmp_path: Path) -> None:
     assert of_json("inspect", state, "--batch-size", 32)["steps_left"] == 8
-    assert of_json("inspect", state, "--batch-size", 32, "--ends", "drop")["steps_left"] == 7
+    assert of_json("inspect", state, "--batch-size", 32, "--last-batch", "drop")["steps_left"] == 7
     one = json.loads(state.read_text())
     (tmp_path / "ranks.json").write_text(json.dumps([{**one, "position": 300}, {**one, "epoch": 1, "position": 0}]))
     told = of_json("inspect", tmp_path / "ranks.json")
@@ -276,7 +276,7 @@ def test_what_a_tired_person_types(files: list[Path], tmp_path: Path) -> None:
 
 
 def test_doctor_asks_for_what_the_package_asks_for() -> None:
-    from midepoch.examination import _least
+    from midepoch.tools.doctor import _least
 
     asked = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert all(f"{name}>={_least()[name]}" in asked for name in ("numpy", "pyarrow", "datasets", "jax"))

@@ -126,7 +126,7 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
 
 
 def resumes(make: Callable[[], Any], far: bool, ends: list[int], **options: Any) -> int:
-    """At moments around the ``ends`` of epochs all that follows; at every third other, 4 items. Far: all at every one."""
+    """At moments around the ``last_batch`` of epochs all that follows; at every third other, 4 items. Far: all at every one."""
     if far:
         return assert_resumes_exactly(make, **options)
     around = [0, *(end + near for end in ends for near in (-1, 0, 1))]
@@ -378,7 +378,7 @@ def test_groups_stay_where_they_are_when_the_world_changes(open_ds: Callable[[],
     ds = open_ds().shuffle(seed=1).map(group_sum, batched=True, batch_size=5)
 
     def ranks(world: int) -> list[midepoch.Loader]:
-        return [ds.loader(6 // world, rank=rank, world_size=world, ends="uneven") for rank in range(world)]
+        return [ds.loader(6 // world, rank=rank, world_size=world, last_batch="uneven") for rank in range(world)]
 
     def pairs(loader: midepoch.Loader) -> set[tuple[int, int]]:
         return {pair for b in loader for pair in zip(b["id"].tolist(), b["sum"].tolist(), strict=True)}
@@ -427,7 +427,7 @@ def run_ranks(name: str, ds: midepoch.Dataset, world: int, states: Any, steps: i
     found = []
     for rank in range(world):
         loader = PIPELINES[name](ds).loader(
-            2 if name == "skipping map" else 1, rank=rank, world_size=world, ends="uneven", audit=ledger
+            2 if name == "skipping map" else 1, rank=rank, world_size=world, last_batch="uneven", audit=ledger
         )
         if states is not None:
             loader.load_state_dict(states if loader.takes_states_of_all_ranks else states[0])

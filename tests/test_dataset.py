@@ -232,9 +232,9 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"num_workers": 1},
     {"drop_last": True},
-    {"ends": "drop"},
-    {"ends": "pad"},
-    {"rank": 1, "world_size": 2, "ends": "pad"},
+    {"last_batch": "drop"},
+    {"last_batch": "pad"},
+    {"rank": 1, "world_size": 2, "last_batch": "pad"},
 ]
 
 

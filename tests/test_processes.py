@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from midepoch.processes import alive, started
+from midepoch._internal.processes import alive, started
 
 
 def test_one_that_has_ended_is_not_alive_though_its_number_is_taken() -> None:

@@ -90,7 +90,7 @@ def test_import_is_light() -> None:
 
 def test_datasets_and_streams_do_not_import_what_few_use() -> None:
     """pyarrow.compute takes 50 ms: only who filters by an expression needs it, and has imported it then."""
-    code = "import sys, midepoch.load, midepoch.dataset.combine; print([m for m in ('pyarrow.compute', 'torch', 'pandas') if m in sys.modules])"
+    code = "import sys, midepoch.open, midepoch.dataset.combine; print([m for m in ('pyarrow.compute', 'torch', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
 

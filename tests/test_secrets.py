@@ -35,14 +35,14 @@ import pytest
 
 import midepoch
 from midepoch import PipelineCheckpoint
-from midepoch.describe import describe
 from midepoch.errors import CheckpointMismatchError, MidepochError
-from midepoch.plan import plan_resume
-from midepoch.report import collect
-from midepoch.report.page import render
-from midepoch.report.watch import Watch
 from midepoch.sources.hub import HubRequest
 from midepoch.sources.stores import Retry
+from midepoch.tools.describe import describe
+from midepoch.tools.plan import plan_resume
+from midepoch.tools.report import collect
+from midepoch.tools.report.page import render
+from midepoch.tools.report.watch import Watch
 from s3 import Server
 from web import WebServer
 

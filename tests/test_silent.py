@@ -102,7 +102,7 @@ def test_a_shard_is_the_same_rows_for_all(tmp_path: Path) -> None:
             shard = ds.shard(3, index, mode="example")
             rows = [int(row["id"]) for row in shard]
             assert shard[:]["id"].tolist() == rows
-            assert ids(shard.loader(2, ends="uneven")) == rows
+            assert ids(shard.loader(2, last_batch="uneven")) == rows
 
 
 JAX = """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
         WorkerError,
         WorldError,
     )
-    from midepoch.load import from_files, load_dataset, load_from_disk
     from midepoch.loader import Loader
+    from midepoch.open import from_files, load_dataset, load_from_disk
     from midepoch.sources.stores import Retry
 
 __version__ = "0.1.0"
@@ -52,9 +52,9 @@ _WHERE = {
     "Retry": "midepoch.sources.stores",
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",
-    "from_files": "midepoch.load",
-    "load_dataset": "midepoch.load",
-    "load_from_disk": "midepoch.load",
+    "from_files": "midepoch.open",
+    "load_dataset": "midepoch.open",
+    "load_from_disk": "midepoch.open",
     "mix": "midepoch.dataset.combine",
     "zip": "midepoch.dataset.combine",
     **dict.fromkeys(

@@ -45,7 +45,7 @@ class Simulation:
         self.starts += 1
         ledger = Ledger(self.folder, attempt=f"start {self.starts}")
         ds = self.ds.with_format("numpy")
-        loaders = [ds.loader(batch, rank=r, world_size=world, audit=ledger, ends=ends) for r in range(world)]
+        loaders = [ds.loader(batch, rank=r, world_size=world, audit=ledger, last_batch=ends) for r in range(world)]
         if self.state is not None:
             for loader in loaders:
                 loader.load_state_dict(self.state)
@@ -229,7 +229,7 @@ def test_skipped_rows_are_told(small_files: list[str], tmp_path: Path) -> None:
 
 
 def test_dropped_rows_are_not_lost_ones(small_files: list[str], tmp_path: Path) -> None:
-    loader = midepoch.from_files(small_files).loader(5, ends="drop", audit=tmp_path)
+    loader = midepoch.from_files(small_files).loader(5, last_batch="drop", audit=tmp_path)
     list(loader)
     next(loader)
     first, second = read_run(tmp_path).epochs
@@ -281,7 +281,7 @@ def test_a_ledger_is_small(tmp_path: Path) -> None:
         start=0,
         end=4_000_000,
         global_batch=4_000_000 // 8000,
-        ends="drop",
+        last_batch="drop",
         workers=0,
     )
     for _ in range(8000):

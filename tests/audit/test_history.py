@@ -39,13 +39,13 @@ def at(loader: midepoch.Loader, position: int) -> dict[str, Any]:
 def test_a_restore_that_lands_in_the_next_epoch_takes_back_the_rest_of_the_old_one(
     ds: midepoch.Dataset, tmp_path: Path
 ) -> None:
-    first = ds.loader(3, ends="pad", audit=Ledger(tmp_path, attempt="1"))
+    first = ds.loader(3, last_batch="pad", audit=Ledger(tmp_path, attempt="1"))
     passing = iter(first)
     for _ in range(11):
         next(passing)
     state = first.state_dict()
     list(passing)  # to the end, which is lost in a crash
-    second = ds.loader(9, ends="drop", audit=Ledger(tmp_path, attempt="2"))
+    second = ds.loader(9, last_batch="drop", audit=Ledger(tmp_path, attempt="2"))
     second.load_state_dict(state)
     take(second, 1)
     run = read_run(tmp_path)
@@ -329,12 +329,12 @@ def test_torchrun_on_one_machine_names_its_starts(ds: midepoch.Dataset, tmp_path
     """Without a process group: by the agent that started the ranks. Over several machines there is no such name."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    take(ds.loader(4, ends="drop", audit=tmp_path), 1)
+    take(ds.loader(4, last_batch="drop", audit=tmp_path), 1)
     (path,) = tmp_path.glob("*.ledger")
     assert f"-{os.getppid()}." in json.loads(path.read_bytes().split(b"\n")[1])["attempt"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ValueError, match="initialise torch.distributed or jax.distributed before the loader is made"):
-        ds.loader(4, ends="drop", audit=tmp_path)
+        ds.loader(4, last_batch="drop", audit=tmp_path)
 
 
 def test_a_loop_from_epoch_0_after_a_resume_repeats(ds: midepoch.Dataset, tmp_path: Path) -> None:
@@ -419,14 +419,14 @@ def test_one_rank_that_repeats_is_noticed(ds: midepoch.Dataset, tmp_path: Path) 
 def test_rows_that_a_larger_batch_drops(ds: midepoch.Dataset, tmp_path: Path, how: str) -> None:
     first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
     take(first, 9)
-    second = ds.loader(8, ends="drop", audit=Ledger(tmp_path, attempt="2"))
+    second = ds.loader(8, last_batch="drop", audit=Ledger(tmp_path, attempt="2"))
     second.load_state_dict(first.state_dict())
     passing = iter(second)
     state = second.state_dict()
     next(passing)
     if how != "look":
         next(passing)
-        second = ds.loader(8, ends="drop", audit=Ledger(tmp_path, attempt="3"))
+        second = ds.loader(8, last_batch="drop", audit=Ledger(tmp_path, attempt="3"))
         second.load_state_dict(state)
     list(second)
     run = read_run(tmp_path)
@@ -447,7 +447,7 @@ def test_a_start_with_nothing_left_to_deliver_takes_back_what_was_lost_before_it
     """A crash lost steps; the start after it restores, and drops the rest of the epoch."""
     first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
     take(first, 5 + lost)
-    second = ds.loader(32, ends="drop", audit=Ledger(tmp_path, attempt="2"))
+    second = ds.loader(32, last_batch="drop", audit=Ledger(tmp_path, attempt="2"))
     second.load_state_dict(at(first, 20))
     run = read_run(tmp_path)
     assert run.steps == 5 and run.attempts == 2 and run.exact
@@ -486,7 +486,7 @@ def test_a_state_loaded_into_the_dataset_is_recorded(ds: midepoch.Dataset, tmp_p
     first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
     take(first, 8)
     ds.load_state_dict(at(first, 20))
-    ds.loader(32, ends="drop", audit=Ledger(tmp_path, attempt="2"))
+    ds.loader(32, last_batch="drop", audit=Ledger(tmp_path, attempt="2"))
     run = read_run(tmp_path)
     assert told(run) == (20, 0, 0, 20, 0) and run.attempts == 2 and run.exact
 
@@ -495,7 +495,7 @@ def test_what_a_start_would_drop_counts_only_if_it_is_the_last(ds: midepoch.Data
     first = ds.loader(4, audit=Ledger(tmp_path, attempt="1"))
     take(first, 6)
     for number, (batch, dropped, pending) in enumerate([(32, 16, 0), (4, 0, 16)]):
-        loader = ds.loader(batch, ends="drop", audit=Ledger(tmp_path, attempt=f"2{number}"))
+        loader = ds.loader(batch, last_batch="drop", audit=Ledger(tmp_path, attempt=f"2{number}"))
         loader.load_state_dict(first.state_dict())
         assert told(read_run(tmp_path)) == (24, 0, 0, dropped, pending)
 
@@ -521,7 +521,7 @@ def test_starts_of_one_name_and_other_ranks_are_not_taken_for_lost_rows_without_
     monkeypatch.setenv("MIDEPOCH_RUN_ID", "again")
 
     def train(rank: int, ranks: int) -> bool:
-        list(ds.loader(2, rank=rank, world_size=ranks, ends="drop", audit=tmp_path))
+        list(ds.loader(2, rank=rank, world_size=ranks, last_batch="drop", audit=tmp_path))
         return True
 
     for ranks in (2, 4):
@@ -535,7 +535,7 @@ def test_the_name_of_a_start_is_found_once(
 ) -> None:
     """What named it, a process group for one, may be gone when the next pass begins."""
     monkeypatch.setenv("MIDEPOCH_RUN_ID", "one")
-    loader = ds.loader(4, rank=0, world_size=2, ends="drop", audit=tmp_path)
+    loader = ds.loader(4, rank=0, world_size=2, last_batch="drop", audit=tmp_path)
     list(loader)
     monkeypatch.delenv("MIDEPOCH_RUN_ID")
     list(loader)

@@ -112,7 +112,7 @@ class StreamPipeline:
         store = f"file://{folder / f'store-{start.number:04}'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=start.world)
         os.environ.pop("MIDEPOCH_RUN_ID")
-        return self.open(folder / "data").loader(start.batch, start.workers, ends="pad")
+        return self.open(folder / "data").loader(start.batch, start.workers, last_batch="pad")
 
     def outputs(self, batch: Any) -> list[Output]:
         """What tells the outputs of a batch apart: ids, or the tokens of a sequence."""
@@ -150,7 +150,9 @@ class StreamPipeline:
         """The lane of every output, and its number there, by an uninterrupted run of each lane by itself."""
         found: dict[Output, tuple[int, int]] = {}
         for lane in range(lanes):
-            loader = self.open(folder / "data").with_lanes(lanes).loader(5, rank=lane, world_size=lanes, ends="uneven")
+            loader = (
+                self.open(folder / "data").with_lanes(lanes).loader(5, rank=lane, world_size=lanes, last_batch="uneven")
+            )
             loader.set_epoch(epoch)
             outputs = [output for batch in loader for output in self.outputs(batch)]
             found |= {output: (lane, number) for number, output in enumerate(outputs)}

@@ -81,7 +81,7 @@ class Pipeline:
 
     def open(self, folder: Path) -> midepoch.Dataset:
         ds = midepoch.from_files(folder, index_dir=folder.parent / "index", cache_dir=folder.parent / "blocks")
-        ds = ds.slice(*self.cut)
+        ds = ds.slice(*self.shard)
         if self.scope is not None:
             ds = ds.shuffle(self.seed, self.scope, self.window)
         if self.lanes is not None:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import midepoch
-from midepoch.world import World, find_world
+from midepoch.distributed.world import World, find_world
 
 
 @dataclass(frozen=True)

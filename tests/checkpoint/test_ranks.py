@@ -19,7 +19,7 @@ from forks import Forks
 from midepoch.checkpoint import CheckpointMismatchError, CheckpointSaveError, PipelineCheckpoint
 from midepoch.checkpoint.local import LocalBoard
 from midepoch.checkpoint.rendezvous import Leader
-from midepoch.world import World
+from midepoch.distributed.world import World
 
 JOB = Path(__file__).with_name("rank_job.py")
 ROWS = 48
@@ -39,7 +39,7 @@ def run() -> Iterator[Run]:
         commands = [[str(JOB), str(folder), data, str(rank), str(size), how, str(step), when] for rank in range(size)]
         return [done.stdout.strip() or f"rc {done.returncode}: {done.stderr[-2000:]}" for done in forks.run(*commands)]
 
-    with Forks("numpy.ma", "numpy.random", "midepoch.load", "midepoch.loader", "midepoch.checkpoint") as forks:
+    with Forks("numpy.ma", "numpy.random", "midepoch.open", "midepoch.loader", "midepoch.checkpoint") as forks:
         yield said
 
 

@@ -86,7 +86,7 @@ def test_a_source_with_fewer_rows_than_lanes_resumes_exactly(numbers: Numbers, r
     def make(rank: int = 0, stop: str = "all") -> Any:
         small = numbers(0, 3).shuffle(seed=1).map(lambda row: {"n": row["n"]}, one_to_one=False, batched=True)
         mixed = midepoch.mix([small, numbers(1000, 24).filter(always)], [1, 2], seed=3, stop=stop)
-        return mixed.with_lanes(6).loader(4, rank=rank, world_size=ranks, ends="uneven")
+        return mixed.with_lanes(6).loader(4, rank=rank, world_size=ranks, last_batch="uneven")
 
     for rank in range(ranks):
         assert_resumes_exactly(lambda rank=rank: make(rank), epochs=1, steps=[1, 4, 7])

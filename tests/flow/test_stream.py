@@ -19,8 +19,8 @@ import pytest
 
 import midepoch
 from midepoch.errors import CheckpointMismatchError, ColumnError, MapError, StateError
-from midepoch.plan import plan_resume
 from midepoch.testing import assert_resumes_exactly, same
+from midepoch.tools.plan import plan_resume
 
 ROWS = 300
 

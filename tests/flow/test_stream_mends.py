@@ -207,7 +207,7 @@ def test_zip_pairs_the_same_on_any_number_of_ranks(numbers: Numbers) -> None:
 def test_ranks_that_share_lanes_stay_in_one_epoch(ends: str, numbers: Numbers) -> None:
     def make(rank: int) -> Any:
         stream = numbers(0, 5).filter(always).with_lanes(1)
-        return stream.loader(1, rank=rank, world_size=2, ends=ends, collate_fn=list)
+        return stream.loader(1, rank=rank, world_size=2, last_batch=ends, collate_fn=list)
 
     loaders = [make(0), make(1)]
     passes = [iter(loader) for loader in loaders]
@@ -226,7 +226,9 @@ def test_ranks_that_share_lanes_stay_in_one_epoch(ends: str, numbers: Numbers) -
         == ([1, 1] if ends == "pad" else [1, 0])
     )
     assert found[0] == [[4]] == rest[0]
-    single = [numbers(7, 8).filter(always).with_lanes(1).loader(1, rank=r, world_size=2, ends="pad") for r in range(2)]
+    single = [
+        numbers(7, 8).filter(always).with_lanes(1).loader(1, rank=r, world_size=2, last_batch="pad") for r in range(2)
+    ]
     batches = [list(loader) for loader in single]
     assert [batch["is_padding"].tolist() for one in batches for batch in one] == [[False], [True]]
 
@@ -434,7 +436,7 @@ def test_a_mix_is_not_changed_where_some_ranks_are_through(numbers: Numbers) -> 
 
     def make(weights: list[float], rank: int) -> Any:
         mixed = midepoch.mix([a.filter(lambda row: row["n"] % 4 > 0), b], weights, seed=1).with_lanes(2)
-        return mixed.loader(1, collate_fn=ns, rank=rank, world_size=2, ends="uneven")
+        return mixed.loader(1, collate_fn=ns, rank=rank, world_size=2, last_batch="uneven")
 
     loaders = [make([1, 1], rank) for rank in range(2)]
     assert list(loaders[1])

@@ -26,7 +26,7 @@ def loader_of(folder: Path, case: str, seed: int = 3) -> Any:
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=seed)
     if "stream" in case:
         kept = ds.filter(lambda row: row["id"] % 5 > 0)
-        return kept.loader(2, ends="drop") if "ranks" in case else kept.loader(4)
+        return kept.loader(2, last_batch="drop") if "ranks" in case else kept.loader(4)
     return ds.loader(4, num_workers=2 if case == "workers" else 0)
 
 

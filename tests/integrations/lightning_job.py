@@ -40,7 +40,7 @@ RANKS: dict[str, dict[str, Any]] = {"ranks": {"max_epochs": 2}, "ranks of a stre
 def loader_of(folder: Path, case: str) -> Any:
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=3)
     if "stream" in case:
-        return ds.filter(lambda row: row["id"] % 5 > 0).loader(4, ends="drop" if "ranks" in case else None)
+        return ds.filter(lambda row: row["id"] % 5 > 0).loader(4, last_batch="drop" if "ranks" in case else None)
     return ds.loader(4, num_workers=2 if case == "workers" else 0)
 
 

@@ -22,7 +22,7 @@ def noted(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
 
 def uninterrupted(folder: Path, rank: int, ranks: int, ends: str) -> list[tuple[int, list[int]]]:
     ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42)
-    loader = ds.loader(16 // ranks, rank=rank, world_size=ranks, ends=ends)
+    loader = ds.loader(16 // ranks, rank=rank, world_size=ranks, last_batch=ends)
     column = "input_ids" if "input_ids" in ds.column_names else "id"
     rows = [batch[column].reshape(len(batch[column]), -1)[:, 0].tolist() for _ in range(2) for batch in loader]
     return list(enumerate(rows, 1))

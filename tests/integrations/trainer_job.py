@@ -96,7 +96,7 @@ def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | Non
         train_dataset=data(folder, case),
         eval_dataset=midepoch.from_files(folder / "data.parquet"),
         callbacks=[watching],
-        loader_options={"ends": "drop"} if case == "options" else None,
+        loader_options={"last_batch": "drop"} if case == "options" else None,
         compute_metrics=metrics,
     )
     trainer.can_return_loss = True

@@ -63,7 +63,7 @@ def test_padded_ranks_take_equal_steps_of_equal_size(
 ) -> None:
     seen, lengths = [], set()
     for rank in range(world):
-        loader = STEPS[steps](open_ds).loader(batch, workers, ends="pad", rank=rank, world_size=world)
+        loader = STEPS[steps](open_ds).loader(batch, workers, last_batch="pad", rank=rank, world_size=world)
         batches = list(loader)
         assert len(batches) == len(loader)
         lengths.add(len(batches))
@@ -79,18 +79,18 @@ def test_padded_ranks_take_equal_steps_of_equal_size(
 @pytest.mark.parametrize("kind", ["arrow", "collate", "collate columns"])
 def test_the_mark_is_there_in_every_form(open_ds: midepoch.Dataset, kind: str) -> None:
     if kind == "arrow":
-        batches = [table.to_pydict() for table in open_ds.with_format("arrow").loader(5, ends="pad")]
+        batches = [table.to_pydict() for table in open_ds.with_format("arrow").loader(5, last_batch="pad")]
     elif kind == "collate":
-        rows = open_ds.loader(5, ends="pad", collate_fn=lambda rows: rows)
+        rows = open_ds.loader(5, last_batch="pad", collate_fn=lambda rows: rows)
         batches = [{name: [row[name] for row in batch] for name in batch[0]} for batch in rows]
     else:
-        batches = list(open_ds.loader(5, ends="pad", collate_fn=lambda columns: columns, collate_columns=True))
+        batches = list(open_ds.loader(5, last_batch="pad", collate_fn=lambda columns: columns, collate_columns=True))
     assert [sum(map(int, numbers(batch["is_padding"]))) for batch in batches] == [0] * 7 + [3]
     assert sorted(sum(map(genuine, batches), [])) == list(range(37))
 
 
 def test_padding_is_marked_where_rows_are_skipped(open_ds: midepoch.Dataset) -> None:
-    batches = list(open_ds.map(not_sevens, on_error="skip").loader(5, ends="pad"))
+    batches = list(open_ds.map(not_sevens, on_error="skip").loader(5, last_batch="pad"))
     assert sorted(sum(map(genuine, batches), [])) == [i for i in range(37) if i % 7]
     # 35 is skipped; 0, with which the padding begins, is as well
     assert numbers(batches[-1]["is_padding"]) == [False, True, True]
@@ -98,7 +98,7 @@ def test_padding_is_marked_where_rows_are_skipped(open_ds: midepoch.Dataset) -> 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 40])
 def test_dropped_ranks_take_equal_steps(open_ds: midepoch.Dataset, world: int) -> None:
-    make = lambda rank: open_ds.shuffle(seed=1).loader(3, ends="drop", rank=rank, world_size=world)  # noqa: E731
+    make = lambda rank: open_ds.shuffle(seed=1).loader(3, last_batch="drop", rank=rank, world_size=world)  # noqa: E731
     if world * 3 > 37:
         with pytest.raises(ValueError, match="no batch would be left: the 37 rows are fewer than a global batch of 3"):
             make(0)
@@ -114,7 +114,7 @@ def test_dropped_ranks_take_equal_steps(open_ds: midepoch.Dataset, world: int) -
 def test_uneven_ranks_get_every_row_once(open_ds: midepoch.Dataset, rows: int, world: int) -> None:
     ds = open_ds.take(rows).shuffle(seed=1)
     passes = [
-        [numbers(batch["id"]) for batch in ds.loader(3, ends="uneven", rank=rank, world_size=world)]
+        [numbers(batch["id"]) for batch in ds.loader(3, last_batch="uneven", rank=rank, world_size=world)]
         for rank in range(world)
     ]
     assert sorted(sum(sum(passes, []), [])) == list(range(rows))
@@ -126,7 +126,7 @@ def test_uneven_ranks_get_every_row_once(open_ds: midepoch.Dataset, rows: int, w
 def test_resumes_exactly(small_files: list[str], ends: str, steps: str) -> None:
     for rank in (0, 2):
         make = lambda workers=0, rank=rank: STEPS[steps](midepoch.from_files(small_files)).loader(  # noqa: E731
-            4, workers, ends=ends, rank=rank, world_size=3
+            4, workers, last_batch=ends, rank=rank, world_size=3
         )
         assert_resumes_exactly(make, resume_with=[lambda make=make: make(2)] if rank and steps == "map" else [])
 
@@ -134,7 +134,7 @@ def test_resumes_exactly(small_files: list[str], ends: str, steps: str) -> None:
 def test_padding_counts_for_nothing_on_resume(small_files: list[str]) -> None:
     """Another world goes on behind the genuine rows, and pads for itself."""
     make = lambda rank, world, batch: (  # noqa: E731
-        midepoch.from_files(small_files).shuffle(seed=3).loader(batch, ends="pad", rank=rank, world_size=world)
+        midepoch.from_files(small_files).shuffle(seed=3).loader(batch, last_batch="pad", rank=rank, world_size=world)
     )
     first = [make(rank, 2, 5) for rank in range(2)]
     seen = [row for loader in first for row in genuine(next(loader))]
@@ -151,14 +151,14 @@ def test_padding_counts_for_nothing_on_resume(small_files: list[str]) -> None:
 def test_what_contradicts_or_is_in_the_way_is_refused(small_files: list[str]) -> None:
     ds = midepoch.from_files(small_files)
     with pytest.raises(ValueError, match="ends must be one of 'drop', 'pad', 'uneven', got 'loop'"):
-        ds.loader(4, ends="loop")
-    with pytest.raises(ValueError, match="drop_last=True and ends='pad' contradict"):
-        ds.loader(4, drop_last=True, ends="pad")
+        ds.loader(4, last_batch="loop")
+    with pytest.raises(ValueError, match="drop_last=True and last_batch='pad' contradict"):
+        ds.loader(4, drop_last=True, last_batch="pad")
     with pytest.raises(ValueError, match="there is a column 'is_padding' already"):
-        ds.rename_columns({"id": "is_padding"}).loader(4, ends="pad")
+        ds.rename_columns({"id": "is_padding"}).loader(4, last_batch="pad")
     with pytest.raises(midepoch.MapError, match="a map made a column 'is_padding'"):
-        next(iter(ds.map(lambda row: {"is_padding": 1}).loader(4, ends="pad")))
-    assert len(ds.loader(4, drop_last=True, ends="drop")) == 9
+        next(iter(ds.map(lambda row: {"is_padding": 1}).loader(4, last_batch="pad")))
+    assert len(ds.loader(4, drop_last=True, last_batch="drop")) == 9
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -193,7 +193,7 @@ def test_an_epoch_that_is_named_again_is_gone_through_again(small_files: list[st
 
 def test_all_ranks_go_on_together_where_the_last_step_is_not_for_all(small_files: list[str]) -> None:
     ds = midepoch.from_files(small_files).take(9)
-    loaders = [ds.loader(2, rank=rank, world_size=4, ends="uneven") for rank in range(4)]
+    loaders = [ds.loader(2, rank=rank, world_size=4, last_batch="uneven") for rank in range(4)]
     assert [len(loader) for loader in loaders] == [2, 1, 1, 1]
     for epoch in range(3):
         for loader in loaders:

@@ -22,13 +22,14 @@ import pytest
 
 import midepoch
 from forks import forked
-from midepoch import agreement, ending
+from midepoch._internal import threads
+from midepoch.distributed import rendezvous
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import passes as loader_module
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.transport import Receiver
-from midepoch.order import Cut
-from midepoch.report.watch import Watch
+from midepoch.order import Shard
+from midepoch.tools.report.watch import Watch
 
 ROWS = 20_000
 
@@ -161,9 +162,9 @@ def test_a_script_that_does_not_listen_to_sigterm_ends(how: list[str], path: str
 
 STUCK = """
 import sys, time, midepoch
-from midepoch import ending
+from midepoch._internal import threads
 from midepoch.read import fetched
-ending._PATIENCE = 0.2
+threads._PATIENCE = 0.2
 make = fetched.FetchedBlocks._make
 fetched.FetchedBlocks._make = lambda self, block: make(self, block) if block < 4 else time.sleep(10**6)  # a dead mount
 for number, batch in enumerate(midepoch.from_files(sys.argv[1]).with_format("numpy").map(dict).loader(10)):
@@ -185,12 +186,12 @@ def test_threads_of_ours_are_not_waited_for_by_each_other(caplog: pytest.LogCapt
     go = threading.Event()
     other = threading.Thread(target=go.wait, daemon=True)
     other.start()
-    fetching = threading.Thread(target=ending.join, args=([other],), name="midepoch-fetch-7")
+    fetching = threading.Thread(target=threads.join, args=([other],), name="midepoch-fetch-7")
     fetching.start()
     fetching.join(60)
     assert not fetching.is_alive() and "left behind" not in caplog.text
     go.set()
-    ending.join([other])
+    threads.join([other])
     assert not other.is_alive()
 
 
@@ -265,8 +266,8 @@ def test_what_ranks_have_said_does_not_fill_the_store(monkeypatch: pytest.Monkey
     from torch.distributed import HashStore
 
     store = HashStore()
-    monkeypatch.setattr(agreement, "_store", lambda: store)
-    steps = EqualSteps(Cut(0, 1), {"data": "data"}, "", lambda: None)
+    monkeypatch.setattr(rendezvous, "_store", lambda: store)
+    steps = EqualSteps(Shard(0, 1), {"data": "data"}, "", lambda: None)
     for _ in range(3):
         steps.begin()
         for _ in range(20):

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from midepoch.loader.advice import remedy
 from midepoch.loader.meter import Meter, weight
-from midepoch.loader.remedy import remedy
 from midepoch.stats import Stats, to_tensorboard
 
 ROWS = 1000
@@ -227,8 +227,8 @@ def test_progress_hands_over_every_batch(files: str, capsys: Any, monkeypatch: p
     loader = midepoch.from_files(files).loader(100)
     assert len(list(loader.progress())) == 10
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("midepoch.progress.watched", lambda: True)
-    monkeypatch.setattr("midepoch.progress._EVERY", 0.0)
+    monkeypatch.setattr("midepoch._internal.progress.watched", lambda: True)
+    monkeypatch.setattr("midepoch._internal.progress._EVERY", 0.0)
     seen = []
     for batch in loader.progress(done=0):
         seen += batch["id"].tolist()
@@ -254,15 +254,15 @@ def test_notebooks_show_where_they_are(files: str) -> None:
 
 
 def test_a_terminal_that_goes_away_ends_nothing(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone:
+    class SourceRemoved:
         def isatty(self) -> bool:
             return True
 
         def write(self, text: str) -> None:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("midepoch.progress._EVERY", 0.0)
-    for stderr in (Gone(), None, object()):
+    monkeypatch.setattr("midepoch._internal.progress._EVERY", 0.0)
+    for stderr in (SourceRemoved(), None, object()):
         monkeypatch.setattr(sys, "stderr", stderr)
         loader = midepoch.from_files(files).loader(100)
         assert sum(len(batch["id"]) for batch in loader.progress()) == ROWS

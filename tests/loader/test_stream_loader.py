@@ -39,7 +39,7 @@ def test_the_length_is_the_number_of_batches_of_each_rank(
         stream = stream.shuffle(seed=1, window=4)
     for rank in range(world):
         try:
-            loader = stream.loader(batch, rank=rank, world_size=world, ends=ends)
+            loader = stream.loader(batch, rank=rank, world_size=world, last_batch=ends)
             length = len(loader)
         except (midepoch.WorldError, TypeError):
             continue  # ranks with lanes of their own, which are not connected here or whose outputs are not counted

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midepoch.order import Cut, Layout, Order, Selection, Shuffle, epoch_end
+from midepoch.order import Layout, Order, Selection, Shard, Shuffle, epoch_end
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "order.json"
 
@@ -81,7 +81,7 @@ def test_cuts_are_disjoint_and_complete(case: tuple[Order, Layout, int], ranks: 
     """From any position, for any world and workers: all shares together are the rest of the epoch, once."""
     n = len(case[0])
     start = min(start, n)
-    shares = [Cut(r, ranks).within(Cut(w, workers)) for r in range(ranks) for w in range(workers)]
+    shares = [Shard(r, ranks).within(Shard(w, workers)) for r in range(ranks) for w in range(workers)]
     seen = np.concatenate([share.positions(start, n) for share in shares])
     assert np.array_equal(np.sort(seen), np.arange(start, n))
     lengths = [len(share.positions(start, n)) for share in shares]
@@ -96,7 +96,7 @@ def test_ranks_share_every_global_batch_equally(ranks: int, batch: int, start: i
     size = ranks * batch
     end = epoch_end(min(start, n), n, size, drop_last=True)
     for first in range(min(start, n), end, size):
-        parts = [Cut(rank, ranks).positions(first, first + size) for rank in range(ranks)]
+        parts = [Shard(rank, ranks).positions(first, first + size) for rank in range(ranks)]
         assert {len(part) for part in parts} == {batch}
 
 
@@ -104,7 +104,7 @@ def test_lanes_keep_a_rank_on_its_own_files() -> None:
     layout = layout_of([[10], [10], [10], [10]])
     order = Order(Selection.of_ranges([(0, 40)]), Shuffle(3, "files"), lanes=4).at(0, layout)
     for rank in range(4):
-        rows = order.rows(Cut(rank, 4).positions(0, 40))
+        rows = order.rows(Shard(rank, 4).positions(0, 40))
         assert len(np.unique(rows // 10)) == 1
 
 
@@ -135,7 +135,7 @@ def test_refuses_bad_arguments() -> None:
     with pytest.raises(ValueError, match="lanes"):
         Order(Selection.of_ranges([(0, 1)]), None, 0)
     with pytest.raises(ValueError, match=r"\[0, 2\)"):
-        Cut(2, 2)
+        Shard(2, 2)
 
 
 def golden_orders() -> dict[str, dict[str, object]]:

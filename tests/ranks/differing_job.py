@@ -30,29 +30,31 @@ Make = Callable[[Any, Any, int, int], Any]
 """(dataset, another dataset of as many rows, 1 on the rank that differs, a batch size of its own): a loader"""
 
 DIFFERING: dict[str, Make] = {
-    "data": lambda ds, other, odd, n: (other if odd else ds).shuffle(1).loader(n, ends="drop"),
-    "selection": lambda ds, _, odd, n: ds.select(range(odd, 39 + odd)).loader(n, ends="drop"),
-    "scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).loader(n, ends="drop"),
-    "scope of another kind": lambda ds, _, odd, n: ds.shuffle(1, "window" if odd else "rows").loader(n, ends="drop"),
-    "window": lambda ds, _, odd, n: ds.shuffle(1, "window", 3 if odd else 2).loader(n, ends="drop"),
-    "seed": lambda ds, _, odd, n: ds.shuffle(odd).loader(n, ends="drop"),
-    "pipeline": lambda ds, _, odd, n: (ds.map(even_or_odd) if odd else ds).loader(n, ends="drop"),
-    "batch size": lambda ds, _, odd, n: ds.loader(n + odd, ends="uneven"),
-    "ends": lambda ds, _, odd, n: ds.loader(n, ends="pad" if odd else "drop"),
-    "stream: data": lambda ds, other, odd, n: (other if odd else ds).filter(even).loader(n, ends="pad"),
-    "stream: pipeline": lambda ds, _, odd, n: (ds.filter(even).filter(threes) if odd else ds.filter(even)).loader(
-        n, ends="pad"
+    "data": lambda ds, other, odd, n: (other if odd else ds).shuffle(1).loader(n, last_batch="drop"),
+    "selection": lambda ds, _, odd, n: ds.select(range(odd, 39 + odd)).loader(n, last_batch="drop"),
+    "scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).loader(n, last_batch="drop"),
+    "scope of another kind": lambda ds, _, odd, n: ds.shuffle(1, "window" if odd else "rows").loader(
+        n, last_batch="drop"
     ),
-    "stream: lanes": lambda ds, _, odd, n: ds.filter(even).with_lanes(4 if odd else 2).loader(n, ends="pad"),
-    "stream: scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).filter(even).loader(n, ends="pad"),
+    "window": lambda ds, _, odd, n: ds.shuffle(1, "window", 3 if odd else 2).loader(n, last_batch="drop"),
+    "seed": lambda ds, _, odd, n: ds.shuffle(odd).loader(n, last_batch="drop"),
+    "pipeline": lambda ds, _, odd, n: (ds.map(even_or_odd) if odd else ds).loader(n, last_batch="drop"),
+    "batch size": lambda ds, _, odd, n: ds.loader(n + odd, last_batch="uneven"),
+    "ends": lambda ds, _, odd, n: ds.loader(n, last_batch="pad" if odd else "drop"),
+    "stream: data": lambda ds, other, odd, n: (other if odd else ds).filter(even).loader(n, last_batch="pad"),
+    "stream: pipeline": lambda ds, _, odd, n: (ds.filter(even).filter(threes) if odd else ds.filter(even)).loader(
+        n, last_batch="pad"
+    ),
+    "stream: lanes": lambda ds, _, odd, n: ds.filter(even).with_lanes(4 if odd else 2).loader(n, last_batch="pad"),
+    "stream: scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).filter(even).loader(n, last_batch="pad"),
     "stream beside a dataset: ends": lambda ds, _, odd, n: (
-        ds.loader(n, ends="drop") if odd else ds.filter(even).loader(n, ends="pad")
+        ds.loader(n, last_batch="drop") if odd else ds.filter(even).loader(n, last_batch="pad")
     ),
     "uneven stream: selection": lambda ds, _, odd, n: (
-        ds.select(range(odd, 39 + odd)).filter(even).loader(n, ends="uneven")
+        ds.select(range(odd, 39 + odd)).filter(even).loader(n, last_batch="uneven")
     ),
     "mix: parts": lambda ds, other, odd, n: midepoch.mix([ds, other], weights=[1, 2 + odd], seed=1).loader(
-        n, ends="pad"
+        n, last_batch="pad"
     ),
 }
 
@@ -78,9 +80,9 @@ def refused(make: Make, ds: Any, other: Any, number: int = 2) -> str:
 
 def shifted(ds: Any, other: Any, kind: str) -> list[int]:
     """The batches of a loader that all ranks make, and of one that one rank makes before, and iterates after it."""
-    extra = other.loader(3, ends="drop") if dist.get_rank() == 0 else None
+    extra = other.loader(3, last_batch="drop") if dist.get_rank() == 0 else None
     source = ds.shuffle(3) if kind == "dataset" else ds.take(37).filter(threes)
-    found = [len(list(source.loader(3, ends="drop")))]
+    found = [len(list(source.loader(3, last_batch="drop")))]
     if extra is not None:
         found.append(len(list(extra)))
     dist.barrier()
@@ -90,8 +92,8 @@ def shifted(ds: Any, other: Any, kind: str) -> list[int]:
 def waiting(ds: Any, other: Any) -> str:
     """What is raised by ranks that differ, and whose loaders have different numbers: each waits for the other."""
     if dist.get_rank() == 0:
-        other.loader(2, ends="pad")
-    loader = ds.take(36 - dist.get_rank()).filter(even).loader(6, ends="drop")
+        other.loader(2, last_batch="pad")
+    loader = ds.take(36 - dist.get_rank()).filter(even).loader(6, last_batch="drop")
     found = "nothing was raised"
     try:
         list(loader)
@@ -119,7 +121,9 @@ def of_mesh(ds: Any, ends: str) -> list[list[int]]:
     found = []
     for _ in range(2):
         for given in ((mesh, "dp"), mesh["dp"], mesh["dp"].get_group()):
-            for batch in ds.filter(even).with_lanes(4).with_format("numpy").loader(3, data_parallel=given, ends=ends):
+            for batch in (
+                ds.filter(even).with_lanes(4).with_format("numpy").loader(3, data_parallel=given, last_batch=ends)
+            ):
                 real = ~batch["is_padding"] if "is_padding" in batch else slice(None)
                 found.append(batch["id"][real].tolist())
                 dist.barrier()

@@ -25,7 +25,7 @@ def main(folder: Path, data: str) -> None:
     log = os.open(folder / f"log-{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     model = DistributedDataParallel(torch.nn.Linear(4, 1).double())
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=3)
-    loader = midepoch.from_files(data).shuffle(seed=5).loader(4, ends="pad", audit=folder / "ledger")
+    loader = midepoch.from_files(data).shuffle(seed=5).loader(4, last_batch="pad", audit=folder / "ledger")
     step = checkpoint.restore_latest(loader, model) or 0
     start = {"from": step, "rank": rank, "size": size, "time": time.time(), "agent": os.getppid(), "pid": os.getpid()}
     os.write(log, json.dumps(start).encode() + b"\n")

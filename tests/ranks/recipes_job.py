@@ -29,7 +29,7 @@ class Run:
         self.model = DistributedDataParallel(torch.nn.Linear(4, 1).double())
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.loader = (
-            midepoch.from_files(data).shuffle(seed=5).loader(GLOBAL_BATCH // dist.get_world_size(), ends="drop")
+            midepoch.from_files(data).shuffle(seed=5).loader(GLOBAL_BATCH // dist.get_world_size(), last_batch="drop")
         )
         self.rows: list[list[int]] = []
 
@@ -97,7 +97,7 @@ def refusals(folder: Path, data: str) -> dict[str, Any]:
     drawn = midepoch.from_files(data).shuffle().pipeline.order.shuffle
     found["drawn"] = drawn.seed if drawn is not None else None
     try:
-        EARLY[0].loader(6, ends="drop")
+        EARLY[0].loader(6, last_batch="drop")
     except ValueError as problem:
         found["early"] = str(problem)
     found |= apart_in_other_ways(data, mesh)
@@ -120,7 +120,7 @@ def apart_in_other_ways(data: str, mesh: Any) -> dict[str, Any]:
         dist.barrier()  # a refusal that comes later would be taken for one of the next loader
 
     def make(part: int, batch: int = 3, **options: Any) -> Any:
-        return midepoch.from_files(data).take(96 - part).shuffle(seed=5).loader(batch, ends="drop", **options)
+        return midepoch.from_files(data).take(96 - part).shuffle(seed=5).loader(batch, last_batch="drop", **options)
 
     loader = make(1)
     if rank == 0:

@@ -50,7 +50,7 @@ def passes(loader: Any) -> list[list[int]]:
 
 def padded_then_resumed(make: Callable[[str], midepoch.Dataset], data: str, steps: int) -> list[list[int]]:
     """So many steps with padding, and the rest by other loaders that go on from the states of all ranks."""
-    loader = make(data).loader(4, ends="pad")
+    loader = make(data).loader(4, last_batch="pad")
     passing = iter(loader)
     found = []
     for _ in range(steps):
@@ -60,7 +60,7 @@ def padded_then_resumed(make: Callable[[str], midepoch.Dataset], data: str, step
     dist.all_gather_object(states, loader.state_dict())
     if steps == 0:
         return found
-    other = make(data).loader(4, ends="pad")
+    other = make(data).loader(4, last_batch="pad")
     other.load_state_dict(states)
     other.set_epoch(0)
     return found + passes(other)
@@ -76,17 +76,19 @@ def main(folder: Path, data: str, phase: str) -> None:
             stream(data).loader(4)
         except midepoch.WorldError as problem:
             said["asked"] = str(problem)
-        dropping = stream(data).loader(4, ends="drop", num_workers=1)
+        dropping = stream(data).loader(4, last_batch="drop", num_workers=1)
         said["drop"] = [passes(dropping), passes(dropping)]
         dropping.close()
-        said["pad"] = passes(stream(data).loader(4, ends="pad"))
-        said["shared"] = passes(stream(data).with_lanes(1).loader(4, ends="pad"))
+        said["pad"] = passes(stream(data).loader(4, last_batch="pad"))
+        said["shared"] = passes(stream(data).with_lanes(1).loader(4, last_batch="pad"))
         said["resumed"] = [
             padded_then_resumed(stream, data, steps) for steps in range(len(said["pad"]) - 3, len(said["pad"]) + 1)
         ]
-        said["one-sided"] = [passes(one_sided(data).loader(4, num_workers=workers, ends="pad")) for workers in (0, 1)]
+        said["one-sided"] = [
+            passes(one_sided(data).loader(4, num_workers=workers, last_batch="pad")) for workers in (0, 1)
+        ]
         said["one-sided"] += [padded_then_resumed(one_sided, data, steps) for steps in (1, 5)]
-        loader = stream(data).loader(2, ends="drop")
+        loader = stream(data).loader(2, last_batch="drop")
         said["before"] = []
         for step, batch in enumerate(loader):
             said["before"].append(ids_of(batch))
@@ -94,7 +96,7 @@ def main(folder: Path, data: str, phase: str) -> None:
                 checkpoint.save(loader, step=3)
                 break
     else:
-        loader = stream(data).loader(3, ends="pad")
+        loader = stream(data).loader(3, last_batch="pad")
         assert checkpoint.restore_latest(loader) == 3
         said["after"] = passes(loader)
     (folder / f"{phase}-{rank}.json").write_text(json.dumps(said))

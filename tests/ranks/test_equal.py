@@ -12,7 +12,7 @@ from differing_job import DIFFERING
 from test_torchrun import HERE, read
 
 from launch import Launch
-from midepoch.agreement import differences
+from midepoch.distributed.rendezvous import differences
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import midepoch
 from fast_hf_loader_simple import SimpleArrowIterableDataset
 from midepoch.checkpoint import saving
-from midepoch.plan import plan_resume
+from midepoch.tools.plan import plan_resume
 
 
 @pytest.fixture
@@ -123,14 +123,16 @@ def test_padding_that_is_skipped_is_made_of_other_rows(small_files: list[str]) -
     """Rows 0 to 3 cannot be used: what pads the last batch is taken from behind them, on every rank."""
     ds = midepoch.from_files(small_files).take(9).map(fails_on(0, 1, 2, 3), on_error="skip")
     for rank in range(2):
-        loader = ds.loader(2, ends="pad", rank=rank, world_size=2)
+        loader = ds.loader(2, last_batch="pad", rank=rank, world_size=2)
         loader.load_state_dict({**loader.state_dict(), "position": 4})
         batches = list(loader)
         assert len(batches) == 2
         assert batches[-1]["is_padding"].tolist() == ([False] if rank == 0 else [True] * len(batches[-1]["id"]))
-    whole = ds.loader(4, ends="pad")
+    whole = ds.loader(4, last_batch="pad")
     with pytest.raises(midepoch.MidepochError):
-        list(ds.loader(2, ends="pad", rank=0, world_size=2))  # a batch of which nothing is left, from its beginning
+        list(
+            ds.loader(2, last_batch="pad", rank=0, world_size=2)
+        )  # a batch of which nothing is left, from its beginning
     list(whole)
     assert whole.skipped == 4  # genuine rows only
 
@@ -141,15 +143,15 @@ def test_num_ranks_alone_is_not_rank_0(lake: Path, monkeypatch: pytest.MonkeyPat
         make(num_ranks=4)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert make(num_ranks=4)._loader.cut.index == 2
-    assert make(num_ranks=2, rank=1)._loader.cut.index == 1
-    assert make(num_ranks=1)._loader.cut.count == 1
+    assert make(num_ranks=4)._loader.shard.index == 2
+    assert make(num_ranks=2, rank=1)._loader.shard.index == 1
+    assert make(num_ranks=1)._loader.shard.count == 1
 
 
 def test_what_is_left_of_a_pass(small_files: list[str]) -> None:
     from operator import length_hint
 
-    loader = midepoch.from_files(small_files).take(3).loader(2, ends="uneven", rank=3, world_size=4)
+    loader = midepoch.from_files(small_files).take(3).loader(2, last_batch="uneven", rank=3, world_size=4)
     assert len(loader) == length_hint(iter(loader)) == len(list(loader)) == 0
 
 
@@ -167,6 +169,6 @@ def test_plans_refuse_what_loaders_refuse(small_files: list[str]) -> None:
         for dataset in (None, ds):
             plan = plan_resume({**state, **change}, dataset, world_size=2, batch_size=3)
             assert not plan.accepted and plan.problem, name
-    plan = plan_resume(state, ds, world_size=30, batch_size=4, ends="drop")
+    plan = plan_resume(state, ds, world_size=30, batch_size=4, last_batch="drop")
     assert not plan.accepted and "no batch would be left" in str(plan.problem)
-    assert plan_resume(state, ds.loader(4, ends="pad"), world_size=3, batch_size=4).padded == 11
+    assert plan_resume(state, ds.loader(4, last_batch="pad"), world_size=3, batch_size=4).padded == 11

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from midepoch.loader.batches import Plan
-from midepoch.order import Cut, Layout, Order, Selection, Shuffle
+from midepoch.order import Layout, Order, Selection, Shard, Shuffle
 
 ROWS, RANKS, WORKERS, BATCH = 10**9 + 7, 1024, 8, 16
 
@@ -21,7 +21,7 @@ def test_steps_are_cut_disjoint_complete_and_balanced(ends: str) -> None:
     steps = {0, 1, len(plan) - 1, *draw.integers(0, len(plan), 12).tolist()}
     for step in steps:
         first, stop = plan.bounds(step)
-        shares = [Cut(rank, RANKS).positions(first, plan.reach(step)) for rank in range(RANKS)]
+        shares = [Shard(rank, RANKS).positions(first, plan.reach(step)) for rank in range(RANKS)]
         assert np.array_equal(np.sort(np.concatenate(shares)), np.arange(first, plan.reach(step)))
         sizes = {len(share) for share in shares}
         assert max(sizes) - min(sizes) <= (ends == "uneven")
@@ -40,7 +40,7 @@ def test_an_epoch_on_changing_clusters_is_cut_without_gap_or_overlap() -> None:
         plan = plan_of(start, ranks, "uneven")
         steps = len(plan) if ranks == 1024 and start else int(draw.integers(1, len(plan)))
         stop = plan.bounds(steps - 1)[1]
-        shares = np.array([Cut(r, ranks).before(stop) - Cut(r, ranks).before(start) for r in range(ranks)])
+        shares = np.array([Shard(r, ranks).before(stop) - Shard(r, ranks).before(start) for r in range(ranks)])
         assert shares.sum() == stop - start
         assert shares.max() - shares.min() <= 1
         counted, start = counted + int(shares.sum()), stop
@@ -55,7 +55,7 @@ def test_each_rank_finds_its_first_batch_by_itself(scope: str) -> None:
     order = Order(Selection.of_ranges([(0, ROWS)]), Shuffle(5, scope, 64), lanes=RANKS).at(3, layout)
     plan = plan_of(700_000_001, RANKS, "drop")
     first, stop = plan.bounds(0)
-    found = np.concatenate([order.rows(Cut(rank, RANKS).positions(first, stop)) for rank in range(RANKS)])
+    found = np.concatenate([order.rows(Shard(rank, RANKS).positions(first, stop)) for rank in range(RANKS)])
     assert len(np.unique(found)) == RANKS * BATCH
     assert found.min() >= 0 and found.max() < ROWS
     whole = order.rows(np.arange(first, stop))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import midepoch
-from midepoch.world import World, find_world, launcher
+from midepoch.distributed.world import World, find_world, launcher
 
 NAMES = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
 
@@ -144,11 +144,11 @@ def test_a_mesh_of_any_layout_shares_data(small_files: list[str], shape: Any, na
         be(rank, 8)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         loader = ds.loader(
-            8 // _product(shape, names, wanted), data_parallel=(mesh, data) if data else mesh, ends="uneven"
+            8 // _product(shape, names, wanted), data_parallel=(mesh, data) if data else mesh, last_batch="uneven"
         )
         if isinstance(data, str):
-            assert find_world(data_parallel=mesh[data]) == World(loader.cut.index, loader.cut.count)
-            assert find_world(data_parallel=mesh.get_group(data)) == World(loader.cut.index, loader.cut.count)
+            assert find_world(data_parallel=mesh[data]) == World(loader.shard.index, loader.shard.count)
+            assert find_world(data_parallel=mesh.get_group(data)) == World(loader.shard.index, loader.shard.count)
         batches = [batch["id"].tolist() for batch in loader]
         key = tuple(place[names.index(name)] for name in wanted)
         assert seen.setdefault(key, batches) == batches

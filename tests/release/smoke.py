@@ -124,7 +124,7 @@ def ray(folder: Path) -> None:
     """An index made by Ray's workers is the one that is made without."""
     import ray
 
-    from midepoch.ray import build_index
+    from midepoch.integrations.ray import build_index
 
     write(folder)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

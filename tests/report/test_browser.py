@@ -12,8 +12,8 @@ import pytest
 
 import midepoch
 from midepoch.audit import Ledger
-from midepoch.report import collect, render
-from midepoch.report.watch import Watch
+from midepoch.tools.report import collect, render
+from midepoch.tools.report.watch import Watch
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api")

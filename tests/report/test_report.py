@@ -17,9 +17,9 @@ import midepoch
 from midepoch.audit import Ledger
 from midepoch.cli.app import app
 from midepoch.errors import ColumnError, DataNotFoundError, StateError
-from midepoch.report import collect, render
-from midepoch.report.consumption import _MOST_RANKS
-from midepoch.report.watch import Watch, is_own
+from midepoch.tools.report import collect, render
+from midepoch.tools.report.consumption import _MOST_RANKS
+from midepoch.tools.report.watch import Watch, is_own
 
 
 def call(*arguments: Any) -> Result:
@@ -72,7 +72,9 @@ def test_many_ranks_are_shown_together(labelled_files: str, tmp_path: Path, monk
     ranks = _MOST_RANKS + 1
     for rank in range(ranks):
         ledger = Ledger(tmp_path / "run", attempt="1")
-        loader = midepoch.from_files(labelled_files).loader(2, rank=rank, world_size=ranks, audit=ledger, ends="drop")
+        loader = midepoch.from_files(labelled_files).loader(
+            2, rank=rank, world_size=ranks, audit=ledger, last_batch="drop"
+        )
         for _ in range(4):
             next(loader)
     (run,) = collect(tmp_path / "run")["runs"]
@@ -125,7 +127,7 @@ def test_several_loaders_have_each_their_own(labelled_files: str, tmp_path: Path
 
 
 def test_many_files_are_drawn_together(labelled_files: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midepoch.report.contents._MOST_FILES", 2)
+    monkeypatch.setattr("midepoch.tools.report.contents._MOST_FILES", 2)
     drawn = collect(dataset=midepoch.from_files(labelled_files))["data"]
     assert drawn["files"] == 4 and [one["rows"] for one in drawn["list"]] == [500, 500]
 

@@ -140,7 +140,10 @@ def test_zeros_anywhere_in_headers_never_lose_rows(tmp_path: Path, file_format: 
     whole, offsets = path.read_bytes(), scan(path).offsets
     starts = range(offsets[2], offsets[2] + 8 + struct.unpack_from("<I", whole, offsets[2] + 4)[0], 8)
     if file_format:
-        starts = [*starts, *range(len(whole) - 10 - struct.unpack_from("<I", whole, len(whole) - 10)[0], len(whole), 4)]
+        starts = [
+            *starts,
+            *range(len(whole) - 10 - struct.unpack_from("<I", whole, len(whole) - 10)[0], len(whole), 4),
+        ]
     for start in starts:
         overwrite(path, start, bytes(min(8, len(whole) - start)))
         try:

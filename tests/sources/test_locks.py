@@ -28,14 +28,14 @@ ROWS = 500
 HOLDERS = {
     "parquet": """
 from midepoch.sources.lake import open_lake
-import midepoch.load
-midepoch.load.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress": pause})
+import midepoch.open
+midepoch.open.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress": pause})
 midepoch.from_files(path, index_dir=folder)
 """,
     "arrow": """
 from midepoch.sources.index import open_index
-import midepoch.load
-midepoch.load.open_index = lambda *a, **k: open_index(*a, **{**k, "progress": pause})
+import midepoch.open
+midepoch.open.open_index = lambda *a, **k: open_index(*a, **{**k, "progress": pause})
 midepoch.from_files(path, index_dir=folder)
 """,
     "block": """

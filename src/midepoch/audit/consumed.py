@@ -15,7 +15,7 @@ import numpy as np
 from midepoch.audit.lanes import LaneTrack, LeafPlace, places
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import At
 
 
@@ -38,12 +38,12 @@ class Delivery(NamedTuple):
 class Interval(NamedTuple):
     """Rows of one source that were consumed: those with the numbers ``first`` to ``stop`` of a lane, in an epoch of it.
 
-    ``begins``, ``ends``: what was out of the first row (or group) before, and is out of the row after the last.
+    ``begins``, ``last_batch``: what was out of the first row (or group) before, and is out of the row after the last.
     """
 
     leaf: int
     epoch: int
-    lane: Cut
+    lane: Shard
     first: int
     stop: int
     begins: tuple[tuple[str, int], ...] = ()
@@ -85,7 +85,7 @@ class LaneRun:
 
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
         """Return where a cursor is in each source."""
-        found = places(self._tree, at, one.shape.epoch, Cut(lane, one.lanes))
+        found = places(self._tree, at, one.shape.epoch, Shard(lane, one.lanes))
         return [place if place.row >= 0 else place._replace(row=self._total(place)) for place in found]
 
     def _total(self, place: LeafPlace) -> int:
@@ -252,7 +252,7 @@ class LaneRun:
                         break
                     yield from here
 
-    def _first_step(self, one: Generation, lane: int, leaf: int, at: tuple[int, Cut, int], steps: int) -> int:
+    def _first_step(self, one: Generation, lane: int, leaf: int, at: tuple[int, Shard, int], steps: int) -> int:
         """Return the number of the first step of a pass that consumed a row of a lane, by bisection."""
         track = self.owner(one, lane)
         assert track is not None

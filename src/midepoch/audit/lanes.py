@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import At, LaneCursors, RowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
@@ -195,7 +195,7 @@ class LeafPlace(NamedTuple):
 
     leaf: int
     epoch: int
-    lane: Cut
+    lane: Shard
     row: int
     kept: int | None
     part: tuple[tuple[str, int], ...]
@@ -205,13 +205,13 @@ class LeafPlace(NamedTuple):
     """Whether some of the outputs of the row itself are out."""
 
 
-def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Cut) -> list[LeafPlace]:
+def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[LeafPlace]:
     """Return where a cursor is in each source of a pipeline."""
     return list(_places(tree, at, epoch, lane, (), 0))
 
 
 def _places(
-    tree: Mapping[str, Any], at: At, epoch: int, lane: Cut, part: tuple[tuple[str, int], ...], run: int
+    tree: Mapping[str, Any], at: At, epoch: int, lane: Shard, part: tuple[tuple[str, int], ...], run: int
 ) -> Iterator[LeafPlace]:
     for kind in reversed(tree["stages"]):
         at, count = at
@@ -239,7 +239,7 @@ def _places(
             yield from _places(inner, cursor, epoch, lane, part, run)
 
 
-def _whole(tree: Mapping[str, Any], epoch: int, lane: Cut, over: bool, run: int) -> Iterator[LeafPlace]:
+def _whole(tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int) -> Iterator[LeafPlace]:
     """Yield the sources of a part that is over, or has not begun. A row of -1 is the end."""
     if "leaf" in tree:
         yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, None, (), run)

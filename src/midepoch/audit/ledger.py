@@ -26,8 +26,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from midepoch.address import Address, refuse_lost_slash
-from midepoch.agreement import start_name
+from midepoch._internal.address import Address, refuse_lost_slash
+from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.lanes import LaneRecorder
 from midepoch.audit.orders import order_name, save_order, stream_name
 from midepoch.audit.records import (
@@ -40,14 +40,14 @@ from midepoch.audit.records import (
     read_passes,
     steps_in,
 )
-from midepoch.ending import silent_at_exit
+from midepoch.distributed.rendezvous import start_name
+from midepoch.distributed.world import World
 from midepoch.errors import StateError
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.open import start
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
@@ -90,7 +90,7 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
 
-    def prepare(self, cut: Cut) -> None:
+    def prepare(self, cut: Shard) -> None:
         """Raise now, before anything is delivered, what keeps a ledger from being written at all."""
         self._attempt = self.attempt(cut)  # for good: the process group may be gone when a pass begins
         try:
@@ -101,7 +101,7 @@ class Ledger:
             text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}"
             raise OSError(problem.errno, text) from None
 
-    def attempt(self, cut: Cut) -> str:
+    def attempt(self, cut: Shard) -> str:
         """The name of this start. Raises where the ranks have none in common."""
         if self._attempt is not None:
             return self._attempt
@@ -124,7 +124,7 @@ class Ledger:
         stood: Cursor,
         end: Ending | None,
         batch_size: int,
-        ends: str | None,
+        last_batch: str | None,
         workers: int,
         waited: float = 0.0,
         load: bool = False,
@@ -137,7 +137,7 @@ class Ledger:
         ``stood``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
         ``load``: no pass is begun yet; the state alone was loaded, so that the run stands there now.
         """
-        cut = spec.cut
+        cut = spec.shard
         self._rows = (stream_name(spec, self.name), cut.index)
         header = {
             "midepoch_ledger": VERSION if end is None else VERSION_OF_POSITIONS,
@@ -154,7 +154,7 @@ class Ledger:
             "end": UNKNOWN if end is None else end.end,
             "rows": spec.rows,
             "global_batch": batch_size * cut.count,
-            "ends": ends or "uneven",
+            "ends": last_batch or "uneven",
             "workers": workers,
             "number": next(_numbers),
             "process": _process(),
@@ -236,7 +236,7 @@ class Ledger:
             except OSError as problem:
                 self._lose(problem)
 
-    def _open(self, attempt: Any, cut: Cut) -> dict[str, Any]:
+    def _open(self, attempt: Any, cut: Shard) -> dict[str, Any]:
         """Open a file of its own, unless it is open; return what to say of it in its first line."""
         if self._file >= 0 and self._owner == os.getpid():
             return {}
@@ -256,7 +256,7 @@ class Ledger:
         self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
         return {"previous": previous}
 
-    def _last(self, known: list[tuple[int, str, Path]], cut: Cut) -> list[tuple[str, int]]:
+    def _last(self, known: list[tuple[int, str, Path]], cut: Shard) -> list[tuple[str, int]]:
         """Of these files, the last one of the same rows and rank by another process, and the steps that it holds now.
 
         A later one names those before it, so it is the one that none of the others names.

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from midepoch.address import Address, is_address
+from midepoch._internal.address import Address, is_address
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
 from midepoch.errors import DataNotFoundError

@@ -28,7 +28,7 @@ Report = Callable[[int, int], None]
 class EpochProof:
     """How often the rows of an epoch were handed over, in the history that the weights have.
 
-    ``never``: rows that were left out. ``dropped``: rows behind the last whole batch under ``ends="drop"``.
+    ``never``: rows that were left out. ``dropped``: rows behind the last whole batch under ``last_batch="drop"``.
     ``pending``: rows that have not come yet. ``skipped``: rows that were passed over under ``on_error="skip"``, which
     count as handed over. ``again``: rows handed over by a start that crashed, and once more after the resume.
     """

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.imports import loaded
+from midepoch._internal.reasons import reason
 from midepoch.checkpoint.arrays import Bytes, bytes_of
 from midepoch.checkpoint.files import run_in_threads
 from midepoch.checkpoint.tree import Encoded
-from midepoch.imports import loaded
-from midepoch.reasons import reason
 
 _log = logging.getLogger("midepoch")
 _COPIERS = min(4, os.cpu_count() or 1)

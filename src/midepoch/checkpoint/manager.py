@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from midepoch.agreement import run_identity
+from midepoch._internal.checks import integer
+from midepoch._internal.reasons import reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
 from midepoch.checkpoint.background import Background, Snapshots
@@ -21,10 +22,9 @@ from midepoch.checkpoint.rendezvous import report_absence
 from midepoch.checkpoint.restoring import StepLoader
 from midepoch.checkpoint.retention import Keep, parse_keep
 from midepoch.checkpoint.store import Process, open_store, read_manifests, retrying
-from midepoch.checks import whole
+from midepoch.distributed.rendezvous import run_identity
+from midepoch.distributed.world import World, find_world
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
-from midepoch.reasons import reason
-from midepoch.world import World, find_world
 
 _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
@@ -104,7 +104,7 @@ class PipelineCheckpoint:
         if world.size == 1:
             self._background.wait()
         earlier: BaseException | None = None
-        number = self._next_step(world) if step is None else whole(step, "save(step=…)")
+        number = self._next_step(world) if step is None else integer(step, "save(step=…)")
         group = self._group_name(f"save-{number}", world)
         memory: dict[Any, Any] = {}
         try:
@@ -152,7 +152,7 @@ class PipelineCheckpoint:
     def _next_step(self, world: World) -> int:
         if world.size > 1:
             raise ValueError("save(step=…) is required with several ranks: they must agree on it.")
-        return whole(max(self._store.steps(), default=0) + 1, "the next step")
+        return integer(max(self._store.steps(), default=0) + 1, "the next step")
 
     def _prune(self, manifests: list[Manifest], rules: Keep) -> None:
         """Remove the steps that no rule keeps, of those before the last commit and the step of that commit.
@@ -227,7 +227,7 @@ class PipelineCheckpoint:
     ) -> int:
         """Restore the step of this number. Raises CheckpointNotFoundError or CheckpointDamagedError."""
         self._background.wait()
-        manifest = self._manifest(whole(step, "restore(step=…)"))
+        manifest = self._manifest(integer(step, "restore(step=…)"))
         try:
             loaded = self._loader(pipeline, model, optimizer, extra, rng).load(manifest)
         except CheckpointDamagedError as problem:
@@ -297,7 +297,7 @@ class PipelineCheckpoint:
         return self._manifest(step)
 
     def _manifest(self, step: int) -> Manifest:
-        return restoring.named_manifest(self._store, whole(step, "step"))
+        return restoring.named_manifest(self._store, integer(step, "step"))
 
     def verify(self, step: int) -> None:
         """Read all of a step; raises CheckpointDamagedError if anything differs from what was written."""
@@ -306,7 +306,7 @@ class PipelineCheckpoint:
     def delete(self, step: int) -> None:
         """Remove a step."""
         self._background.wait()
-        if whole(step, "delete") not in self._store.steps():
+        if integer(step, "delete") not in self._store.steps():
             raise CheckpointNotFoundError(f"{self._store.name} has no step {step}.")
         self._store.remove(step)
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
+from midepoch._internal.reasons import reason
+from midepoch._internal.redaction import Secrets
 from midepoch.errors import FetchError
-from midepoch.reasons import reason
-from midepoch.redaction import Secrets
 from midepoch.sources.addresses import check_endpoint, native_options
 
 T = TypeVar("T")

@@ -30,10 +30,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from midepoch._internal.reasons import reason
 from midepoch.checkpoint.store import STALE, Board, Process
+from midepoch.distributed.world import World
 from midepoch.errors import CheckpointError
-from midepoch.reasons import reason
-from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
 _FIRST_PAUSE = 0.001

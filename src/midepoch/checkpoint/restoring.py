@@ -17,13 +17,13 @@ from midepoch.checkpoint.saving import BACKEND_PART, Contents, rank_part
 from midepoch.checkpoint.store import Process, StepRemovedError, Store, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import StoredArray, StoredTree, find_arrays
 from midepoch.checkpoint.tree import array_specs
+from midepoch.distributed.world import World
 from midepoch.errors import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
 

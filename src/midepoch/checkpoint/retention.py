@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from midepoch._internal.checks import integer
 from midepoch.checkpoint.manifest import Manifest
-from midepoch.checks import whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Keep:
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
             if getattr(self, name) is not None:
-                whole(getattr(self, name), f"Keep({name}=…)", 1)
+                integer(getattr(self, name), f"Keep({name}=…)", 1)
         if (self.best is None) != (self.metric is None):
             raise ValueError(f"Keep: give best and metric together, got best={self.best}, metric={self.metric!r}")
         if self.mode not in ("min", "max"):
@@ -60,7 +60,7 @@ def parse_keep(keep: int | Keep | None, name: str) -> Keep:
     """Return the rules that an argument stands for: ``keep=3`` keeps the last three steps."""
     if isinstance(keep, Keep):
         return keep
-    return Keep() if keep is None else Keep(last=whole(keep, name, 1))
+    return Keep() if keep is None else Keep(last=integer(keep, name, 1))
 
 
 def _score(manifest: Manifest, metric: str | None) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.random  # imported now: numpy would import it at first use, at worst in a signal handler
 
+from midepoch._internal.imports import loaded
 from midepoch.errors import CheckpointDamagedError
-from midepoch.imports import loaded
 
 
 def capture() -> dict[str, Any]:

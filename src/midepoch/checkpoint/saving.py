@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midepoch.agreement import differences
+from midepoch._internal.imports import loaded
+from midepoch._internal.reasons import reason
 from midepoch.checkpoint import manifest as manifests
 from midepoch.checkpoint import rng, stateful
 from midepoch.checkpoint.backends import Backend
@@ -23,10 +24,9 @@ from midepoch.checkpoint.rendezvous import Follower, Leader, lead
 from midepoch.checkpoint.store import Process, Store, read_manifests, retrying
 from midepoch.checkpoint.tensor_files import write_arrays
 from midepoch.checkpoint.tree import INLINE, Encoded, encode
+from midepoch.distributed.rendezvous import differences
+from midepoch.distributed.world import World
 from midepoch.errors import CheckpointSaveError
-from midepoch.imports import loaded
-from midepoch.reasons import reason
-from midepoch.world import World
 
 _log = logging.getLogger("midepoch")
 _LIBRARIES = ("midepoch", "numpy", "pyarrow", "torch", "jax", "flax", "optax")

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.imports import loaded
 from midepoch.checkpoint import arrays
 from midepoch.checkpoint.arrays import ArraySpec, IncompleteError, UnsupportedError, bytes_of, is_array, make_array
 from midepoch.errors import CheckpointDamagedError, CheckpointError
-from midepoch.imports import loaded
 
 INLINE = 8 << 10
 """Bytes: an array up to this size is stored in the JSON, which saves a file, its fsync and its checksums."""

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from midepoch import __version__
+from midepoch._internal.redaction import Secrets
 from midepoch.cli.audit import audit
 from midepoch.cli.bench import bench
 from midepoch.cli.common import explained
@@ -20,7 +21,6 @@ from midepoch.cli.inspect import diff, inspect, verify
 from midepoch.cli.peek import peek
 from midepoch.cli.plan import plan
 from midepoch.cli.report import report, watch
-from midepoch.redaction import Secrets
 
 
 class _Commands(TyperGroup):  # type: ignore[misc]

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from midepoch._internal.progress import shown
 from midepoch.audit import Delivery, Run, read_run, read_runs
 from midepoch.cli import common
-from midepoch.progress import shown
 
 _LISTED = 20
 

@@ -15,9 +15,9 @@ from rich.measure import measure_renderables
 from rich.table import Table
 from rich.text import Text
 
+from midepoch._internal.jsonable import to_jsonable
+from midepoch._internal.redaction import redacted
 from midepoch.errors import MidepochError
-from midepoch.plain import plain
-from midepoch.redaction import redacted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,7 +93,7 @@ def explained(command: F) -> F:
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
+    sys.stdout.write(json.dumps(to_jsonable(value), indent=2) + "\n")
 
 
 def say(*parts: str | tuple[str, str]) -> None:

@@ -15,8 +15,8 @@ import typer
 
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError
-from midepoch.load import from_files, load_dataset, load_from_disk
 from midepoch.loader.loader import Loader
+from midepoch.open import from_files, load_dataset, load_from_disk
 from midepoch.sources.splits import parse_split
 from midepoch.state.format import check
 

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.examination import examine
+from midepoch.tools.doctor import examine
 
 _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 

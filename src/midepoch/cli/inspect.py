@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
+from midepoch._internal.progress import Bar
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
-from midepoch.describe import Difference, describe, differences
 from midepoch.errors import CheckpointNotFoundError, StateError
-from midepoch.progress import Bar
+from midepoch.tools.describe import Difference, describe, differences
 
 _TEXT = 1000
 
@@ -34,7 +34,7 @@ def inspect(
     part: Part = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a rank and step, to count steps left.")] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks, to count steps left.")] = 1,
-    ends: Annotated[str, typer.Option(help="drop, pad or uneven, as for the loader.")] = "uneven",
+    last_batch: Annotated[str, typer.Option(help="drop, pad or uneven, as for the loader.")] = "uneven",
     as_json: common.AsJson = False,
 ) -> None:
     """Say in words where a state or checkpoint stands: epoch, percent, next file and row, steps left.
@@ -44,7 +44,7 @@ def inspect(
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
     """
     found, number = open_state(state, step, part, ranks=world_size)
-    told = describe(found, batch_size=batch_size, world_size=world_size, ends=ends)
+    told = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
         common.print_json({"step": number, **asdict(told), "share": told.share})
         return

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
 from midepoch.cli.states import open_state
-from midepoch.plan import ResumePlan, plan_resume
+from midepoch.tools.plan import ResumePlan, plan_resume
 
 _RANKS, _ROWS = 8, 12
 
@@ -29,7 +29,7 @@ def plan(
     data: Annotated[list[str] | None, typer.Option(help="The files, to check the state against. Repeatable.")] = None,
     storage: Storage = None,
     dataset: Made = None,
-    ends: Annotated[
+    last_batch: Annotated[
         str | None, typer.Option(help="drop, pad or uneven, as for the loader. [default: uneven, or the loader's]")
     ] = None,
     machines: Annotated[int, typer.Option(help="Over how many machines the ranks are spread.", min=1)] = 1,
@@ -54,7 +54,7 @@ def plan(
         world_size=world_size,
         batch_size=batch_size,
         num_workers=num_workers,
-        ends=ends,
+        last_batch=last_batch,
         steps=steps,
         machines=machines,
     )
@@ -94,7 +94,7 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
     if plan.padded:
         say(f"the last step is padded with {plan.padded:,} rows")
     if plan.ranks_left_out:
-        left_out = f"the last step has no row for {plan.ranks_left_out} of {ranks} ranks: use ends drop or pad"
+        left_out = f"the last step has no row for {plan.ranks_left_out} of {ranks} ranks: use last_batch drop or pad"
         say((left_out, "yellow"))
     for note in plan.notes:
         say((note, "yellow"))

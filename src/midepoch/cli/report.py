@@ -13,9 +13,9 @@ from midepoch.audit.passes import ledger_folder
 from midepoch.cli import common
 from midepoch.cli.data import Config, Format, Split, Storage, open_data
 from midepoch.errors import DataNotFoundError
-from midepoch.report import collect, render
-from midepoch.report.watch import Watch
 from midepoch.sources.storage import atomic_write
+from midepoch.tools.report import collect, render
+from midepoch.tools.report.watch import Watch
 
 Stream = Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")]
 Checkpoints = Annotated[

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
-from midepoch.known import state_in
+from midepoch.tools.locate import state_in
 
 
 class Chosen(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.iteration.state import IterationState
-from midepoch.load import from_files, load_dataset
-from midepoch.order import Cut
+from midepoch.open import from_files, load_dataset
+from midepoch.order import Shard
 from midepoch.order.shuffle import UnitShuffle
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.node import Node
@@ -45,7 +45,7 @@ class _DocumentedIteration(IterationState):
         return shares if len(self.spec.source.files) >= shares else self.spec.lanes
 
     def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]:
-        shuffle, cut = self.spec.order.shuffle, self.spec.cut
+        shuffle, cut = self.spec.order.shuffle, self.spec.shard
         file, example = self._place(cursor)
         return {
             "current_file_index": file,
@@ -77,12 +77,12 @@ class _DocumentedIteration(IterationState):
         try:
             place, example = int(state["current_file_index"]), int(state["current_example_index"]) - counts_next
             shards, shard = map(int, state["shard_config"][:2]) if state["shard_config"] else (1, 0)
-            share = Cut(shard, shards)
+            share = Shard(shard, shards)
         except (TypeError, ValueError, IndexError) as problem:
             raise StateError(f"this is not a state of fast_hf_loader_simple: {problem!r}.") from None
-        if shards != self.spec.cut.count:
+        if shards != self.spec.shard.count:
             cause = "the documented form does not contain the boundaries of shards: it requires the same number of them"
-            raise CheckpointMismatchError("shard_config", shards, self.spec.cut.count, cause)
+            raise CheckpointMismatchError("shard_config", shards, self.spec.shard.count, cause)
         pipeline, epoch = self._with_seed(state["shuffle_seed"]), self.shared.epoch
         self._check_files("arrow_files", state["arrow_files"], _arrow_files(self.spec))
         self._check_lengths(state.get("file_lengths"))

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
 from typing import Any
 
-from midepoch.checks import whole
+from midepoch._internal.checks import integer
+from midepoch._internal.progress import shown
+from midepoch._internal.resumable import Resumable
 from midepoch.compat.splits import Splits
 from midepoch.dataset import Dataset
+from midepoch.distributed.world import find_world
 from midepoch.errors import CheckpointMismatchError
-from midepoch.load import DEFAULT_CACHE_BYTES, from_files
 from midepoch.loader import Loader
+from midepoch.open import DEFAULT_CACHE_BYTES, from_files
 from midepoch.order.keys import check_seed
 from midepoch.pipeline.leaf import Leaf
-from midepoch.progress import shown
-from midepoch.resumable import Resumable
 from midepoch.sources.files import PathLike
 from midepoch.state.format import KEY, check
 from midepoch.state.saved import one_of
-from midepoch.world import find_world
 
 _log = logging.getLogger("midepoch")
 
@@ -66,7 +66,7 @@ class StructuredDataset(Resumable):
         shuffle_buffer_size: int | None = None,
         *,
         drop_last: bool = False,
-        ends: str | None = None,
+        last_batch: str | None = None,
         audit: Any = None,
         filesystem: Any = None,
         cache_dir: PathLike | None = None,
@@ -81,7 +81,7 @@ class StructuredDataset(Resumable):
         - ``split_bytes`` and ``split_rows`` are the sizes of the shards in which the state reports progress. The unit
           of reading is a row group in any case.
         - Without ``num_ranks`` and ``rank``, those of an initialised ``torch.distributed`` are used.
-        - ``ends`` and ``audit`` are those of ``Dataset.loader``.
+        - ``last_batch`` and ``audit`` are those of ``Dataset.loader``.
         """
         if output_format not in OUTPUTS:
             raise ValueError(f"output_format must be one of {', '.join(map(repr, OUTPUTS))}, got {output_format!r}")
@@ -89,7 +89,7 @@ class StructuredDataset(Resumable):
             raise ValueError(f"columns must be a list of at least one name, or None for all, got {columns!r}")
         shuffle_seed = check_seed(shuffle_seed)
         target_bytes = _bytes(split_bytes)
-        target_rows = None if split_rows is None else whole(split_rows, "create_dataloader(split_rows=…)", 1)
+        target_rows = None if split_rows is None else integer(split_rows, "create_dataloader(split_rows=…)", 1)
         if num_workers is None:
             num_workers = max(1, min(4, (os.cpu_count() or 1) - 1))
         dataset = from_files(
@@ -113,7 +113,7 @@ class StructuredDataset(Resumable):
             collate_fn=collate_fn,
             collate_columns=True,
             drop_last=drop_last,
-            ends=ends,
+            last_batch=last_batch,
             audit=audit,
             rank=own_rank,
             world_size=world_size,
@@ -183,7 +183,7 @@ class StructuredDataset(Resumable):
         Raise CheckpointMismatchError, and change nothing, if the data, the seed or the splits differ.
         """
         self.check_state(state)
-        state = one_of(state, self._loader.cut)
+        state = one_of(state, self._loader.shard)
         self._loader.load_state_dict(state)
         # As documented, loading a state selects its epoch: if that is over, the next pass is empty.
         epoch = state["epoch"]
@@ -198,7 +198,7 @@ class StructuredDataset(Resumable):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the error that ``load_state_dict`` would raise for a state that does not match. Change nothing."""
-        state = one_of(state, self._loader.cut)
+        state = one_of(state, self._loader.shard)
         if isinstance(state, Mapping) and KEY not in state and "completed_shards" in state:
             cause = "it was saved by another library and does not contain the row to resume from"
             raise self._splits.mismatch(state, "state", None, None, cause)
@@ -262,7 +262,7 @@ def _window(leaf: Leaf, buffer: int | None) -> int | None:
     if buffer is None:
         return None
     rows = leaf.rows / max(1, len(leaf.source.layout.block_starts) - 1)
-    return max(1, -(-whole(buffer, "create_dataloader(shuffle_buffer_size=…)", 1) // max(1, int(rows))))
+    return max(1, -(-integer(buffer, "create_dataloader(shuffle_buffer_size=…)", 1) // max(1, int(rows))))
 
 
 def _ranks(count: int | None, rank: int | None) -> tuple[int | None, int | None]:
@@ -287,4 +287,4 @@ def _bytes(given: int | str | None) -> int:
         if size < 1:
             raise ValueError(f"split_bytes must be a number of bytes, or a text like '128 MiB', got {given!r}")
         return size
-    return whole(given, "create_dataloader(split_bytes=…)", 1)
+    return integer(given, "create_dataloader(split_bytes=…)", 1)

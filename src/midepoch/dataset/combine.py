@@ -100,7 +100,7 @@ def _node_of(given: Any) -> Node:
     """Return the node of a dataset that is to be combined: it must be at its beginning."""
     if not isinstance(given, Dataset):
         raise TypeError(f"datasets are combined, got {type(given).__name__}")
-    if given.pipeline.cut.count > 1:
+    if given.pipeline.shard.count > 1:
         raise ValueError("shards cannot be combined: combine the datasets, then shard the result")
     if given._iteration.start.begun:
         raise MidepochError("a dataset that a state was loaded into cannot be combined: load the state into the mix")

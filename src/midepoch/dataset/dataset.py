@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from midepoch import html
-from midepoch.checks import whole
+from midepoch._internal import html
+from midepoch._internal.checks import integer
+from midepoch._internal.resumable import Resumable
 from midepoch.dataset.rows import Rows
 from midepoch.iteration.access import RandomAccess
 from midepoch.iteration.iterators import BatchIterator, RowIterator
 from midepoch.iteration.state import IterationState, register_with_torch
-from midepoch.pipeline.chunk import real
+from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.length import estimated_length, known_length
 from midepoch.pipeline.node import Node, StageSpec
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.read.blocks import plain_schema
-from midepoch.resumable import Resumable
 from midepoch.transforms import FilterExpression, Function, Step
 from midepoch.transforms.features import import_datasets
 from midepoch.transforms.formats import check_format
@@ -69,7 +69,7 @@ class Dataset(Rows, Resumable):
                 f"the length of this dataset is not known before it has run ({spec.node.text}): estimated_len learns "
                 "it from what was seen"
             )
-        return spec.cut.before(known)
+        return spec.shard.before(known)
 
     @property
     def estimated_len(self) -> int | None:
@@ -82,7 +82,7 @@ class Dataset(Rows, Resumable):
         if spec.has_positions:
             return len(self)
         found: float | None = spec.epoch_outputs or estimated_length(spec.node, self._iteration.cursor(), spec.lanes)
-        return None if found is None else round(found / spec.cut.count)
+        return None if found is None else round(found / spec.shard.count)
 
     @property
     def schema(self) -> pa.Schema:
@@ -111,7 +111,7 @@ class Dataset(Rows, Resumable):
         if spec.has_positions:
             return self._by_number().columns(self.epoch, min(len(self), _LOOK))
         deal = self._iteration_type(spec, Cursor(self.epoch)).open_lanes(Cursor(self.epoch)).take(1)
-        return list(real(deal.items).columns) if deal is not None else []
+        return list(materialize(deal.items).columns) if deal is not None else []
 
     @property
     def epoch(self) -> int:
@@ -149,8 +149,8 @@ class Dataset(Rows, Resumable):
             parts.append(f"shuffled by {shuffle.scope} (seed={shuffle.seed}{window})")
         if spec.lanes > 1 and not spec.has_positions:
             parts.append(f"{spec.lanes} lanes")
-        if spec.cut.count > 1:
-            parts.append(f"shard {spec.cut.index} of {spec.cut.count}")
+        if spec.shard.count > 1:
+            parts.append(f"shard {spec.shard.index} of {spec.shard.count}")
         if leaf is not None and leaf.has_map:
             parts.append(f"maps: {', '.join(step.name for step in leaf.steps if isinstance(step, Function))}")
         parts.append(f"columns: {', '.join(self._columns)}" if self._columns is not None else "columns: from a map")
@@ -246,7 +246,7 @@ class Dataset(Rows, Resumable):
     def _by_number(self) -> RandomAccess:
         if self._access is None:
             spec = self._iteration.seeded
-            self._access = RandomAccess(spec.leaf, spec.groups or spec.cut.count)
+            self._access = RandomAccess(spec.leaf, spec.groups or spec.shard.count)
         return self._access
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
@@ -262,7 +262,7 @@ class Dataset(Rows, Resumable):
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
         """Iterator over batches of the current epoch as columns; the state follows as for rows."""
-        here, size = self._iteration, whole(batch_size, "iter", 1)
+        here, size = self._iteration, integer(batch_size, "iter", 1)
         return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
 
     def loader(
@@ -278,7 +278,7 @@ class Dataset(Rows, Resumable):
         rank: int | None = None,
         world_size: int | None = None,
         data_parallel: Any = None,
-        ends: str | None = None,
+        last_batch: str | None = None,
         audit: Any = None,
         multiprocessing_context: str | None = None,
         collate_columns: bool = False,
@@ -289,8 +289,8 @@ class Dataset(Rows, Resumable):
         ``torch.distributed``, JAX, Ray Train or the launcher. Where only some ranks cut the data (tensor, context,
         pipeline parallelism), ``data_parallel`` says which: a process group, ``mesh["dp"]``, or ``(mesh, names)``.
 
-        ``ends``: the last global batch, if it is not full, is left out ("drop", as ``drop_last=True``), filled up with
-        rows marked by a column ``is_padding`` ("pad"), or delivered as it is, to some ranks maybe not at all
+        ``last_batch``: the last global batch, if it is not full, is left out ("drop", as ``drop_last=True``), filled up
+        with rows marked by a column ``is_padding`` ("pad"), or delivered as it is, to some ranks maybe not at all
         ("uneven"). By default it is delivered as it is, but ranks that train together are never left without a batch:
         that is an error which asks for a choice.
 
@@ -319,7 +319,7 @@ class Dataset(Rows, Resumable):
             rank=rank,
             world_size=world_size,
             data_parallel=data_parallel,
-            ends=ends,
+            last_batch=last_batch,
             audit=audit,
             multiprocessing_context=multiprocessing_context,
             collate_columns=collate_columns,
@@ -329,7 +329,7 @@ class Dataset(Rows, Resumable):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
-        self._iteration.set_epoch(whole(epoch, "set_epoch"))
+        self._iteration.set_epoch(integer(epoch, "set_epoch"))
         self._pass = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from midepoch.checks import whole
+from midepoch._internal.checks import integer
 from midepoch.dataset.steps import Steps
-from midepoch.order import Cut, Selection, Shuffle
+from midepoch.distributed.seeds import check_agreed, draw_seed
+from midepoch.order import Selection, Shard, Shuffle
 from midepoch.order.keys import check_seed
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node, Slice, Window
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.seeds import check_agreed, draw_seed
 from midepoch.sources.splits import bound_of
 
 Self = TypeVar("Self", bound="Rows")
@@ -54,7 +54,7 @@ class Rows(Steps):
 
         After a step that changes the number of rows: the first n rows of every epoch's order, made in one lane.
         """
-        n = whole(n, "take")
+        n = integer(n, "take")
         return self.slice(0, n) if self.pipeline.has_positions else self._with_stage(Slice(0, n))
 
     def skip(self: Self, n: int) -> Self:
@@ -63,7 +63,7 @@ class Rows(Steps):
         After a step that changes the number of rows: without the first n rows of every epoch's order, which are made
         and left out.
         """
-        n = whole(n, "skip")
+        n = integer(n, "skip")
         return self.slice(n, None) if self.pipeline.has_positions else self._with_stage(Slice(n))
 
     def select(self: Self, indices: Iterable[int]) -> Self:
@@ -99,7 +99,7 @@ class Rows(Steps):
         spec, leaf, drawn, agreed = self.pipeline, self.pipeline.base, seed is None, False
         if seed is None:
             seed, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
-        check_agreed(drawn and not agreed, spec.cut.count)
+        check_agreed(drawn and not agreed, spec.shard.count)
         defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
         scope = scope or self._default_scope or ("window" if leaf.source.fetched else "rows")
         aligned = leaf.source.fetched and scope == "window"
@@ -113,18 +113,18 @@ class Rows(Steps):
                 "shuffle after a step that changes the number of rows needs a seed, and its scope is 'window': "
                 "shuffle(seed=0, window=10_000). Shuffle first to permute all rows"
             )
-        size = 10_000 if window is None else whole(window, "shuffle(window=…)", 1)
+        size = 10_000 if window is None else integer(window, "shuffle(window=…)", 1)
         return self._with_stage(Window(size, check_seed(seed)))
 
     def with_lanes(self: Self, lanes: int) -> Self:
-        """Cut every epoch into this many lanes, whose rows come in turn.
+        """Shard every epoch into this many lanes, whose rows come in turn.
 
         The order is a function of the number of lanes. A cluster whose world size divides it reads and makes every row
         on one rank only, and its order is the same for all such sizes: choose a number that all your world sizes
         divide. Without this, a loader chooses its world size where blocks have to be fetched or decoded, or where steps
         change the number of rows, and 1 elsewhere.
         """
-        lanes = whole(lanes, "with_lanes", 1)
+        lanes = integer(lanes, "with_lanes", 1)
         self._check_lanes(lanes, self.pipeline.node)
         return self._derive(replace(self.pipeline, lanes=lanes, lanes_chosen=True), same_positions=False)
 
@@ -147,19 +147,19 @@ class Rows(Steps):
         if mode not in ("auto", "file", "example"):
             raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
         spec = self.pipeline
-        if spec.cut.count > 1:
-            raise ValueError(f"the dataset is already shard {spec.cut.index} of {spec.cut.count}")
-        cut = Cut(index, num_shards)
+        if spec.shard.count > 1:
+            raise ValueError(f"the dataset is already shard {spec.shard.index} of {spec.shard.count}")
+        shard = Shard(index, num_shards)
         check_agreed(spec.seed_alone, num_shards)
         if not spec.has_positions:
-            return self._derive(replace(spec, cut=cut))
+            return self._derive(replace(spec, shard=shard))
         if num_shards > spec.rows > 0:
             raise ValueError(f"{spec.rows} rows cannot be cut into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and spec.files >= num_shards > 1)
         # A position that a state was loaded for is one of that state's lanes: they stay. So do lanes that were given.
         kept = self._is_begun or spec.lanes_chosen
         lanes = spec.lanes if kept else num_shards if by_file else 1
-        return self._derive(replace(spec, lanes=lanes, cut=cut))
+        return self._derive(replace(spec, lanes=lanes, shard=shard))
 
     def _with_leaf(self: Self, leaf: Leaf) -> Self:
         return self._derive(replace(self.pipeline, node=Node(leaf)), same_positions=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from midepoch.checks import whole
+from midepoch._internal.checks import integer
 from midepoch.errors import ColumnError
 from midepoch.pipeline.node import Rebatch, StageSpec
 from midepoch.transforms import (
@@ -218,7 +218,7 @@ class Steps:
 
     def batch(self: Self, size: int, drop_last: bool = False) -> Self:
         """Each ``size`` rows as one row that holds a list of every column."""
-        return self._with_stage(Rebatch(whole(size, "batch", 1), drop_last))
+        return self._with_stage(Rebatch(integer(size, "batch", 1), drop_last))
 
     def pack(
         self: Self,
@@ -246,15 +246,15 @@ class Steps:
         padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
         """
         spec = PackSpec(
-            whole(length, "pack(length=…)", 1),
+            integer(length, "pack(length=…)", 1),
             column,
             strategy,
-            None if eos is None else whole(eos, "pack(eos=…)"),
+            None if eos is None else integer(eos, "pack(eos=…)"),
             _integer(pad, "pad"),
             {name: _integer(value, f"extra {name}") for name, value in (extra or {}).items()},
             drop_remainder,
             cu_seqlens,
-            whole(window, "pack(window=…)", 1),
+            integer(window, "pack(window=…)", 1),
             None if dtype is None else np.dtype(dtype).name,
         )
         if self._columns is not None:
@@ -283,7 +283,7 @@ class Steps:
             "function": function,
             "number": self._functions,
             "batched": batched,
-            "batch_size": whole(batch_size, f"{kind}(batch_size=…)", 1),
+            "batch_size": integer(batch_size, f"{kind}(batch_size=…)", 1),
             "with_indices": with_indices,
             "with_generator": with_generator,
             "input_columns": used,

@@ -1,6 +1,6 @@
 """Lightning: a DataModule whose exact position is part of every checkpoint. Needs ``midepoch[lightning]``.
 
-data = ResumableData(lambda: ds.shuffle(seed=42).loader(batch_size=32, ends="drop"))
+data = ResumableData(lambda: ds.shuffle(seed=42).loader(batch_size=32, last_batch="drop"))
 trainer.fit(model, datamodule=data, ckpt_path="last")
 """
 
@@ -83,9 +83,10 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
 
     def _check_ranks(self, loader: Loader) -> None:
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        if (loader.cut.index, loader.cut.count) != (ranks["rank"], ranks["num_replicas"]):
+        if (loader.shard.index, loader.shard.count) != (ranks["rank"], ranks["num_replicas"]):
             raise WorldError(
-                f"the loader is rank {loader.cut.index} of {loader.cut.count}, but to Lightning this process is rank "
+                f"the loader is rank {loader.shard.index} of {loader.shard.count}, but to Lightning this process is "
+                "rank "
                 f"{ranks['rank']} of {ranks['num_replicas']} for data. Create the loader in the function that is given "
                 "to ResumableData, not before, or pass rank= and world_size=, or data_parallel=."
             )
@@ -102,7 +103,7 @@ class _Passes:
     @property
     def global_batch(self) -> int:
         """Rows of a step, over all ranks."""
-        return self.loader.options.batch_size * self.loader.cut.count
+        return self.loader.options.batch_size * self.loader.shard.count
 
     @property
     def has_length(self) -> bool:

@@ -16,19 +16,20 @@ def for_all_ranks(loader: Loader, state: Any) -> Any:
     """Return the state that restores every rank. All ranks must call it, because they may have to exchange their
     states.
     """
-    if loader.state_is_global or loader.cut.count == 1:
+    if loader.state_is_global or loader.shard.count == 1:
         return state
     import torch.distributed as dist
 
     if not dist.is_initialized():
         raise WorldError(
-            f"the state of rank {loader.cut.index} does not restore the other {loader.cut.count - 1} ranks, and there "
+            f"the state of rank {loader.shard.index} does not restore the other {loader.shard.count - 1} ranks, and "
+            "there "
             "is no process group to exchange states. Initialise torch.distributed, or use with_lanes(1)."
         )
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (loader.cut.index, state))
+    dist.all_gather_object(gathered, (loader.shard.index, state))
     states = dict(gathered)  # ranks that share a data rank have the same state
-    return [states[index] for index in range(loader.cut.count)]
+    return [states[index] for index in range(loader.shard.count)]
 
 
 def write_state(path: Path, state: Any) -> None:

@@ -32,8 +32,8 @@ class ResumableTraining:
     """Mixin that makes a Trainer resume exactly: ``class Mine(ResumableTraining, SFTTrainer)``.
 
     For a Dataset as ``train_dataset``, it creates a loader from the ``TrainingArguments``, and from
-    ``loader_options`` for options that they lack: ``{"ends": "pad", "audit": "runs/7"}``. Other datasets and evaluation
-    are left to the Trainer.
+    ``loader_options`` for options that they lack: ``{"last_batch": "pad", "audit": "runs/7"}``. Other datasets and
+    evaluation are left to the Trainer.
     """
 
     _checkpoint: str | None = None  # from which the run resumes
@@ -45,7 +45,7 @@ class ResumableTraining:
         if isinstance(self.train_dataset, Loader):  # type: ignore[attr-defined]
             raise TypeError(
                 "train_dataset must be a Dataset, got a loader. Pass options of the loader as "
-                "loader_options, such as {'ends': 'pad'}."
+                "loader_options, such as {'last_batch': 'pad'}."
             )
 
     def train(
@@ -165,7 +165,7 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
         loader = self.loader
         if loader.pipeline.has_positions:
             return loader.pipeline.rows
-        return len(loader) * loader.options.batch_size * loader.cut.count
+        return len(loader) * loader.options.batch_size * loader.shard.count
 
 
 def _length(loader: Loader) -> int | None:

@@ -20,7 +20,7 @@ class RandomAccess:
 
     def __init__(self, leaf: Leaf, groups: int) -> None:
         self._bundles, self._groups = BundlesHere([leaf]), groups
-        self._cut, self._engine = leaf.cut, self._bundles.engines[0]
+        self._cut, self._engine = leaf.shard, self._bundles.engines[0]
         self._turn = (os.getpid(), threading.RLock())
 
     def get(self, key: Any, epoch: int, count: int) -> Any:

@@ -10,9 +10,9 @@ from itertools import chain
 from operator import length_hint
 from typing import Any, NamedTuple, Protocol, cast
 
+from midepoch._internal.resumable import HasState
 from midepoch.errors import StateError
 from midepoch.pipeline.cursor import Cursor
-from midepoch.resumable import HasState
 
 
 class Rows(NamedTuple):

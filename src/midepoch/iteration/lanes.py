@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from midepoch.iteration.iterators import Rows
-from midepoch.pipeline.chunk import real
+from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Deal, Lanes
+from midepoch.pipeline.lanes import Lanes, StepOutputs
 from midepoch.transforms import finish, present, present_rows
 
 _FIRST, _MOST = 1, 256
@@ -56,7 +56,7 @@ class LaneRows:
         columns = finish(present(batch, self._format), self._format)
         return columns, self._delivered(deal)
 
-    def _take(self, count: int) -> tuple[Deal | None, Any]:
+    def _take(self, count: int) -> tuple[StepOutputs | None, Any]:
         """Take the next outputs of this process. Until they are delivered, an error means to begin after the last."""
         lanes, self._lanes = self._lanes or self._reopen(self._cursor), None
         while (deal := lanes.take(count)) is not None and not len(deal.items):
@@ -64,11 +64,11 @@ class LaneRows:
         if deal is None:
             self._lanes = lanes
             return None, None
-        batch = real(deal.items)
+        batch = materialize(deal.items)
         self._pending = lanes
         return deal, batch
 
-    def _delivered(self, deal: Deal) -> Cursor:
+    def _delivered(self, deal: StepOutputs) -> Cursor:
         cursor = deal.cursor()
         self._lanes, self._cursor = self._pending, cursor
         return cursor

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.iteration.iterators import Rows
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.groups import GroupedRows
@@ -31,8 +31,8 @@ _AHEAD = 8192
 class Share:
     """The rows of one share of an epoch, by their own numbers, and the cursors after them."""
 
-    def __init__(self, rows: int, cut: Cut, cursor: Cursor) -> None:
-        self._rows, self.cut, self._start = rows, cut, cursor.position
+    def __init__(self, rows: int, cut: Shard, cursor: Cursor) -> None:
+        self._rows, self.shard, self._start = rows, cut, cursor.position
         self.epoch = cursor.epoch
         self.first = cut.before(cursor.position)  # own rows already delivered
         self.total = cut.before(rows)  # own rows of the epoch
@@ -41,7 +41,7 @@ class Share:
         """Return the cursor after own rows up to number ``delivered``."""
         if delivered == self.first:
             return Cursor(self.epoch, self._start)
-        return Cursor(self.epoch, min(self._start + (delivered - self.first) * self.cut.count, self._rows))
+        return Cursor(self.epoch, min(self._start + (delivered - self.first) * self.shard.count, self._rows))
 
     @property
     def end(self) -> Cursor:
@@ -54,13 +54,13 @@ class Lookahead:
 
     def __init__(self, engine: Engine, share: Share) -> None:
         self._engine, self._share = engine, share
-        self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.cut.locals(0, 0)), 0
+        self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.shard.locals(0, 0)), 0
 
     def take(self, first: int, stop: int) -> Int64Array:
         """Return row numbers of the dataset before it was shuffled, for own numbers first to stop."""
         if not self._first <= first <= stop <= self._first + len(self._rows):
             last = min(max(stop, first + self._size), self._share.total)
-            self._rows = self._engine.chosen(self._share.epoch, self._share.cut.locals(first, last))
+            self._rows = self._engine.chosen(self._share.epoch, self._share.shard.locals(first, last))
             self._first, self._size = first, min(_AHEAD, 4 * (last - first))
         return self._rows[first - self._first : stop - self._first]
 
@@ -68,7 +68,7 @@ class Lookahead:
 class PositionRows:
     """The rows of one share. Functions that get groups get them at fixed positions, whatever is asked for."""
 
-    def __init__(self, leaf: Leaf, cut: Cut, cursor: Cursor, groups: int) -> None:
+    def __init__(self, leaf: Leaf, cut: Shard, cursor: Cursor, groups: int) -> None:
         self._share = Share(leaf.rows, cut, cursor)
         self._grouped: GroupedRows | None = None
         if leaf.group is not None:
@@ -100,7 +100,7 @@ class PositionRows:
         started = time.perf_counter()
         if self._grouped is not None:
             stop = min(first + self._size, self._share.total)
-            batch = self._grouped.read(self._share.cut.locals(first, stop))
+            batch = self._grouped.read(self._share.shard.locals(first, stop))
             values = self._engine.rows(batch)
         else:
             if not self._pieces:
@@ -141,7 +141,7 @@ class PositionRows:
             if stop - first < (size if drop_last else 1):
                 return None
             if self._grouped is not None:
-                batch = self._grouped.read(self._share.cut.locals(first, stop))
+                batch = self._grouped.read(self._share.shard.locals(first, stop))
             else:
                 self._engine.reached(self._share.epoch, self._share.cursor(first).position)
                 batch = self._engine.transform(self._share.epoch, self._engine.read(self._ahead.take(first, stop)))

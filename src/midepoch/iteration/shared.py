@@ -16,8 +16,8 @@ import tempfile
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
-from midepoch.ending import silent_at_exit
-from midepoch.order import Cut
+from midepoch._internal.threads import silent_at_exit
+from midepoch.order import Shard
 
 _SIZE = 16384
 _EPOCH, _NAMED, _SEEDED, _SEED, _NOTES = 0, 8, 9, 16, 24
@@ -100,13 +100,13 @@ class SharedCell:
             os.close(fd)
 
 
-def worker_share(cut: Cut) -> tuple[Cut, tuple[int, int, int] | None]:
+def worker_share(cut: Shard) -> tuple[Shard, tuple[int, int, int] | None]:
     """Return the shard of this process. In a DataLoader worker, its part of it and (worker, workers, shards)."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is None:
         return cut, None
-    return cut.within(Cut(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
+    return cut.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
 
 
 def _rebuild(handle: Any) -> SharedCell:

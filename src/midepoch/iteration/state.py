@@ -12,7 +12,7 @@ from midepoch.iteration.iterators import BatchIterator, RowIterator, RowSource, 
 from midepoch.iteration.lanes import LaneRows
 from midepoch.iteration.positions import PositionRows
 from midepoch.iteration.shared import Note, SharedCell, worker_share
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, Share
 from midepoch.pipeline.rows import BundlesHere
@@ -58,9 +58,9 @@ class IterationState:
             return self._latest.cursor
         return self._delivered or self.start._replace(epoch=self.shared.epoch)
 
-    def share(self) -> tuple[Cut, tuple[int, int, int] | None]:
+    def share(self) -> tuple[Shard, tuple[int, int, int] | None]:
         """Return this process's share of the epoch; in a DataLoader worker, its share of the shard."""
-        return worker_share(self.spec.cut)
+        return worker_share(self.spec.shard)
 
     def save(self) -> dict[str, Any]:
         """Return the state after the last row delivered."""
@@ -79,7 +79,7 @@ class IterationState:
             if spec.has_positions:
                 state["round"], state["batch"] = round_, batch
         if spec.skips_rows:
-            state["shard"], state["shards"] = spec.cut.index, spec.cut.count
+            state["shard"], state["shards"] = spec.shard.index, spec.shard.count
         return state
 
     @property
@@ -103,7 +103,7 @@ class IterationState:
         """Raise what loading a state would raise; one of a worker of any number of them passes."""
         found = states.load(self._given(state), self.spec)
         if found.worker is None:
-            check_known(found.cursor, Share.of(found.spec.lanes, self.spec.cut), found.spec.lanes)
+            check_known(found.cursor, Share.of(found.spec.lanes, self.spec.shard), found.spec.lanes)
 
     def _resume(self, state: Any, allow: Collection[str] = ()) -> states.Resumed:
         found = states.load(self._given(state), self.spec, allow)
@@ -136,16 +136,16 @@ class IterationState:
         elif self.shared.epoch != cursor.epoch:
             self.start = Cursor(self.shared.epoch)
 
-    def _ended(self, share: Cut, cursor: Cursor) -> bool:
+    def _ended(self, share: Shard, cursor: Cursor) -> bool:
         """Return whether nothing of the epoch is left at a cursor: not for this shard, nor for any other in its place.
 
         Where positions cannot be computed: as far as that is known.
         """
         if not self.spec.has_positions:
             return cursor.lanes_ended
-        rows, shards = self.spec.rows, self.spec.cut.count
+        rows, shards = self.spec.rows, self.spec.shard.count
         first = share.index - share.index % shards  # the shares of this worker on all shards
-        shares = (Cut(first + shard, share.count) for shard in range(shards))
+        shares = (Shard(first + shard, share.count) for shard in range(shards))
         return cursor.position > 0 and all(each.before(cursor.position) >= each.before(rows) for each in shares)
 
     def begin(self) -> Cursor:
@@ -197,9 +197,9 @@ class IterationState:
         It continues with the worker after the last one, which is the first again only if all had the same number of
         batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
         """
-        shared, cut, rows = self.shared, self.spec.cut, self.spec.rows
+        shared, cut, rows = self.shared, self.spec.shard, self.spec.rows
         size = max(1, self._batch)
-        even = len({-(-cut.within(Cut(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
+        even = len({-(-cut.within(Shard(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
 
         def start(epoch: int, round_: int) -> tuple[Cursor, RowSource, int]:
             return Cursor(epoch), self._open(Cursor(epoch)), round_

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.timings import Timings
 from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import Made, Plan
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
-from midepoch.spent import Spent
 from midepoch.transforms import Batch
 
 Int64Array = npt.NDArray[np.int64]
@@ -65,8 +65,8 @@ def only_numbers(leaf: Leaf) -> bool:
 class BatchMaker:
     """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
 
-    def __init__(self, leaf: Leaf, options: Options, spent: Spent | None = None) -> None:
-        self.spent = Spent() if spent is None else spent
+    def __init__(self, leaf: Leaf, options: Options, spent: Timings | None = None) -> None:
+        self.spent = Timings() if spent is None else spent
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")
         as_read = not leaf.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
@@ -93,7 +93,7 @@ class BatchMaker:
 
     def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
         """Chunks of batches, of steps first, first + stride, …"""
-        cut = self._engine.leaf.cut
+        cut = self._engine.leaf.shard
         rows = -(-plan.global_batch // cut.count)
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps of a read
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed at once
@@ -127,7 +127,7 @@ class BatchMaker:
             size, block = min(2 * size, most), min(4 * block, ahead)
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
-        """Several batches in one read; ``ends`` are their bounds among the rows asked for."""
+        """Several batches in one read; ``last_batch`` are their bounds among the rows asked for."""
         began = perf_counter()
         chunk = self._engine.read(chosen)
         whole = len(chunk) == len(chosen)

@@ -12,17 +12,17 @@ from typing import Any
 
 import pyarrow as pa
 
+from midepoch._internal.timings import TimingReports, Timings
 from midepoch.loader.options import Options
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.rows import Bundle, Made, Sizes, make_good, most_rows
-from midepoch.spent import Parcel, Spent
 from midepoch.transforms import Batch
 from midepoch.transforms.features import Encoded
 
-_Lane = tuple[int, int, Cut]  # leaf, epoch, lane
+_Lane = tuple[int, int, Shard]  # leaf, epoch, lane
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Asked:
 class BundlePool(Pool):
     """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
 
-    def __init__(self, leaves: Sequence[Leaf], options: Options, spent: Spent) -> None:
+    def __init__(self, leaves: Sequence[Leaf], options: Options, spent: Timings) -> None:
         self._spent, self.skipped = spent, 0
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
@@ -54,7 +54,7 @@ class BundlePool(Pool):
         self._lanes.clear()
         self._sent = [deque(None for _ in sent) for sent in self._sent]
 
-    def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
+    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
         """The bundle that begins at a row; it was asked for before, unless the lane is new. Raises WorkerError."""
         key = (leaf, epoch, lane)
         asked = self._lanes.setdefault(key, deque())
@@ -135,8 +135,8 @@ class _BundleWorker(Worker):
         super().__init__(connection, number, slots)
         self._leaves = leaves
         self._engines: dict[int, Engine] = {}
-        self._spent = Spent()
-        self._parcel = Parcel(self._spent)
+        self._spent = Timings()
+        self._parcel = TimingReports(self._spent)
 
     def live(self) -> None:
         sent = 0

@@ -18,7 +18,7 @@ from midepoch.transforms.generators import Generators, Seeds
 def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
     """With a column that is true for padding."""
     if PADDING in batch.columns:
-        raise MapError(f'a map made a column {PADDING!r}, which ends="pad" marks padding rows with: rename it.')
+        raise MapError(f'a map made a column {PADDING!r}, which last_batch="pad" marks padding rows with: rename it.')
     bits = np.packbits(padding, bitorder="little")  # pa.array would import pandas: 0.6 s
     mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
     return batch.with_columns({**batch.columns, PADDING: mark})

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 
-from midepoch.ending import join
+from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker, Read
 from midepoch.loader.plans import Made, Plan
 

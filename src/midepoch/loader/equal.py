@@ -8,33 +8,33 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from midepoch import agreement
+from midepoch.distributed import rendezvous
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Plan
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.state.format import OF_ONE_RANK
 
-_made, _loaders = agreement.Occasions(), agreement.Occasions()
+_made, _loaders = rendezvous.Counters(), rendezvous.Counters()
 _log = logging.getLogger("midepoch")
 _SHIFT = 8
 """Loaders that one rank may have made more than another."""
 
 
-def check_reach(plan: Plan, options: Options, cut: Cut) -> None:
+def check_equal_steps(plan: Plan, options: Options, cut: Shard) -> None:
     """Refuse to leave a rank without a batch, unless that was asked for. All ranks refuse alike, before any step."""
-    if options.ends is not None or not (left_out := plan.left_out(cut.count)):
+    if options.last_batch is not None or not (left_out := plan.left_out(cut.count)):
         return
     rows = cut.count - left_out
     raise WorldError(
         f"the last step of epoch {plan.epoch} has {rows} row{'s' * (rows != 1)} left for {cut.count} ranks: those "
         f"without a batch would take a step less, and the others wait for them. Say what is to become of it: "
-        f'loader(…, ends="drop") leaves the last global batch out if it is not whole, ends="pad" fills it up with rows '
-        f'that are marked, ends="uneven" is for loops that do not wait.'
+        f'loader(…, last_batch="drop") leaves the last global batch out if it is not full, last_batch="pad" fills it '
+        f'up with rows that are marked, last_batch="uneven" is for loops that do not wait.'
     )
 
 
-class Counterparts:
+class RankConsistencyCheck:
     """Compares a loader with its counterparts on the other ranks: the n-th loader made there, as this one was here.
 
     Nobody waits for anybody: the first rank says what it has, and the others compare. Where one rank makes more loaders
@@ -42,14 +42,14 @@ class Counterparts:
     ``group`` names the processes that train together, where they are not all there are.
     """
 
-    def __init__(self, cut: Cut, identity: Mapping[str, Any], options: Options, group: str = "") -> None:
-        self._group, self._options, self._rank = group, options, agreement.process_rank(cut.index)
+    def __init__(self, cut: Shard, identity: Mapping[str, Any], options: Options, group: str = "") -> None:
+        self._group, self._options, self._rank = group, options, rendezvous.process_rank(cut.index)
         self._number = _made.next(group)
         # Loaders made before the ranks were connected count apart.
-        self.name = f"{group}/{'' if agreement.connected() else 'early '}{self._number}"
+        self.name = f"{group}/{'' if rendezvous.connected() else 'early '}{self._number}"
         self._made_as = _digest(_comparable(identity, options))
-        agreement.say(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
-        self._refused_before = agreement.refusal(group)[0]
+        rendezvous.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
+        self._refused_before = rendezvous.refusal(group)[0]
         self._loads = self._passes = 0
 
     def loaded(self) -> None:
@@ -72,11 +72,11 @@ class Counterparts:
     def _check(self, key: str, mine: dict[str, Any]) -> None:
         try:
             self.check_refusal()
-            said = agreement.first_said(key, json.dumps([self._rank, self._made_as, mine]))
+            said = rendezvous.first_value(key, json.dumps([self._rank, self._made_as, mine]))
             if said is None:
                 return
             rank, made_as, theirs = json.loads(said)
-            found = agreement.differences({rank: theirs, self._rank: mine})
+            found = rendezvous.differences({rank: theirs, self._rank: mine})
             if not found or self._is_shifted(rank, made_as):
                 return
         except RuntimeError as problem:
@@ -88,12 +88,12 @@ class Counterparts:
             "one state on all of them (it does not matter which rank saved it). A loader for one rank alone takes "
             "rank=0, world_size=1."
         )
-        agreement.refuse(self._group, text)
+        rendezvous.refuse(self._group, text)
         raise WorldError(text)
 
     def check_refusal(self) -> None:
         """Raise WorldError if another rank has refused to go on since this loader was made."""
-        token, why = agreement.refusal(self._group)
+        token, why = rendezvous.refusal(self._group)
         if token and token != self._refused_before:
             raise WorldError(why)
 
@@ -106,13 +106,13 @@ class Counterparts:
     def _all_made(self, rank: int) -> set[str | None]:
         """The loaders that a rank has made shortly before and after the one of this number."""
         numbers = range(max(1, self._number - _SHIFT), self._number + _SHIFT + 1)
-        return {agreement.heard(f"made/{self._group}/{rank}/{number}") for number in numbers}
+        return {rendezvous.value_of(f"made/{self._group}/{rank}/{number}") for number in numbers}
 
 
 def _comparable(identity: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """What must be the same on all ranks."""
     mine = {name: value for name, value in identity.items() if name not in OF_ONE_RANK}
-    return {**mine, "ends": options.ends, "batch size": options.batch_size}
+    return {**mine, "last_batch": options.last_batch, "batch size": options.batch_size}
 
 
 def _digest(comparable: Mapping[str, Any]) -> str:
@@ -126,7 +126,7 @@ class EqualSteps:
 
     _MOST = 32
 
-    def __init__(self, cut: Cut, what: Mapping[str, Any], group: str, check: Callable[[], None]) -> None:
+    def __init__(self, cut: Shard, what: Mapping[str, Any], group: str, check: Callable[[], None]) -> None:
         self._cut, self._what, self._group, self._check, self._name = cut, what, group, check, ""
         self._passes = self._rounds = self.ahead = 0
         self._said = ""
@@ -143,9 +143,9 @@ class EqualSteps:
         self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
         cut = self._cut
         key = f"steps/{self._name}/{self._passes}/{self._rounds}"
-        waits = agreement.Waits(self._group, cut.index, cut.count, dict(self._what), self._check)
-        said = agreement.all_said(key, str(steps), waits)
+        waits = rendezvous.Waits(self._group, cut.index, cut.count, dict(self._what), self._check)
+        said = rendezvous.all_values(key, str(steps), waits)
         if self._said:  # who has spoken now has heard what was said before
-            agreement.unsay(self._said, cut.index)
+            rendezvous.withdraw(self._said, cut.index)
         self._said = key
         return [int(text) for text in said]

@@ -6,7 +6,7 @@ import numpy as np
 
 from midepoch.loader.batches import BatchMaker, Read
 from midepoch.loader.plans import Made, Plan
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.groups import GroupedRows
 from midepoch.pipeline.rows import Bundles
 
@@ -14,7 +14,7 @@ from midepoch.pipeline.rows import Bundles
 class GroupedBatches:
     """The steps of a plan in order. Workers make bundles ahead; the main process puts batches together."""
 
-    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, cut: Cut, groups: int) -> None:
+    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, cut: Shard, groups: int) -> None:
         self._maker, self._plan, self._cut, self._step = maker, plan, cut, 0
         self._rows = GroupedRows(bundles, plan.epoch, groups)
 

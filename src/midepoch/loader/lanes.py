@@ -7,18 +7,18 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from midepoch._internal.timings import Timings
 from midepoch.errors import MidepochError
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Made
 from midepoch.loader.present import Presenter
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.chunk import Items
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Deal, Lanes
+from midepoch.pipeline.lanes import Lanes, StepOutputs
 from midepoch.pipeline.rows import Bundles
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.spent import Spent
 
 
 class LaneSteps:
@@ -27,10 +27,12 @@ class LaneSteps:
     PADDING = object()
 
     def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None) -> None:
-        self._lanes, self._size, self._ends = lanes, options.batch_size, options.ends
-        self._full = options.batch_size * lanes.share.cut.count  # outputs of a step, of all ranks that share the lanes
+        self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
+        self._full = (
+            options.batch_size * lanes.share.shard.count
+        )  # outputs of a step, of all ranks that share the lanes
         self._equal = equal
-        self._ready: deque[Deal] = deque()
+        self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
         self._failure: Exception | None = None
         if equal is not None:
@@ -49,9 +51,9 @@ class LaneSteps:
         self._left -= 1
         return self._ready.popleft() if self._ready else self.PADDING
 
-    def _take(self) -> Deal | None:
+    def _take(self) -> StepOutputs | None:
         deal = self._lanes.take(self._size)
-        if deal is None or (self._ends == "drop" and deal.total < self._full):
+        if deal is None or (self._last_batch == "drop" and deal.total < self._full):
             return None
         return deal
 
@@ -66,7 +68,7 @@ class LaneSteps:
                 raise
             self._failure = problem
         counts = equal.agree(len(self._ready) if self._failure is None else ahead)
-        self._left = min(counts) if self._ends == "drop" else max(counts)
+        self._left = min(counts) if self._last_batch == "drop" else max(counts)
         self._over = self._left < ahead
         while self._over and len(self._ready) > self._left:
             self._ready.pop()
@@ -82,12 +84,12 @@ class LaneBatches:
         bundles: Callable[[], Bundles],
         cursor: Cursor,
         equal: EqualSteps | None,
-        spent: Spent,
+        spent: Timings,
     ) -> None:
         self._spec, self._options, self._bundles, self._epoch = spec, options, bundles, cursor.epoch
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
-        self._lanes = spec.open(spec.cut, self._mine, cursor)
+        self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
         self._spent, self._skipped = spent, self._count_skipped()
         self._last: Items | None = None
@@ -116,7 +118,7 @@ class LaneBatches:
             if rows:
                 self._last = deal.items
                 value = self._presenter.batch(deal.items, self._epoch)
-            elif self._options.ends == "pad":
+            elif self._options.last_batch == "pad":
                 value = self._presenter.padding(deal.some, self._epoch)
             else:
                 continue  # all of it is for other ranks
@@ -138,11 +140,11 @@ class LaneBatches:
         """
         if self._last is None:
             beginning = Cursor(self._epoch)
-            deal = self._first(self._spec.cut, beginning) or self._first(Cut(), beginning)
+            deal = self._first(self._spec.shard, beginning) or self._first(Shard(), beginning)
             if deal is None:
-                raise MidepochError('there is no output at all to pad with: use ends="drop".')
+                raise MidepochError('there is no output at all to pad with: use last_batch="drop".')
             self._last = deal.some
         return self._last
 
-    def _first(self, process: Cut, beginning: Cursor) -> Deal | None:
+    def _first(self, process: Shard, beginning: Cursor) -> StepOutputs | None:
         return self._spec.open(process, self._bundles(), beginning).take(1)

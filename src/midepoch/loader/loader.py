@@ -8,18 +8,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from midepoch._internal.checks import integer
 from midepoch.audit.ledger import Ledger
-from midepoch.checks import whole
-from midepoch.loader.equal import Counterparts, EqualSteps, check_reach
+from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.measured import Measured
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
 from midepoch.loader.plans import BatchSource, Plan, batches_of
 from midepoch.loader.sources import Sources
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Deal, Share
+from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.length import estimated_length, known_length
 from midepoch.pipeline.spec import PipelineSpec, check_known
 from midepoch.state import saved as states
@@ -32,7 +32,7 @@ class _Left(NamedTuple):
     """A pass that was left before its end: where it began, the cursor after its last batch, and its batches."""
 
     start: Cursor
-    cursor: Cursor | Deal
+    cursor: Cursor | StepOutputs
     batches: int
 
 
@@ -56,17 +56,17 @@ class Loader(Measured):
         cursor: Cursor,
         *,
         named: bool = False,
-        counterparts: Counterparts | None = None,
+        counterparts: RankConsistencyCheck | None = None,
         equal: EqualSteps | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         self._spec, self._options, self._cursor = spec, options, cursor
         self._counterparts, self.ledger = counterparts, ledger
         super().__init__(options.num_workers)
-        self.stood: Cursor | Deal = cursor
+        self.stood: Cursor | StepOutputs = cursor
         """After the last batch delivered, or where a state was loaded, whatever epoch is named."""
         self.how = "fresh"
-        self.delivered: Cursor | Deal | None = None
+        self.delivered: Cursor | StepOutputs | None = None
         """After the last batch delivered; None if that is where the next pass begins."""
         self._named, self.namings = named, 0  # whether set_epoch named the epoch, and how often it was called
         self._left: _Left | None = None
@@ -77,9 +77,9 @@ class Loader(Measured):
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
         if spec.has_positions:
-            check_reach(Plan.make(spec, options, Cursor()), options, spec.cut)
+            check_equal_steps(Plan.make(spec, options, Cursor()), options, spec.shard)
         elif cursor.begun:
-            check_known(cursor, Share.of(spec.lanes, spec.cut), spec.lanes)
+            check_known(cursor, Share.of(spec.lanes, spec.shard), spec.lanes)
         if cursor.begun:  # of a state that was loaded into the dataset
             self.how = "loaded"
             if ledger is not None:
@@ -91,7 +91,7 @@ class Loader(Measured):
         """Return the batches of an epoch on this rank. Raises TypeError where that is not known before running."""
         spec = self._spec
         if spec.has_positions:
-            return Plan.make(spec, self._options, Cursor()).share(spec.cut)
+            return Plan.make(spec, self._options, Cursor()).share(spec.shard)
         known = known_length(spec.node)
         if known is None or not (spec.state_is_global or spec.node.is_rows):
             raise TypeError(
@@ -109,7 +109,7 @@ class Loader(Measured):
         if spec.epoch_outputs:  # they were counted
             return batches_of(spec, self._options, spec.epoch_outputs)
         found = estimated_length(spec.node, self._where(), spec.lanes)
-        return None if found is None else max(1, round(found / (self._options.batch_size * spec.cut.count)))
+        return None if found is None else max(1, round(found / (self._options.batch_size * spec.shard.count)))
 
     # What it is
 
@@ -124,14 +124,14 @@ class Loader(Measured):
         return self._options
 
     @property
-    def ends(self) -> str | None:
+    def last_batch(self) -> str | None:
         """What becomes of the last global batch if it is not full."""
-        return self._options.ends
+        return self._options.last_batch
 
     @property
-    def cut(self) -> Cut:
+    def shard(self) -> Shard:
         """The share of every global batch that this rank gets: ``index`` of ``count``."""
-        return self._spec.cut
+        return self._spec.shard
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Loader(Measured):
         return (
             f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
             f"batch_size={self._options.batch_size}; num_workers={self._options.num_workers}; "
-            f"rank {spec.cut.index} of {spec.cut.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
+            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
         )
 
     # The cursor
@@ -176,7 +176,7 @@ class Loader(Measured):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
-        epoch = whole(epoch, "set_epoch")
+        epoch = integer(epoch, "set_epoch")
         live, left = self._live(), self._left
         batches = left.batches if left is not None else live.delivered if live is not None else 0
         self._pass = self._left = None
@@ -208,7 +208,7 @@ class Loader(Measured):
         found = self._resumed(state, allow)
         self._end_iteration()
         self._sources.forget()
-        spec = found.spec.for_processes(self.cut.count) if found.spec.has_positions else found.spec
+        spec = found.spec.for_processes(self.shard.count) if found.spec.has_positions else found.spec
         # No call among these: a signal handler that saves must not see half of them.
         self._spec, self._named, self._left = spec, False, None
         self._cursor = self.stood = found.cursor
@@ -224,7 +224,7 @@ class Loader(Measured):
 
     def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
         found = states.load_global(state, self._spec, allow)
-        check_known(found.cursor, Share.of(found.spec.lanes, self._spec.cut), found.spec.lanes)
+        check_known(found.cursor, Share.of(found.spec.lanes, self._spec.shard), found.spec.lanes)
         return found
 
     @property
@@ -281,7 +281,7 @@ class Loader(Measured):
             cursor, rolled = Cursor(cursor.epoch + 1), True
         self.delivered = cursor if rolled else None
         if (plan := self.plan(cursor)) is not None:
-            check_reach(plan, self._options, self.cut)
+            check_equal_steps(plan, self._options, self.shard)
         return Start(cursor, rolled, None if rolled else restart)
 
     def restarted(self, cursor: Cursor) -> Cursor:
@@ -305,7 +305,7 @@ class Loader(Measured):
 
         Not if an epoch was named, nor where other ranks may have something left.
         """
-        alone = self.state_is_global or self._options.ends != "uneven"
+        alone = self.state_is_global or self._options.last_batch != "uneven"
         return start.begun and not rolled and not self._named and alone
 
     def rolled_to(self, epoch: int) -> Cursor:
@@ -351,7 +351,7 @@ class Loader(Measured):
             stood=_resolved(self.stood),
             end=self.plan(cursor),
             batch_size=self._options.batch_size,
-            ends=self._options.ends,
+            last_batch=self._options.last_batch,
             workers=self._options.num_workers,
             waited=self.meter.waited,
             load=load,
@@ -392,5 +392,5 @@ class Loader(Measured):
         self.close()
 
 
-def _resolved(cursor: Cursor | Deal) -> Cursor:
-    return cursor.cursor() if isinstance(cursor, Deal) else cursor
+def _resolved(cursor: Cursor | StepOutputs) -> Cursor:
+    return cursor.cursor() if isinstance(cursor, StepOutputs) else cursor

@@ -6,19 +6,19 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from midepoch.agreement import connected
+from midepoch._internal.checks import integer
 from midepoch.audit.ledger import ledger_of
-from midepoch.checks import whole
+from midepoch.distributed.rendezvous import connected
+from midepoch.distributed.seeds import check_agreed
+from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
-from midepoch.loader.equal import Counterparts, EqualSteps
+from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, ends_of
-from midepoch.order import Cut
+from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, last_batch_of
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.seeds import check_agreed
-from midepoch.world import find_world, groups_of
 
 _log = logging.getLogger("midepoch")
 
@@ -35,46 +35,48 @@ def make_loader(
     world_size: int | None,
     data_parallel: Any,
     drop_last: bool,
-    ends: str | None,
+    last_batch: str | None,
     audit: Any,
     **options: Any,
 ) -> Loader:
     """Return a loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
-    batch_size = whole(batch_size, "loader(batch_size=…)", 1)
-    is_shard = spec.cut.count > 1  # of which the rows are known already
-    cut, together = cut_of(spec.cut, rank, world_size, data_parallel)
-    ends = ends_of(drop_last, ends)
-    check_agreed(spec.seed_alone, cut.count)
-    spec = replace(spec, cut=cut)
+    batch_size = integer(batch_size, "loader(batch_size=…)", 1)
+    is_shard = spec.shard.count > 1  # of which the rows are known already
+    shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
+    last_batch = last_batch_of(drop_last, last_batch)
+    check_agreed(spec.seed_alone, shard.count)
+    spec = replace(spec, shard=shard)
     if spec.has_positions or not cursor.begun:
-        spec = spec.for_processes(cut.count)
+        spec = spec.for_processes(shard.count)
     if spec.has_positions and spec.source.fetched and not (is_shard or spec.lanes_chosen or cursor.begun):
-        spec = replace(spec, lanes=cut.count)
-    agreed = not spec.has_positions and _is_agreed(spec, together, ends)
-    if ends is None and (not spec.has_positions or not (together and cut.count > 1)):
-        ends = "uneven"  # those that train together would wait for one that is left without a batch
+        spec = replace(spec, lanes=shard.count)
+    agreed = not spec.has_positions and _is_agreed(spec, together, last_batch)
+    if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
+        last_batch = "uneven"  # those that train together would wait for one that is left without a batch
     row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
     ahead = ahead_for((batch_size if spec.has_positions else 1024) * row_bytes) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
-        num_workers=whole(num_workers, "loader(num_workers=…)"),
-        prefetch=whole(ahead, "loader(prefetch=…)", 1),
-        ends=ends,
+        num_workers=integer(num_workers, "loader(num_workers=…)"),
+        prefetch=integer(ahead, "loader(prefetch=…)", 1),
+        last_batch=last_batch,
         **options,
     )
-    if ends == "pad" and PADDING in (spec.node.known_columns or ()):
-        raise ValueError(f'there is a column {PADDING!r} already, which ends="pad" marks padding rows with: rename it')
+    if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):
+        raise ValueError(
+            f'there is a column {PADDING!r} already, which last_batch="pad" marks padding rows with: rename it'
+        )
     if spec.has_positions:
-        _check_drop(spec.rows, chosen, cut.count, drop_last)
+        _check_drop(spec.rows, chosen, shard.count, drop_last)
     ledger = ledger_of(audit)
     if ledger is not None:
-        ledger.prepare(cut)
-    counterparts = _counterparts_of(cut, together, data_parallel, spec, chosen)
+        ledger.prepare(shard)
+    counterparts = _counterparts_of(shard, together, data_parallel, spec, chosen)
     equal = None
     if agreed and counterparts is not None:
-        equal = EqualSteps(cut, spec.identity, groups_of(data_parallel).cut, counterparts.check_refusal)
+        equal = EqualSteps(shard, spec.identity, groups_of(data_parallel).cut, counterparts.check_refusal)
     return Loader(spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger)
 
 
@@ -88,15 +90,15 @@ def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> Non
 
 
 def _counterparts_of(
-    cut: Cut, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
-) -> Counterparts | None:
+    cut: Shard, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
+) -> RankConsistencyCheck | None:
     """Return the loaders of the other ranks that this one is compared with, if there are any."""
     if not together or (cut.count == 1 and data_parallel is None):
         return None
-    return Counterparts(cut, spec.identity, options, groups_of(data_parallel).all)
+    return RankConsistencyCheck(cut, spec.identity, options, groups_of(data_parallel).all)
 
 
-def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Cut, bool]:
+def shard_of(shard: Shard, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Shard, bool]:
     """The shard if there is one, else what is given or found of the world; and whether they train together."""
     given = rank is not None or world_size is not None
     if not given and data_parallel is None and shard.count > 1:
@@ -104,30 +106,31 @@ def cut_of(shard: Cut, rank: int | None, world_size: int | None, data_parallel: 
     world = find_world(rank, world_size, data_parallel)
     if shard.count > 1:
         raise ValueError(f"the dataset is already shard {shard.index} of {shard.count}: leave out rank and world_size")
-    return Cut(world.rank, world.size), not given or world.size == connected()
+    return Shard(world.rank, world.size), not given or world.size == connected()
 
 
-def _is_agreed(spec: PipelineSpec, together: bool, ends: str | None) -> bool:
+def _is_agreed(spec: PipelineSpec, together: bool, last_batch: str | None) -> bool:
     """Return whether ranks that run lanes of their own agree on equally many steps. Raise WorldError if they cannot."""
-    cut = spec.cut
-    groups = Share.of(spec.lanes, cut).lanes.count
-    if groups == 1 or ends == "uneven" or (ends is None and not together):
+    shard = spec.shard
+    groups = Share.of(spec.lanes, shard).lanes.count
+    if groups == 1 or last_batch == "uneven" or (last_batch is None and not together):
         return False
-    if ends is None:
+    if last_batch is None:
         raise WorldError(
-            f"{cut.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
-            'would wait for the others. Say what is to become of them: loader(…, ends="drop") ends the epoch on all '
-            'ranks where one has no full batch left, ends="pad" goes on with batches that are marked as padding, '
-            'ends="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
+            f"{shard.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
+            'would wait for the others. Choose: loader(…, last_batch="drop") ends the epoch on all ranks where one has '
+            'no full batch left, last_batch="pad" continues with batches that are marked as padding, '
+            'last_batch="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
         )
-    if not together or connected() < cut.count:
+    if not together or connected() < shard.count:
         if connected():
             remedy = "Say which of them cut the data with data_parallel= instead of rank= and world_size="
         else:
             remedy = "Initialise one of them"
         raise WorldError(
-            f"ends={ends!r}: ranks that run lanes of their own agree on the last step through torch.distributed or "
-            f"JAX, which connect {connected()} processes and not the {cut.count} of the data. {remedy}, or use "
-            'with_lanes(1), which lets every rank run everything, or ends="uneven".'
+            f"last_batch={last_batch!r}: ranks that run lanes of their own agree on the last step through "
+            f"torch.distributed or JAX, which connect {connected()} processes and not the {shard.count} of the data. "
+            f"{remedy}, or use "
+            'with_lanes(1), which lets every rank run everything, or last_batch="uneven".'
         )
     return True

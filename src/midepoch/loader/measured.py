@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from operator import length_hint
 from typing import Any
 
-from midepoch import html
-from midepoch.checks import whole
+from midepoch._internal import html
+from midepoch._internal.checks import integer
+from midepoch._internal.progress import Bar
+from midepoch._internal.resumable import Resumable
 from midepoch.loader.meter import Meter
 from midepoch.loader.options import Options
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.progress import Bar
-from midepoch.resumable import Resumable
 from midepoch.stats import Hook, Stats
 
 
@@ -71,7 +71,7 @@ class Measured(Resumable):
 
         ``done``: batches of the epoch that were delivered before, so that the bar of a resumed run starts there.
         """
-        done, batches, epoch = whole(done, "progress(done=…)"), iter(self), self.epoch
+        done, batches, epoch = integer(done, "progress(done=…)"), iter(self), self.epoch
         with Bar(f"epoch {epoch}", "batches", patience=0.0) as bar:
             first = True
             for batch in batches:
@@ -94,14 +94,14 @@ class Measured(Resumable):
         spec, options, stats, at = self.pipeline, self.options, self.stats(), self.position
         total: float | None = spec.rows if spec.has_positions else spec.epoch_outputs or None
         if total is None and (batches := self.estimated_len) is not None:
-            total = batches * options.batch_size * spec.cut.count
+            total = batches * options.batch_size * spec.shard.count
         about = {
             "pipeline": None if spec.node.text == "none" else spec.node.text,
             "at": f"epoch {self.epoch}, position {at:,}"
             + (f" of {'' if spec.has_positions else 'about '}{total:,.0f}" if total else ""),
             "batch size": options.batch_size,
             "workers": options.num_workers,
-            "rank": f"{spec.cut.index} of {spec.cut.count}",
+            "rank": f"{spec.shard.index} of {spec.shard.count}",
             "lanes": spec.lanes if spec.lanes > 1 else None,
             "so far": str(stats) if stats.batches else None,
         }

@@ -9,8 +9,8 @@ import logging
 from time import perf_counter
 from typing import Any
 
-from midepoch.loader.remedy import remedy
-from midepoch.spent import Spent
+from midepoch._internal.timings import Timings
+from midepoch.loader.advice import remedy
 from midepoch.stats import Hook, Stats
 
 _log = logging.getLogger("midepoch")
@@ -27,7 +27,7 @@ class Meter:
     """Of a loader with so many workers."""
 
     def __init__(self, workers: int) -> None:
-        self.spent = Spent()
+        self.spent = Timings()
         self._workers, self._warned = workers, False
         self._hooks: list[tuple[Hook, float, float]] = []
         self.due = False

@@ -10,9 +10,9 @@ from midepoch.errors import MidepochError
 
 _AHEAD_BYTES = 16 << 20
 
-ENDS = ("drop", "pad", "uneven")
+LAST_BATCH = ("drop", "pad", "uneven")
 PADDING = "is_padding"
-"""The column that tells padding rows from rows of the epoch, in every batch under ``ends="pad"``."""
+"""The column that tells padding rows from rows of the epoch, in every batch under ``last_batch="pad"``."""
 
 
 def ahead_for(batch_bytes: float) -> int:
@@ -20,11 +20,11 @@ def ahead_for(batch_bytes: float) -> int:
     return int(max(2, min(8, _AHEAD_BYTES / max(1.0, batch_bytes))))
 
 
-def ends_of(drop_last: bool, ends: str | None) -> str | None:
+def last_batch_of(drop_last: bool, last_batch: str | None) -> str | None:
     """What becomes of the last global batch, by the two arguments that say so."""
-    if drop_last and ends not in (None, "drop"):
-        raise ValueError(f"drop_last=True and ends={ends!r} contradict each other: leave one of them out")
-    return "drop" if drop_last else ends
+    if drop_last and last_batch not in (None, "drop"):
+        raise ValueError(f"drop_last=True and last_batch={last_batch!r} contradict each other: leave one of them out")
+    return "drop" if drop_last else last_batch
 
 
 def check_continues(failure: BaseException | None, closed: bool) -> None:
@@ -40,11 +40,11 @@ def check_continues(failure: BaseException | None, closed: bool) -> None:
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:
     """Raise ValueError if no batch would be left of an epoch."""
-    if options.ends == "drop" and 0 < rows < options.batch_size * ranks:
+    if options.last_batch == "drop" and 0 < rows < options.batch_size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
             f"each of {ranks} ranks, and the last one is dropped if it is not whole. Use smaller batches, or "
-            'ends="pad".'
+            'last_batch="pad".'
         )
 
 
@@ -52,16 +52,16 @@ def check_drop(rows: int, options: Options, ranks: int) -> None:
 class Options:
     """``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
 
-    ``ends``: what becomes of the last global batch if it is not whole. "drop" leaves it out; "pad" fills it up with
-    rows that are marked; "uneven" hands out what there is, to some ranks maybe nothing; None does as well, but refuses
-    to leave a rank without a batch.
+    ``last_batch``: what becomes of the last global batch if it is not full. "drop" leaves it out; "pad" fills it up
+    with rows that are marked; "uneven" delivers what there is, to some ranks maybe nothing; None does as well, but
+    refuses to leave a rank without a batch.
 
     ``prefetch`` counts batches, for each worker (or for the reading thread, in chunks).
     """
 
     batch_size: int
     num_workers: int = 0
-    ends: str | None = "uneven"
+    last_batch: str | None = "uneven"
     collate_fn: Callable[[Any], Any] | None = None
     collate_columns: bool = False
     prefetch: int = 2
@@ -70,8 +70,8 @@ class Options:
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:
-        if self.ends is not None and self.ends not in ENDS:
-            raise ValueError(f"ends must be one of {', '.join(map(repr, ENDS))}, got {self.ends!r}")
+        if self.last_batch is not None and self.last_batch not in LAST_BATCH:
+            raise ValueError(f"last_batch must be one of {', '.join(map(repr, LAST_BATCH))}, got {self.last_batch!r}")
         if self.persistent_workers and not self.num_workers:
             raise ValueError("persistent_workers=True needs num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from midepoch.ending import silent_at_exit
+from midepoch._internal.resumable import HasState
+from midepoch._internal.threads import silent_at_exit
 from midepoch.errors import MidepochError
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.options import check_continues
 from midepoch.loader.pinned import pinner
 from midepoch.loader.plans import BatchSource, Made
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Deal
-from midepoch.resumable import HasState
+from midepoch.pipeline.lanes import StepOutputs
 from midepoch.transforms import finish
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Pass(HasState):
         """Return the batches left, where that is known."""
         if self._plan is None:
             return NotImplemented
-        return 0 if self._over else max(0, self._plan.share(self._loader.cut) - self._made)
+        return 0 if self._over else max(0, self._plan.share(self._loader.shard) - self._made)
 
     def __next__(self) -> Any:
         if self._meter.due:
@@ -93,7 +93,7 @@ class Pass(HasState):
                     self._meter.delivered(asked, made.rows, value)
                 cursor = made.cursor
                 if ledger is not None:
-                    if isinstance(cursor, Deal):
+                    if isinstance(cursor, StepOutputs):
                         cursor = cursor.cursor()
                     if not self.delivered:  # the entries of a pass begin with its first batch
                         loader.begin_record(ledger, self.start)
@@ -119,7 +119,7 @@ class Pass(HasState):
 
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be a step ahead of the others from then on."""
-        cut = self._loader.cut
+        cut = self._loader.shard
         if cut.count > 1 and made.skipped and self._plan is not None:
             first, stop = self._plan.bounds(self._made - 1)
             raise MidepochError(
@@ -184,7 +184,7 @@ class Pass(HasState):
 
     def _leave(self) -> None:
         """Note that the end was not asked for. If nothing is left for this rank, the next pass is the next epoch's."""
-        complete = self._plan is not None and self.delivered >= self._plan.share(self._loader.cut)
+        complete = self._plan is not None and self.delivered >= self._plan.share(self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:
                 self._ledger.finish(self._meter.waited, self._end())

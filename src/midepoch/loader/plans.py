@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from midepoch._internal.timings import Timings
 from midepoch.loader.options import Options
-from midepoch.order import Cut, epoch_end
+from midepoch.order import Shard, epoch_end
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Deal
+from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.spent import Spent
 
 
 class Made(NamedTuple):
     """A batch, and the cursor after it. ``value`` is presented (or collated); ``empty``: no row of it is left."""
 
     value: Any
-    cursor: Cursor | Deal
+    cursor: Cursor | StepOutputs
     rows: int = 0
     skipped: int = 0
     empty: bool = False
-    spent: Spent | None = None
+    spent: Timings | None = None
     """The time that a worker has spent since its last report."""
 
 
@@ -51,12 +51,14 @@ class Plan:
     @staticmethod
     def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
         """Return the plan of a rank from a cursor on."""
-        batch = options.batch_size * spec.cut.count
-        return Plan.of(cursor.epoch, cursor.position, spec.rows, batch, options.ends)
+        batch = options.batch_size * spec.shard.count
+        return Plan.of(cursor.epoch, cursor.position, spec.rows, batch, options.last_batch)
 
     @staticmethod
-    def of(epoch: int, start: int, rows: int, global_batch: int, ends: str | None) -> Plan:
-        return Plan(epoch, start, epoch_end(start, rows, global_batch, ends == "drop"), global_batch, ends == "pad")
+    def of(epoch: int, start: int, rows: int, global_batch: int, last_batch: str | None) -> Plan:
+        return Plan(
+            epoch, start, epoch_end(start, rows, global_batch, last_batch == "drop"), global_batch, last_batch == "pad"
+        )
 
     def __len__(self) -> int:
         return -(-(self.end - self.start) // self.global_batch)
@@ -75,10 +77,10 @@ class Plan:
         return Cursor(self.epoch, self.end)
 
     def reach(self, step: int) -> int:
-        """The position at which a batch ends, counting its padding."""
+        """The position at which a batch last_batch, counting its padding."""
         return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
 
-    def share(self, cut: Cut) -> int:
+    def share(self, cut: Shard) -> int:
         """How many batches one rank gets: all, unless no row of the last one is its."""
         if not len(self):
             return 0
@@ -92,7 +94,7 @@ class Plan:
 
 def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
     """Return the batches of a rank, of so many outputs of all ranks."""
-    if options.ends == "uneven":
-        return -(-spec.cut.before(outputs) // options.batch_size)  # none of the last step, if it has no output for it
-    step = options.batch_size * spec.cut.count
-    return outputs // step if options.ends == "drop" else -(-outputs // step)
+    if options.last_batch == "uneven":
+        return -(-spec.shard.before(outputs) // options.batch_size)  # none of the last step, if it has no output for it
+    step = options.batch_size * spec.shard.count
+    return outputs // step if options.last_batch == "drop" else -(-outputs // step)

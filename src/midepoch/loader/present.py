@@ -8,7 +8,7 @@ import numpy as np
 
 from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
-from midepoch.pipeline.chunk import Items, Refs, real
+from midepoch.pipeline.chunk import Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import present
 from midepoch.transforms.generators import Generators
@@ -21,7 +21,7 @@ class Presenter:
         plain = options.collate_fn is None or options.collate_columns
         self._format = spec.format or ("torch" if plain else "python")
         self._options, self._generators = options, Generators(spec.node.seed, spec.global_seed or 0)
-        self._pads = options.batch_size if options.ends == "pad" else None
+        self._pads = options.batch_size if options.last_batch == "pad" else None
         self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
 
     def batch(self, items: Items, epoch: int) -> Any:
@@ -37,12 +37,12 @@ class Presenter:
         return self._made(items.keep(np.arange(self._pads) % len(items)), 0, epoch)
 
     def _made(self, items: Items, genuine: int, epoch: int) -> Any:
-        if self._arrays and isinstance(items, Refs) and items.located is not None:
+        if self._arrays and isinstance(items, RowRefs) and items.located is not None:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
             return columns
-        batch = real(items)
+        batch = materialize(items)
         batch = batch if self._pads is None else marked(batch, np.arange(len(batch)) >= genuine)
         if self._options.collate_fn is None:
             return present(batch, self._format)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from midepoch.ending import silent_at_exit
+from midepoch._internal.threads import silent_at_exit
+from midepoch._internal.timings import Timings
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.bundles import BundlePool
 from midepoch.loader.direct import DirectBatches
@@ -16,13 +17,12 @@ from midepoch.loader.workers import WorkerPool
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.spent import Spent
 
 
 class Sources:
     """Opens sources of batches. Disposable: nothing of it is saved."""
 
-    def __init__(self, options: Options, equal: EqualSteps | None, spent: Spent) -> None:
+    def __init__(self, options: Options, equal: EqualSteps | None, spent: Timings) -> None:
         self._options, self._equal, self._spent = options, equal, spent
         self._maker: BatchMaker | None = None
         self._pool: WorkerPool | None = None
@@ -38,7 +38,7 @@ class Sources:
         if self._maker.direct:
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
         if spec.base.group is not None:
-            return GroupedBatches(self._maker, self._make_bundles(spec), plan, spec.cut, spec.groups)
+            return GroupedBatches(self._maker, self._make_bundles(spec), plan, spec.shard, spec.groups)
         if not options.num_workers or self._maker.decodes_only:
             return ThreadedBatches(self._maker, plan, options.prefetch)
         if self._pool is None or not self._pool.is_here:
@@ -53,7 +53,7 @@ class Sources:
             if self._options.num_workers and (spec.has_positions or not spec.node.plain):
                 self._bundles = BundlePool(leaves, self._options, self._spent)
             else:
-                self._bundles = BundlesHere(leaves, shared=spec.cut.count > 1, spent=self._spent)
+                self._bundles = BundlesHere(leaves, shared=spec.shard.count > 1, spent=self._spent)
         self._bundles.begin()
         return self._bundles
 

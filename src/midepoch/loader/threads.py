@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from midepoch.ending import join
+from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.plans import Made, Plan
 

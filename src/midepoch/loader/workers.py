@@ -8,12 +8,12 @@ from multiprocessing.connection import Connection
 
 import pyarrow as pa
 
+from midepoch._internal.timings import TimingReports
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Made, Plan
 from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
 from midepoch.pipeline.leaf import Leaf
-from midepoch.spent import Parcel
 
 _MORE = b"+"
 
@@ -88,7 +88,7 @@ class _Worker(Worker):
         self._leaf, self._options = leaf, options
         self._run, self._credit = 0, 0
         self._plan: Plan | None = None
-        self._parcel: Parcel
+        self._parcel: TimingReports
 
     def live(self) -> None:
         maker: BatchMaker | None = None
@@ -99,7 +99,7 @@ class _Worker(Worker):
             try:
                 if maker is None:
                     maker = BatchMaker(self._leaf, self._options)
-                    self._parcel = Parcel(maker.spent)
+                    self._parcel = TimingReports(maker.spent)
                 self._make(run, plan, maker)
             except MainIsGone:
                 raise

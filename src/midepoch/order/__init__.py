@@ -10,9 +10,9 @@ arrays.
 """
 
 from midepoch.order.bijection import Bijection
-from midepoch.order.cut import Cut, epoch_end
 from midepoch.order.epoch import EpochOrder, Layout, Order, Uses
 from midepoch.order.selection import Selection
+from midepoch.order.shard import Shard, epoch_end
 from midepoch.order.shuffle import SCOPES, Shuffle
 
-__all__ = ["SCOPES", "Bijection", "Cut", "EpochOrder", "Layout", "Order", "Selection", "Shuffle", "Uses", "epoch_end"]
+__all__ = ["SCOPES", "Bijection", "EpochOrder", "Layout", "Order", "Selection", "Shard", "Shuffle", "Uses", "epoch_end"]

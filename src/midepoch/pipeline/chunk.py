@@ -13,13 +13,13 @@ from midepoch.pipeline.cursor import At
 from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
-from midepoch.transforms.batch import alike, told_apart
+from midepoch.transforms.batch import alike, with_ordinals
 
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Refs:
+class RowRefs:
     """Rows of sources that nobody has read yet: by source and number, and where in memory they lie if that is known."""
 
     engines: Sequence[Engine]
@@ -33,25 +33,25 @@ class Refs:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def slice(self, start: int, stop: int) -> Refs:
+    def slice(self, start: int, stop: int) -> RowRefs:
         return self._at(slice(start, stop))
 
-    def keep(self, places: Int64Array) -> Refs:
+    def keep(self, places: Int64Array) -> RowRefs:
         return self._at(places)
 
-    def _at(self, places: Any) -> Refs:
+    def _at(self, places: Any) -> RowRefs:
         located = None
         if self.located is not None:
             located = {name: column.at(places) for name, column in self.located.items()}
         ordinals = None if self.ordinals is None else self.ordinals[places]
         return replace(self, leaves=self.leaves[places], rows=self.rows[places], located=located, ordinals=ordinals)
 
-    def told_apart(self, number: int) -> Refs:
-        """As ``Batch.told_apart``."""
+    def with_ordinals(self, number: int) -> RowRefs:
+        """As ``Batch.with_ordinals``."""
         if not number:
             return self
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
-        return replace(self, ordinals=told_apart(ordinals, number))
+        return replace(self, ordinals=with_ordinals(ordinals, number))
 
     def read(self) -> Batch:
         """The rows, read."""
@@ -93,9 +93,9 @@ class Pieces:
     def keep(self, places: Int64Array) -> Pieces:
         return replace(self, which=self.which[places], places=self.places[places])
 
-    def told_apart(self, number: int) -> Pieces:
-        """As ``Batch.told_apart``."""
-        return replace(self, batches=tuple(batch.told_apart(number) for batch in self.batches))
+    def with_ordinals(self, number: int) -> Pieces:
+        """As ``Batch.with_ordinals``."""
+        return replace(self, batches=tuple(batch.with_ordinals(number) for batch in self.batches))
 
     def changed(self, change: Callable[[Batch], Batch]) -> Pieces:
         """With another row for each row, each batch for itself."""
@@ -111,7 +111,7 @@ class Pieces:
         return join(parts).keep(order)
 
 
-Items = Batch | Refs | Pieces
+Items = Batch | RowRefs | Pieces
 
 
 class Conform(Protocol):
@@ -124,9 +124,9 @@ def joined(parts: Sequence[Items]) -> Items:
     """Outputs one after the other: references as long as all are, one batch where all are of one kind."""
     if len(parts) == 1:
         return parts[0]
-    refs = [part for part in parts if isinstance(part, Refs)]
+    refs = [part for part in parts if isinstance(part, RowRefs)]
     if len(refs) < len(parts):
-        batches = [part.read() if isinstance(part, Refs) else part for part in parts]
+        batches = [part.read() if isinstance(part, RowRefs) else part for part in parts]
         plain = [batch for batch in batches if isinstance(batch, Batch)]
         return join(plain) if len(plain) == len(batches) and alike(plain) else _together(batches)
     leaves, rows = (np.concatenate(arrays) for arrays in zip(*((p.leaves, p.rows) for p in refs), strict=True))
@@ -135,7 +135,7 @@ def joined(parts: Sequence[Items]) -> Items:
         zeros = [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in refs]
         ordinals = np.concatenate(zeros)
     located = _join_located([part.located for part in refs])
-    return Refs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema)
+    return RowRefs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema)
 
 
 def _together(parts: Sequence[Batch | Pieces]) -> Pieces:
@@ -164,12 +164,12 @@ def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Locat
 
 def bytes_in(items: Items) -> int:
     """About how much memory outputs take that were read."""
-    if isinstance(items, Refs):
+    if isinstance(items, RowRefs):
         return 0
     return sum(batch.nbytes for batch in (items.batches if isinstance(items, Pieces) else (items,)))
 
 
-def real(items: Items) -> Batch:
+def materialize(items: Items) -> Batch:
     """Outputs as rows that have been read."""
     return items if isinstance(items, Batch) else items.read()
 
@@ -194,7 +194,7 @@ class Flow(Protocol):
     def pull(self) -> Chunk | None: ...
 
 
-class Taken:
+class Pulled:
     """Outputs that were taken together."""
 
     def __init__(self, pieces: list[tuple[Chunk, int, int]], before: At) -> None:
@@ -231,7 +231,7 @@ def at_mark(mark: Any) -> At:
     return mark[0].at(mark[1]) if isinstance(mark, tuple) else mark
 
 
-class Intake:
+class Puller:
     """Takes outputs of a flow, any number at a time. The cursor is that behind what was taken."""
 
     def __init__(self, flow: Flow, cursor: At) -> None:
@@ -257,7 +257,7 @@ class Intake:
             self._chunk, self._next, self._length = chunk, 0, len(chunk.items)
         return True
 
-    def take(self, count: int) -> Taken:
+    def take(self, count: int) -> Pulled:
         """The next outputs: fewer only at the end."""
         before = self.mark()
         pieces: list[tuple[Chunk, int, int]] = []
@@ -266,4 +266,4 @@ class Intake:
             step = min(count, self._length - self._next)
             pieces.append((self._chunk, self._next, self._next + step))
             self._next, count = self._next + step, count - step
-        return Taken(pieces, before)
+        return Pulled(pieces, before)

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from midepoch.errors import ColumnError
-from midepoch.pipeline.chunk import Chunk, Flow, Intake, Items, Pieces, Refs, bytes_in, real
+from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, RowRefs, bytes_in, materialize
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import Concat, Mix
 from midepoch.transforms import Batch
@@ -47,7 +47,7 @@ def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
     as_read = schema.leaves_as_read(base.parts[number].known)
 
     def conform(items: Items) -> Items:
-        if isinstance(items, Refs):
+        if isinstance(items, RowRefs):
             return replace(items, schema=schema, located=items.located if as_read else None)
         return items.changed(schema.conform) if isinstance(items, Pieces) else schema.conform(items)
 
@@ -74,7 +74,7 @@ class Concatenated:
 
 
 def _numbered(chunk: Chunk, concat: Concat, number: int) -> Chunk:
-    items = conformer(concat, number)(chunk.items.told_apart(concat.tags[number] << 24))
+    items = conformer(concat, number)(chunk.items.with_ordinals(concat.tags[number] << 24))
     return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
 
 
@@ -82,7 +82,7 @@ class Zipped:
     """Cursor: [cursor of each part]."""
 
     def __init__(self, open_part: Callable[[int, At], Flow], cursor: At) -> None:
-        self._intakes = [Intake(open_part(number, inner), inner) for number, inner in enumerate(cursor)]
+        self._intakes = [Puller(open_part(number, inner), inner) for number, inner in enumerate(cursor)]
         self._growing = Growing()
         self._ended = False
 
@@ -95,7 +95,7 @@ class Zipped:
         self._ended = count < size
         if not count:
             return None
-        batches = [real(each.items()).slice(0, count) for each in taken]
+        batches = [materialize(each.items()).slice(0, count) for each in taken]
         columns: dict[str, Any] = {}
         for batch in batches:
             twice = columns.keys() & batch.columns.keys()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from midepoch.order import Cut
+from midepoch.order import Shard
 
 At = Any
 """Where a lane is in its stages: nested lists of integers, one level for each stage (see ``midepoch.pipeline``)."""
@@ -37,7 +37,7 @@ class LaneCursors:
     """The lanes that are known, by number: those that are ``known.index`` modulo ``known.count``."""
 
     by_lane: Mapping[int, LaneCursor]
-    known: Cut = field(default_factory=Cut)
+    known: Shard = field(default_factory=Shard)
 
     @property
     def ended(self) -> bool:

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.timings import Timings
 from midepoch.errors import CorruptBlockError
 from midepoch.order import EpochOrder, Uses
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read import MIN_RUN, Reader, Rows
 from midepoch.read.columns import Located, is_plain
 from midepoch.sources.taking import taken
-from midepoch.spent import Spent
 from midepoch.transforms import (
     Batch,
     FilterExpression,
@@ -48,12 +48,12 @@ class Engine:
     ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
     """
 
-    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, spent: Spent | None = None) -> None:
+    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, spent: Timings | None = None) -> None:
         self.leaf = leaf
-        self.spent = Spent() if spent is None else spent
+        self.spent = Timings() if spent is None else spent
         self.skipped = 0
         """Rows left out so far under ``on_error="skip"``."""
-        self._sharers, self._readers = max(leaf.cut.count, 2 if shared else 1), readers
+        self._sharers, self._readers = max(leaf.shard.count, 2 if shared else 1), readers
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
         self._narrow: Engine | None = None
@@ -90,7 +90,7 @@ class Engine:
 
     def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
         """When this share of the epoch reads which block (its own lanes, if it has any to itself), and when all do."""
-        uses, cut = order.uses(), self.leaf.cut
+        uses, cut = order.uses(), self.leaf.shard
         if self.leaf.order.lanes % cut.count:
             return uses, uses
         mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)

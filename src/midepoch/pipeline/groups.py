@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.rows import Bundles, bundle_rows
 from midepoch.transforms import Batch, join
 
@@ -35,12 +35,12 @@ class GroupedRows:
         parts: list[Batch] = []
         for sequence in np.unique(sequences).tolist():
             places = np.flatnonzero(sequences == sequence)
-            parts += self._of(Cut(sequence, self._groups), numbers[places], places)
+            parts += self._of(Shard(sequence, self._groups), numbers[places], places)
         found = parts[0] if len(parts) == 1 else join(parts)
         order = np.argsort(found.places, kind="stable")
         return found if (order[1:] > order[:-1]).all() else found.keep(order)
 
-    def _of(self, lane: Cut, numbers: Int64Array, places: Int64Array) -> list[Batch]:
+    def _of(self, lane: Shard, numbers: Int64Array, places: Int64Array) -> list[Batch]:
         order = np.argsort(numbers, kind="stable")
         numbers, places = numbers[order], places[order]
         parts: list[Batch] = []
@@ -59,7 +59,7 @@ class GroupedRows:
             done = end
         return parts
 
-    def _covering(self, lane: Cut, number: int) -> tuple[int, int, Batch]:
+    def _covering(self, lane: Shard, number: int) -> tuple[int, int, Batch]:
         """Return the bundle with a row of a sequence. Bundles begin at fixed places, unless one came out shorter."""
         kept = self._kept.get(lane.index)
         while kept is None or not kept[0] <= number < kept[1]:

@@ -9,8 +9,8 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order import Cut
-from midepoch.pipeline.chunk import Intake, Items, Taken, at_mark, joined
+from midepoch.order import Shard
+from midepoch.pipeline.chunk import Items, Pulled, Puller, at_mark, joined
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.open import open_flow, start
@@ -24,15 +24,15 @@ Int64Array = npt.NDArray[np.int64]
 class Share:
     """Which outputs a process gets: those of its lanes, or, where several share them, each ``cut.count``-th."""
 
-    lanes: Cut
-    cut: Cut
+    lanes: Shard
+    shard: Shard
 
     @staticmethod
-    def of(lanes: int, process: Cut) -> Share:
+    def of(lanes: int, process: Shard) -> Share:
         """``process`` of its world: the outputs that are its index modulo the count, if all lanes are dealt in turn."""
         groups = gcd(lanes, process.count)
-        inner = Cut(process.index // groups, process.count // groups)
-        return Share(Cut(process.index % groups, groups), inner)
+        inner = Shard(process.index // groups, process.count // groups)
+        return Share(Shard(process.index % groups, groups), inner)
 
 
 class Lanes:
@@ -49,17 +49,17 @@ class Lanes:
         self._started = int(self.outputs.sum())
         self.live = [not at.ended for at in stands]
         self.intakes = [
-            Intake(open_flow(spec, bundles, self.packing, cursor.epoch, Cut(lane, lanes), at.cursor), at.cursor)
+            Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
             for lane, at in zip(self.numbers, stands, strict=True)
         ]
 
-    def take(self, count: int) -> Deal | None:
+    def take(self, count: int) -> StepOutputs | None:
         """The next ``count`` outputs of this process, fewer at the end; None if there are none for anybody.
 
         Those that other processes get of the same lanes are made here, too, and left out.
         """
-        wanted, before = count * self.share.cut.count, self.outputs.copy()
-        taken: list[tuple[int, Taken]] = []
+        wanted, before = count * self.share.shard.count, self.outputs.copy()
+        taken: list[tuple[int, Pulled]] = []
         while wanted and any(self.live):
             for lane, quota in self._deal(wanted):
                 some = self.intakes[lane].take(quota)
@@ -69,7 +69,7 @@ class Lanes:
                     taken.append((lane, some))
                 self.outputs[lane] += some.count
                 wanted -= some.count
-        return Deal(self, self._start.epoch, before, taken) if taken else None
+        return StepOutputs(self, self._start.epoch, before, taken) if taken else None
 
     def cursor(self) -> Cursor:
         """Return the cursor after all that was taken."""
@@ -102,10 +102,10 @@ class Lanes:
         return [(int(lane), int(quota)) for lane, quota in zip(live, quotas, strict=True) if quota]
 
 
-class Deal:
+class StepOutputs:
     """Outputs that were taken of the lanes together, and the cursor after each of them."""
 
-    def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Taken]]) -> None:
+    def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Pulled]]) -> None:
         self._epoch, self._before, self._taken = epoch, before, taken
         self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
         self._position = lanes.position
@@ -140,7 +140,7 @@ class Deal:
     def items(self) -> Items:
         """The outputs of this process: maybe none, if all are of others."""
         found = joined([some.items() for _, some in self._taken])
-        cut, order = self._share.cut, self._order
+        cut, order = self._share.shard, self._order
         if cut.count > 1:
             mine = np.arange(cut.index, self.total, cut.count)
             order = mine if order is None else order[mine]
@@ -152,7 +152,7 @@ class Deal:
         Where processes share the lanes, it counts what the others get until each has had as many turns: it is the same
         on all of them.
         """
-        count = self.total if own is None else min(self.total, own * self._share.cut.count)
+        count = self.total if own is None else min(self.total, own * self._share.shard.count)
         done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
         stands = {}
         for lane, number in enumerate(self._numbers):

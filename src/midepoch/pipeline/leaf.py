@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from midepoch.order import Cut, Order
+from midepoch.order import Order, Shard
 from midepoch.sources import Source
 from midepoch.transforms import (
     Cast,
@@ -29,7 +29,7 @@ class Leaf:
     """All that decides which row of one source stands at a position. Immutable, and it pickles small.
 
     ``seed_drawn``: the seed was not given by the user, so a resume takes over that of the state; ``seed_agreed``: all
-    ranks have the same all the same. ``cut``, ``format``, ``global_seed`` and ``path`` are set where it is run:
+    ranks have the same all the same. ``shard``, ``format``, ``global_seed`` and ``path`` are set where it is run:
     ``global_seed`` seeds the global random generators while functions run, ``path`` is explained in ``RunContext``.
     """
 
@@ -41,7 +41,7 @@ class Leaf:
     seed_agreed: bool = False
     defaults: frozenset[str] = frozenset()
     """The settings of the shuffle ("scope", "window") that the user did not give: a resume takes over the state's."""
-    cut: Cut = field(default_factory=Cut)
+    shard: Shard = field(default_factory=Shard)
     format: str | None = None
     global_seed: int | None = None
     path: int = 0

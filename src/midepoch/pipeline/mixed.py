@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.order.mixing import Schedule, spans
 from midepoch.pipeline.chunk import Chunk, Items, joined
 from midepoch.pipeline.combined import Growing
@@ -27,7 +27,7 @@ class Mixed:
     nothing comes in any lane leaves its positions empty. One of weight 0 is paused: it keeps its place.
     """
 
-    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Cut, cursor: At) -> None:
+    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Shard, cursor: At) -> None:
         self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
         self._position, self._era, parts, *old = cursor
         self._old: At = old[0] if old else None  # what it was before it was changed, while it stays so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from midepoch.errors import StateError
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.chunk import Flow
 from midepoch.pipeline.combined import Concatenated, Zipped
 from midepoch.pipeline.cursor import At
@@ -13,14 +13,14 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.mixed import Mixed
 from midepoch.pipeline.node import Concat, Mix, Node, path_below
 from midepoch.pipeline.passes import AGAIN, BORROWING, FIRST
-from midepoch.pipeline.rows import Bundles, Referred, Rows
+from midepoch.pipeline.rows import Bundles, LazyRows, Rows
 from midepoch.pipeline.stages import Packing, stage
 from midepoch.transforms import RunContext
 from midepoch.transforms.generators import Generators
 
 
 def open_flow(
-    spec: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Cut, cursor: At, leaf: int = 0, path: int = 0
+    spec: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Shard, cursor: At, leaf: int = 0, path: int = 0
 ) -> Flow:
     """One lane of a flow, from a cursor on. ``leaf`` is the number of its first source among all."""
     if spec.stages:
@@ -33,13 +33,13 @@ def open_flow(
         return stage(spec.stages[-1], source, cursor, run, packing)
     base = spec.base
     if isinstance(base, Leaf):
-        kind = Referred if spec.plain else Rows
+        kind = LazyRows if spec.plain else Rows
         return kind(bundles, leaf, epoch, lane, cursor)
     firsts = [leaf]
     for part in base.parts:
         firsts.append(firsts[-1] + len(part.leaves))
 
-    def open_part(number: int, of_epoch: int, of_lane: Cut, inner: At) -> Flow:
+    def open_part(number: int, of_epoch: int, of_lane: Shard, inner: At) -> Flow:
         below = path_below(path, base.tags[number])
         return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, firsts[number], below)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from midepoch.order import Cut
-from midepoch.pipeline.chunk import Flow, Intake, Items, Taken, joined
+from midepoch.order import Shard
+from midepoch.pipeline.chunk import Flow, Items, Pulled, Puller, joined
 from midepoch.pipeline.combined import conformer
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import Mix
 
-Open = Callable[[int, int, Cut, At], Flow]
+Open = Callable[[int, int, Shard, At], Flow]
 """Opens a part by its number, in an epoch, in a lane, at a cursor."""
 
 FIRST, AGAIN, BORROWING = 0, 1, 2
@@ -26,15 +26,15 @@ def pair(epoch: int, run: int) -> int:
     return (epoch + run) * (epoch + run + 1) // 2 + run
 
 
-def place_of(run: int, stage: int, epoch: int, lane: Cut) -> tuple[int, Cut]:
+def place_of(run: int, stage: int, epoch: int, lane: Shard) -> tuple[int, Shard]:
     """The epoch and the lane that a pass of a part is over."""
     if stage != BORROWING:
         return pair(epoch, run), lane
     shift = run % lane.count
-    return pair(epoch, run_number(run, stage, lane)), Cut((lane.index + shift) % lane.count, lane.count)
+    return pair(epoch, run_number(run, stage, lane)), Shard((lane.index + shift) % lane.count, lane.count)
 
 
-def run_number(run: int, stage: int, lane: Cut) -> int:
+def run_number(run: int, stage: int, lane: Shard) -> int:
     """A number for a pass: lanes that borrow have numbers of their own, one for each time over all pieces."""
     return (run // lane.count + 1) * lane.count + lane.index if stage == BORROWING else run
 
@@ -43,7 +43,16 @@ class Part:
     """One flow of a mix, pass after pass."""
 
     def __init__(
-        self, number: int, mix: Mix, open_part: Open, start: At, epoch: int, lane: Cut, run: int, stage: int, cursor: At
+        self,
+        number: int,
+        mix: Mix,
+        open_part: Open,
+        start: At,
+        epoch: int,
+        lane: Shard,
+        run: int,
+        stage: int,
+        cursor: At,
     ) -> None:
         self._number, self._open_part, self._start, self._epoch, self._lane = number, open_part, start, epoch, lane
         self._again, self._tag = mix.stop != "first", mix.tags[number]
@@ -57,7 +66,7 @@ class Part:
 
     def _open(self, cursor: At) -> None:
         place = place_of(self._pass, self._stage, self._epoch, self._lane)
-        self._intake = Intake(self._open_part(self._number, *place, cursor), cursor)
+        self._intake = Puller(self._open_part(self._number, *place, cursor), cursor)
 
     @property
     def exhausted(self) -> bool:
@@ -72,7 +81,7 @@ class Part:
         """The next outputs; fewer only if the part has ended and is not iterated again."""
         # One that is barren begins its pass again on resume, to find that out again.
         before = [self._pass, self._stage, self._start if self.barren else self._intake.cursor]
-        taken: list[tuple[int, int, Taken]] = []
+        taken: list[tuple[int, int, Pulled]] = []
         ends: list[int] = []
         got = 0
         while got < count and not self.barren:
@@ -116,7 +125,7 @@ class Draw:
         numbers: list[int],
         conform: Callable[[Items], Items],
         before: At,
-        taken: list[tuple[int, int, Taken]],
+        taken: list[tuple[int, int, Pulled]],
         ends: list[int],
     ) -> None:
         self._numbers, self._conform, self._before, self._taken, self.ends = numbers, conform, before, taken, ends
@@ -131,7 +140,8 @@ class Draw:
         if not self._taken:
             return None
         passes = [
-            taken.items().told_apart(number) for number, (_, _, taken) in zip(self._numbers, self._taken, strict=True)
+            taken.items().with_ordinals(number)
+            for number, (_, _, taken) in zip(self._numbers, self._taken, strict=True)
         ]
         return self._conform(joined(passes))
 

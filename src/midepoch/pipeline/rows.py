@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from midepoch._internal.timings import Timings
 from midepoch.errors import DataChangedError, FetchError
-from midepoch.order import Cut
-from midepoch.pipeline.chunk import Chunk, Int64Array, Refs
+from midepoch.order import Shard
+from midepoch.pipeline.chunk import Chunk, Int64Array, RowRefs
 from midepoch.pipeline.cursor import At, RowAt
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
-from midepoch.spent import Spent
 from midepoch.transforms import Batch, FilterExpression, FilterRows, join
 
 _FIRST = 32
@@ -35,7 +35,7 @@ class Bundle(NamedTuple):
 
     leaf: int
     epoch: int
-    lane: Cut
+    lane: Shard
     row: int
     stop: int
 
@@ -58,7 +58,7 @@ class Bundles(Protocol):
     @property
     def engines(self) -> Sequence[Engine]: ...
 
-    def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
+    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
         """The outputs of the bundle that begins at a row of a lane with so many, and the row behind its last."""
 
 
@@ -161,7 +161,7 @@ def _by_expression(pipeline: Leaf) -> bool:
 class BundlesHere:
     """Bundles made by the caller itself."""
 
-    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, spent: Spent | None = None) -> None:
+    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, spent: Timings | None = None) -> None:
         self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self.skipped = 0
@@ -172,7 +172,7 @@ class BundlesHere:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def take(self, leaf: int, epoch: int, lane: Cut, row: int, total: int) -> tuple[int, Batch]:
+    def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
         engine, started = self.engines[leaf], time.perf_counter()
         stop, made, skipped = make_good(engine, Bundle(leaf, epoch, lane, row, min(row + self._sizes.now(leaf), total)))
         self.skipped += skipped
@@ -184,7 +184,7 @@ class BundlesHere:
 class Rows:
     """A lane of a leaf. Cursor: [row, outputs delivered of what is made from that row on]."""
 
-    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Cut, cursor: At) -> None:
+    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
         self._row, self._skip = cursor
         spec = bundles.engines[leaf].leaf
@@ -235,10 +235,10 @@ def _after(places: Int64Array, first: int, outputs: int) -> At:
     return [first + row + 1, 0] if outputs == end else [first + row, outputs - begin]
 
 
-class Referred:
+class LazyRows:
     """A lane of a pipeline without functions: its rows are only named, and read when it is known which are wanted."""
 
-    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Cut, cursor: At) -> None:
+    def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
         self._row = cursor[0] + cursor[1]
         self._total = lane.before(bundles.engines[leaf].leaf.rows)
@@ -254,5 +254,5 @@ class Referred:
         engine.reached(self._epoch, int(positions[0]))
         chosen = engine.chosen(self._epoch, positions)
         leaves = np.full(len(chosen), self._leaf)
-        refs = Refs(self._bundles.engines, leaves, chosen, engine.locate(chosen))
+        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen))
         return Chunk(refs, lambda outputs: [first + outputs, 0])

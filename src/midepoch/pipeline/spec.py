@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from midepoch.distributed.seeds import draw_global_seed
 from midepoch.errors import CheckpointMismatchError
-from midepoch.order import Cut, Order
+from midepoch.order import Order, Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.identity import identity
 from midepoch.pipeline.lanes import Lanes, Share
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.rows import Bundles
-from midepoch.seeds import draw_global_seed
 from midepoch.sources import Source
 
 
@@ -29,7 +29,7 @@ class PipelineSpec:
 
     node: Node
     format: str | None = None
-    cut: Cut = field(default_factory=Cut)
+    shard: Shard = field(default_factory=Shard)
     lanes: int = 1
     lanes_chosen: bool = False
     groups: int = 0
@@ -81,7 +81,7 @@ class PipelineSpec:
     def leaf(self) -> Leaf:
         """The leaf as it is run, where positions can be computed."""
         order = replace(self.base.order, lanes=self.lanes)
-        return replace(self.base, order=order, cut=self.cut, format=self.format, global_seed=self.global_seed)
+        return replace(self.base, order=order, shard=self.shard, format=self.format, global_seed=self.global_seed)
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -99,7 +99,7 @@ class PipelineSpec:
     @property
     def skips_rows(self) -> bool:
         """True if shards that iterate rows one by one drift apart, because each skips rows of its own."""
-        return self.has_positions and self.cut.count > 1 and self.base.can_skip
+        return self.has_positions and self.shard.count > 1 and self.base.can_skip
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class PipelineSpec:
     @property
     def state_is_global(self) -> bool:
         """True if the state of one process restores all: not if each runs lanes of its own."""
-        return self.has_positions or Share.of(self.for_processes(self.cut.count).lanes, self.cut).lanes.count == 1
+        return self.has_positions or Share.of(self.for_processes(self.shard.count).lanes, self.shard).lanes.count == 1
 
     def seeded(self) -> PipelineSpec:
         """Return the spec with the seed of the global generators, drawn unless there is one."""
@@ -131,7 +131,7 @@ class PipelineSpec:
             return self
         return replace(self, lanes=count)
 
-    def open(self, process: Cut, bundles: Bundles, cursor: Cursor) -> Lanes:
+    def open(self, process: Shard, bundles: Bundles, cursor: Cursor) -> Lanes:
         """Open the lanes of one process at a cursor. Raises CheckpointMismatchError if it is another's."""
         share = Share.of(self.lanes, process)
         check_known(cursor, share, self.lanes)

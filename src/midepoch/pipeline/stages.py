@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
-from midepoch.pipeline.chunk import Chunk, Flow, Intake, Items, Pieces, joined, real
+from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import Local, Rebatch, Slice, StageSpec, Window
 from midepoch.transforms import Batch, RunContext, Step, run_steps
-from midepoch.transforms.batch import told_apart
+from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row
 from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
 
@@ -73,7 +73,7 @@ class Same:
         if isinstance(items, Pieces):
             made: Items = items.changed(lambda batch: run_steps(self._steps, batch, self._run))
         else:
-            made = run_steps(self._steps, real(items), self._run)
+            made = run_steps(self._steps, materialize(items), self._run)
         return Chunk(made, chunk.at, chunk.before)
 
 
@@ -83,7 +83,7 @@ class Each:
     _MOST = 64
 
     def __init__(self, source: Flow, inner: At, steps: tuple[Step, ...], run: RunContext, skip: int) -> None:
-        self._intake, self._steps, self._run, self._skip = Intake(source, inner), steps, run, skip
+        self._intake, self._steps, self._run, self._skip = Puller(source, inner), steps, run, skip
 
     def pull(self) -> Chunk | None:
         taken = self._intake.take(self._MOST)
@@ -116,7 +116,7 @@ class Each:
     def _made(self, items: Items) -> tuple[Items, Int64Array]:
         """Return the outputs of the steps and the place of the row each came from. Sources are processed one by one."""
         if not isinstance(items, Pieces):
-            given = real(items)
+            given = materialize(items)
             made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
             return made, made.places
         parts = []
@@ -145,14 +145,14 @@ class Grouped:
         *,
         partial: bool = True,
     ) -> None:
-        self._intake, self._size, self._apply = Intake(source, inner), size, apply
+        self._intake, self._size, self._apply = Puller(source, inner), size, apply
         self._skip, self._partial = skip, partial
 
     def pull(self) -> Chunk | None:
         taken = self._intake.take(self._size)
         if not taken.count or (taken.count < self._size and not self._partial):
             return None
-        made = self._apply(real(taken.items()))
+        made = self._apply(materialize(taken.items()))
         skip, self._skip = min(self._skip, len(made)), 0
         count = len(made) - skip
 
@@ -168,7 +168,7 @@ class Sliced:
     _MOST = 64
 
     def __init__(self, source: Flow, inner: At, spec: Slice, number: int) -> None:
-        self._intake, self._spec, self._number = Intake(source, inner), spec, number
+        self._intake, self._spec, self._number = Puller(source, inner), spec, number
 
     def pull(self) -> Chunk | None:
         while self._number < self._spec.start:
@@ -244,7 +244,7 @@ class Packed:
             return
         if not len(chunk.items):
             return
-        batch = real(chunk.items)
+        batch = materialize(chunk.items)
         documents = Documents.of(batch.columns, self._spec)
         if self._skip:
             documents, self._skip = documents.cut_first(self._skip), 0
@@ -273,7 +273,7 @@ class Packed:
 
         starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
         into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
-        ordinals = told_apart(self._ordinals[starts], into)
+        ordinals = with_ordinals(self._ordinals[starts], into)
         columns = concatenated(documents, self._spec, packs)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
         self._keep_rest(documents, min(total, packs * length), at(packs))

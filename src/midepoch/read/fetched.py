@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.ending import join
+from midepoch._internal.threads import join
+from midepoch._internal.timings import Timings
 from midepoch.order.epoch import Uses
 from midepoch.read.cache import BlockCache
 from midepoch.read.kept import KeptBlocks
 from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
-from midepoch.spent import Spent
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
@@ -46,10 +46,10 @@ class FetchedBlocks:
     """
 
     def __init__(
-        self, source: Source, columns: Sequence[str], sharers: int, threads: int, spent: Spent | None = None
+        self, source: Source, columns: Sequence[str], sharers: int, threads: int, spent: Timings | None = None
     ) -> None:
         assert source.access is not None
-        self._spent = Spent() if spent is None else spent
+        self._spent = Timings() if spent is None else spent
         self._source, self._columns = source, list(columns)
         spec = source.access.cache
         self._limit = int(spec.limit * _KEPT_SHARE)

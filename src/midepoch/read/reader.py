@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.timings import Timings
 from midepoch.errors import CorruptBlockError
 from midepoch.order.epoch import Uses
 from midepoch.read.blocks import Blocks, plain_schema
 from midepoch.read.columns import Fixed, Gatherer, Located, gatherer
 from midepoch.read.fetched import FetchedBlocks
 from midepoch.sources import Source
-from midepoch.spent import Spent
 
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
@@ -49,7 +49,7 @@ class Reader:
         skip_corrupt: bool = False,
         sharers: int = 1,
         threads: int = 0,
-        spent: Spent | None = None,
+        spent: Timings | None = None,
     ) -> None:
         schema = plain_schema(source.schema)
         names = schema.names if columns is None else list(columns)

@@ -14,9 +14,9 @@ from urllib.parse import unquote
 
 import pyarrow.fs as fs
 
-from midepoch.address import Address, Link, is_mistyped
+from midepoch._internal.address import Address, Link, is_mistyped
+from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
-from midepoch.redaction import Secrets
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
 from midepoch.sources.stores import Retry, Store
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.fs as fs
 
-from midepoch.address import refuse_lost_slash
+from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
 from midepoch.sources.stores import Entry, Retry, Store

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
+from midepoch._internal.redaction import Secrets, is_secret
 from midepoch.errors import DataError, DataNotFoundError
-from midepoch.redaction import Secrets, is_secret
 from midepoch.sources.fsspec_files import redact_logs
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked

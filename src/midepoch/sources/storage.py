@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from midepoch.processes import alive, machine
+from midepoch._internal.processes import alive, machine
 from midepoch.sources.locks import LockFile
 
 _log = logging.getLogger("midepoch")

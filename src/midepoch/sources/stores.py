@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
+from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
-from midepoch.redaction import Secrets
 from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
 from midepoch.sources.resources import PAUSES

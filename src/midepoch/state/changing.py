@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.order.mixing import Schedule, spans
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.mixed import old_schedule
@@ -23,15 +23,15 @@ from midepoch.transforms.packing import PackSpec
 
 
 @dataclass(frozen=True)
-class Of:
+class LaneContext:
     """Whose cursor it is: that of a lane, in an epoch. ``inside``: of a flow that is a part of another."""
 
     epoch: int
-    lane: Cut
+    lane: Shard
     inside: bool = False
 
 
-Convert = Callable[[At, int | None, Of], At]
+Convert = Callable[[At, int | None, LaneContext], At]
 """From a saved cursor to one of the current flow. The number is that of outputs from there on that must not become
 other ones, because something that was made of them was handed over in part; None if it is not known.
 """
@@ -46,7 +46,7 @@ class Found:
     convert: Convert
 
 
-class Gone(Exception):  # noqa: N818  (never leaves this package)
+class SourceRemoved(Exception):  # noqa: N818  (never leaves this package)
     """What was begun is of a source that is not there any more: there is nothing to end."""
 
 
@@ -66,7 +66,14 @@ def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
 
 
 def changed_mix(
-    base: Mix, found: Sequence[Found], weights: Any, changed: bool, at: At, need: int | None, of: Of, where: str
+    base: Mix,
+    found: Sequence[Found],
+    weights: Any,
+    changed: bool,
+    at: At,
+    need: int | None,
+    of: LaneContext,
+    where: str,
 ) -> At:
     """The cursor of a mix that had these weights before, as one of the mix that it is now."""
     count = len(weights) if isinstance(weights, list) else -1
@@ -87,7 +94,7 @@ def changed_mix(
             kept = [[weight, now.get(number, -1)] for number, weight in enumerate(weights)]
             return [position, era, entries, [position + need, kept]]
         if need == 1:
-            raise Gone
+            raise SourceRemoved
     raise refused(weights, list(base.weights), where)
 
 
@@ -103,7 +110,7 @@ def refused(before: Any, now: Any, where: str) -> CheckpointMismatchError:
 
 
 def _coming(
-    base: Mix, weights: list[float], position: int, era: int, old: Sequence[At], need: int | None, of: Of
+    base: Mix, weights: list[float], position: int, era: int, old: Sequence[At], need: int | None, of: LaneContext
 ) -> dict[int, int] | None:
     """How many of the next outputs come from each part, by its number when it was saved; None if that is not known."""
     if not need:
@@ -118,11 +125,11 @@ def _coming(
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 
-def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: Of) -> At:
+def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: LaneContext) -> At:
     entry = [0, FIRST, start(one.spec)] if one.old is None else each[one.old]
     if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
         need = None if coming is None else coming.get(one.old, 0)
-        inner = Of(*place_of(entry[0], entry[1], of.epoch, of.lane), inside=True)
+        inner = LaneContext(*place_of(entry[0], entry[1], of.epoch, of.lane), inside=True)
         entry = [entry[0], entry[1], one.convert(entry[2], need, inner)]
     return entry
 

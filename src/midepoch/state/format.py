@@ -18,7 +18,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from midepoch.checks import LARGEST
+from midepoch._internal.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Order, Selection, Shuffle
 

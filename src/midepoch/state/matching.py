@@ -16,7 +16,7 @@ from midepoch.pipeline.identity import DEFAULTS, describe
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.state import format as states
-from midepoch.state.changing import Convert, Found, Gone, Of, changed_mix, needed, refused
+from midepoch.state.changing import Convert, Found, LaneContext, SourceRemoved, changed_mix, needed, refused
 
 _log = logging.getLogger("midepoch")
 
@@ -84,7 +84,7 @@ class Matched:
         ]
         converts = [convert for _, convert in both]
 
-        def convert(at: At, need: int | None, of: Of) -> At:
+        def convert(at: At, need: int | None, of: LaneContext) -> At:
             if not isinstance(at, list):
                 return at
             if self.mixed and (need is None or need > 1):
@@ -221,7 +221,7 @@ def _data_of(described: Mapping[str, Any]) -> Any:
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
 
 
-def _through(spec: Node, at: At, need: int | None, of: Of, convert: Convert) -> At:
+def _through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
     """Convert what lies below the stages of a flow."""
     skips, asked = [], need
     for stage in reversed(spec.remembering):
@@ -232,7 +232,7 @@ def _through(spec: Node, at: At, need: int | None, of: Of, convert: Convert) -> 
         at = at[0]
     try:
         at = convert(at, need, of)
-    except Gone:
+    except SourceRemoved:
         if asked != 0:
             raise
         at, skips = convert(at, 0, of), [0] * len(skips)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midepoch.errors import CheckpointMismatchError, StateError
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.open import check_cursor, start
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.state.changing import Of
+from midepoch.state.changing import LaneContext
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
 from midepoch.state.matching import CHECKED, Matched, mismatch
 
@@ -69,7 +69,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
         raise StateError("a list of the states of all ranks is empty.")
     found = [parse(one) for one in several]
     if spec.has_positions:
-        first = found[_rank_to_load(found, spec.cut)]
+        first = found[_rank_to_load(found, spec.shard)]
     else:
         first = found[0]
         _check_alike(found, _OF_POSITION | {"flow", "known", "epoch_outputs"}, "different runs or steps")
@@ -88,7 +88,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
         if cursor.lanes is not None:
             over, lanes = cursor.lanes_ended, {}
             for lane, at in cursor.lanes.by_lane.items():
-                inner = convert(at.cursor, 0, Of(cursor.epoch, Cut(lane, first["lanes"])))
+                inner = convert(at.cursor, 0, LaneContext(cursor.epoch, Shard(lane, first["lanes"])))
                 check_cursor(node, inner)
                 # A lane may have something left in another mix; an epoch that was over in all lanes stays so.
                 lanes[lane] = replace(at, cursor=inner, ended=at.ended and (over or not matched.mixed))
@@ -121,7 +121,7 @@ def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> 
     return resumed
 
 
-def one_of(state: Any, cut: Cut) -> Any:
+def one_of(state: Any, cut: Shard) -> Any:
     """Return a state, or of a list with one of each rank the one to load on this rank.
 
     Raises CheckpointMismatchError if the ranks were not at the same position.
@@ -153,7 +153,7 @@ def _position(found: Mapping[str, Any], node: Node) -> Cursor:
 
 
 def _shard(found: Mapping[str, Any], spec: PipelineSpec) -> tuple[int, int]:
-    shard, here = (found["shard"], found["shards"]), (spec.cut.index, spec.cut.count)
+    shard, here = (found["shard"], found["shards"]), (spec.shard.index, spec.shard.count)
     if shard != here:
         raise CheckpointMismatchError(
             "shard",
@@ -165,7 +165,7 @@ def _shard(found: Mapping[str, Any], spec: PipelineSpec) -> tuple[int, int]:
     return shard
 
 
-def _rank_to_load(found: Sequence[Mapping[str, Any]], cut: Cut) -> int:
+def _rank_to_load(found: Sequence[Mapping[str, Any]], cut: Shard) -> int:
     """Return the rank whose state is to be loaded: they must be at the same position."""
     skipping = all(one["shard"] is not None for one in found)  # then each rank has a position of its own
     if not skipping and not _one_position(found):
@@ -209,7 +209,7 @@ def _lanes(found: Mapping[str, Any]) -> Cursor:
     index, _, count = found["known"].partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise StateError(f"the state is damaged: 'known' is {found['known']!r:.40}.")
-    known = Cut(int(index), int(count))
+    known = Shard(int(index), int(count))
     if not lanes and found["position"]:
         raise StateError(f"the state is damaged: position {found['position']} of no lane.")
     if lanes and set(lanes) != set(known.positions(0, found["lanes"]).tolist()):
@@ -245,7 +245,7 @@ def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool)
         if any(cursor.epoch != epoch for cursor in cursors):
             raise _steps_apart(cursors)
         return cursors[0]
-    # Ranks that finished the epoch before others (ends="uneven") are at the beginning of the next.
+    # Ranks that finished the epoch before others (last_batch="uneven") are at the beginning of the next.
     inside = [cursor for cursor in cursors if cursor.epoch == epoch and cursor.lanes is not None]
     finished = [cursor for cursor in cursors if cursor.epoch == epoch + 1 and cursor.lanes is None]
     if len(inside) + len(finished) < len(cursors):

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.address import Address
-from midepoch.redaction import is_secret
+from midepoch._internal.address import Address
+from midepoch._internal.redaction import is_secret
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
 from midepoch.transforms.tokenize import Tokenize

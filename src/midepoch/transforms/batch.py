@@ -62,12 +62,12 @@ class Batch:
         rows, kept = self.rows[places], self.places[places]
         return replace(self, columns=columns, rows=rows, places=kept, ordinals=ordinals, owned=True)
 
-    def told_apart(self, number: int) -> Batch:
+    def with_ordinals(self, number: int) -> Batch:
         """Return the rows with ordinals that distinguish them from rows of another source. 0 changes nothing."""
         if not number or not len(self):
             return self
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
-        return replace(self, ordinals=told_apart(ordinals, number))
+        return replace(self, ordinals=with_ordinals(ordinals, number))
 
     def with_columns(self, columns: dict[str, Any], nullable: Mapping[str, Paths] | None = None) -> Batch:
         return replace(self, columns=columns, nullable=self.nullable if nullable is None else nullable)
@@ -77,7 +77,7 @@ class Batch:
         first = np.searchsorted(parents, parents)  # start of the rows of the same parent
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
-            ordinals = told_apart(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
+            ordinals = with_ordinals(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
         return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
 
 
@@ -94,7 +94,7 @@ def _bytes_of(column: Any) -> int:
         return int(column.get_total_buffer_size())
 
 
-def told_apart(ordinals: Int64Array, numbers: Int64Array | int) -> Int64Array:
+def with_ordinals(ordinals: Int64Array, numbers: Int64Array | int) -> Int64Array:
     """Return different ordinals for each number: a hash of both, or the ordinals themselves for 0."""
     factor = np.uint64(0x9E3779B97F4A7C15)
     mixed = (ordinals.astype(np.uint64) + np.uint64(1)) * factor + np.asarray(numbers).astype(np.uint64)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from midepoch.checkpoint.tree import Encoded
-from midepoch.world import World, jax_processes, process_group
+from midepoch.distributed.world import World, jax_processes, process_group
 
 _EXTRAS = {"orbax": "jax", "dcp": "torch"}
 

@@ -24,15 +24,15 @@ from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from midepoch._internal.reasons import reason
 from midepoch.checkpoint.arrays import ArraySpec, bytes_of, is_sharded, make_array
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.files import BytesSource
 from midepoch.checkpoint.stateful import check_fits, is_distributed, load_state, restore_targets, state_of
 from midepoch.checkpoint.tensor_files import StoredArray
 from midepoch.checkpoint.tree import Encoded, array_specs, decode, encode
+from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
-from midepoch.reasons import reason
-from midepoch.world import World
 
 _METADATA = (
     "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta "

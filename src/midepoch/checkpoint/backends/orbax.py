@@ -18,8 +18,8 @@ from midepoch.checkpoint.arrays import SAFETENSORS, ArraySpec, bytes_of, make_ar
 from midepoch.checkpoint.backends import ReadJson, Restorable, Snapshot, quoted_name
 from midepoch.checkpoint.stateful import check_fits, load_state, state_of
 from midepoch.checkpoint.tree import Encoded, array_specs, decode, encode
+from midepoch.distributed.world import World
 from midepoch.errors import CheckpointDamagedError
-from midepoch.world import World
 
 
 class OrbaxBackend:

@@ -1,6 +1,6 @@
 """Agreement between the ranks of a run, through the key-value stores of torch.distributed and JAX.
 
-Most functions do not wait: the first rank to set a value decides, and all others receive it. Only ``all_said`` waits
+Most functions do not wait: the first rank to set a value decides, and all others receive it. Only ``all_values`` waits
 for all ranks.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from midepoch._internal.imports import loaded
+from midepoch.distributed.world import World, jax_processes, process_group
 from midepoch.errors import WorldError
-from midepoch.imports import loaded
-from midepoch.world import World, jax_processes, process_group
 
 _LEFT_BY_LAUNCHERS = (
     "TORCHELASTIC_RUN_ID",
@@ -42,7 +42,7 @@ _MOST_SHOWN = 120
 """Maximum number of characters of a value in a message."""
 
 
-def first_said(key: str, value: str) -> str | None:
+def first_value(key: str, value: str) -> str | None:
     """Set a key unless another rank has set it, and return its value. Return None if there is no store."""
     key = f"midepoch/{key}"
     if (store := _store()) is not None:
@@ -73,7 +73,7 @@ class Waits(NamedTuple):
     check: Callable[[], None]
 
 
-def all_said(key: str, value: str, waits: Waits) -> list[str]:
+def all_values(key: str, value: str, waits: Waits) -> list[str]:
     """Set ``value`` as this rank's value of the key, wait for all ranks, and return their values by rank.
 
     Raise WorldError if a rank has refused (``refuse``), waits under a different key, or does not arrive.
@@ -94,14 +94,14 @@ def all_said(key: str, value: str, waits: Waits) -> list[str]:
         ) from None
 
 
-def say(key: str, value: str) -> None:
+def publish(key: str, value: str) -> None:
     """Publish a value to other ranks, if there is a store."""
     with suppress(Exception):
         if connected():
             _set(f"midepoch/{key}", value)
 
 
-def heard(key: str) -> str | None:
+def value_of(key: str) -> str | None:
     """Return the value of a key, or None if it is not set yet."""
     return _get(f"midepoch/{key}")
 
@@ -149,7 +149,7 @@ def _short(value: Any, other: Any) -> str:
     return f"{'…' * bool(start)}{text[start : start + _MOST_SHOWN]}{'…' * (start + _MOST_SHOWN < len(text))}"
 
 
-def unsay(key: str, rank: int) -> None:
+def withdraw(key: str, rank: int) -> None:
     """Delete this rank's value of a key, once all ranks have read it. A long run would otherwise fill the store."""
     _delete(f"midepoch/{key}/{rank}")
 
@@ -269,7 +269,7 @@ def _store() -> Any:
     return _get_default_store()
 
 
-class Occasions:
+class Counters:
     """Counters of events in this process, reset with every process group, so that they agree between ranks."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ def run_identity(world: World) -> str:
     """
     if given := os.environ.get("MIDEPOCH_RUN_ID"):
         return f"-{_plain(given)}"
-    if connected() >= world.size and (drawn := first_said("run", secrets.token_hex(8))) is not None:
+    if connected() >= world.size and (drawn := first_value("run", secrets.token_hex(8))) is not None:
         return f"-{drawn}"
     if placed := _placement():
         return f"-{placed}"

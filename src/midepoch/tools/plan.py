@@ -1,6 +1,6 @@
 """What a resume would do, before anyone pays for GPUs: accepted or refused, the next rows, steps left, what is read.
 
-from midepoch.plan import plan_resume
+from midepoch.tools.plan import plan_resume
 plan = plan_resume(state, ds, world_size=6, batch_size=48, num_workers=4)
 plan.accepted, plan.steps_left, plan.batches[0][5]     # the rows that rank 5 gets first
 """
@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.checks import integer
 from midepoch.audit.lanes import places, tree_of
-from midepoch.checks import whole
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError, WorldError
-from midepoch.known import Known, block_bytes, of_dataset, of_index
-from midepoch.loader.equal import check_reach
+from midepoch.loader.equal import check_equal_steps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
 from midepoch.loader.plans import Plan
-from midepoch.order import Cut, EpochOrder
+from midepoch.order import EpochOrder, Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.length import estimated_length
 from midepoch.pipeline.open import start
 from midepoch.pipeline.spec import PipelineSpec, check_known
 from midepoch.state.saved import load_global
+from midepoch.tools.locate import Known, block_bytes, of_dataset, of_index
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ResumePlan:
     dropped: int = 0
     padded: int = 0
     ranks_left_out: int = 0
-    """How many ranks get no row of the last step (under ``ends="uneven"``)."""
+    """How many ranks get no row of the last step (under ``last_batch="uneven"``)."""
     batches: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """The next steps: for each of them, for each rank, the rows by their numbers in the dataset before the shuffle."""
     lanes: tuple[tuple[int, ...], ...] = ()
@@ -75,7 +75,7 @@ def plan_resume(
     world_size: int,
     batch_size: int,
     num_workers: int = 0,
-    ends: str | None = None,
+    last_batch: str | None = None,
     steps: int = 3,
     machines: int = 1,
     index_dir: str | os.PathLike[str] | None = None,
@@ -83,30 +83,30 @@ def plan_resume(
     """What loading a state would do on ``world_size`` ranks with ``batch_size`` rows each.
 
     Without a dataset the state's data is looked up among the indexes on this machine by its fingerprint. ``machines``:
-    over how many the ranks are spread, evenly. ``steps``: of how many steps to tell the rows. ``ends``: as the loader
-    has it, if one is given, else "uneven".
+    over how many the ranks are spread, evenly. ``steps``: of how many steps to list the rows. ``last_batch``: as the
+    loader has it, if one is given, else "uneven".
     """
-    size = whole(world_size, "plan(world_size=…)", 1)
-    machines = whole(machines, "plan(machines=…)", 1)
-    whole(num_workers, "plan(num_workers=…)")
+    size = integer(world_size, "plan(world_size=…)", 1)
+    machines = integer(machines, "plan(machines=…)", 1)
+    integer(num_workers, "plan(num_workers=…)")
     if size % machines:
         raise ValueError(f"{size} ranks cannot be spread evenly over {machines} machines")
-    if ends is None:
-        ends = dataset.ends if isinstance(dataset, Loader) else "uneven"
-    options = Options(whole(batch_size, "plan(batch_size=…)", 1), ends=ends)
+    if last_batch is None:
+        last_batch = dataset.last_batch if isinstance(dataset, Loader) else "uneven"
+    options = Options(integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
     try:
         if _in_lanes(state):
             return plan_lanes(state, dataset, options, size, machines)
         known = of_dataset(state, dataset) if dataset is not None else of_index(state, index_dir)
         check_drop(known.rows, options, size)
-        check_reach(
-            Plan.of(known.cursor.epoch, known.cursor.position, known.rows, batch_size * size, ends),
+        check_equal_steps(
+            Plan.of(known.cursor.epoch, known.cursor.position, known.rows, batch_size * size, last_batch),
             options,
-            Cut(0, size),
+            Shard(0, size),
         )
     except (StateError, WorldError, ValueError) as problem:
         return ResumePlan(False, str(problem), "dataset" if dataset is not None else "nothing")
-    return _plan(known, options, size, whole(steps, "plan(steps=…)"), machines)
+    return _plan(known, options, size, integer(steps, "plan(steps=…)"), machines)
 
 
 def _in_lanes(state: Any) -> bool:
@@ -127,7 +127,7 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
     if cursor.lanes_ended:
         notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
         cursor = Cursor(cursor.epoch + 1)
-    shares = [Share.of(spec.lanes, Cut(rank, ranks)) for rank in range(ranks)]
+    shares = [Share.of(spec.lanes, Shard(rank, ranks)) for rank in range(ranks)]
     for share in shares:
         check_known(cursor, share, spec.lanes)
     if spec.lanes % ranks:
@@ -172,7 +172,7 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
     blocks: dict[int, set[int]] = {}
     for lane in lanes:
         at = known[lane].cursor if lane in known else fresh
-        for place in places(tree, at, cursor.epoch, Cut(lane, spec.lanes)):
+        for place in places(tree, at, cursor.epoch, Shard(lane, spec.lanes)):
             leaf = spec.leaves[place.leaf]
             first, total = place.row, place.lane.before(leaf.rows)
             if first < 0 or first >= total:
@@ -197,15 +197,15 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
     epoch, position, _ = known.cursor
     notes = list(known.notes)
     size = options.batch_size * ranks
-    plan = Plan.of(epoch, position, known.rows, size, options.ends)
+    plan = Plan.of(epoch, position, known.rows, size, options.last_batch)
     if position and not len(plan):
         notes.append(f"epoch {epoch} is over: it goes on with epoch {epoch + 1}.")
         epoch, position = epoch + 1, 0
-        plan = Plan.of(epoch, 0, known.rows, size, options.ends)
+        plan = Plan.of(epoch, 0, known.rows, size, options.last_batch)
     batches: list[tuple[tuple[int, ...], ...]] = []
     order = known.at(epoch, notes)
     for step in range(min(steps, len(plan)) if order is not None else 0):
-        positions = [Cut(rank, ranks).positions(plan.bounds(step)[0], plan.reach(step)) for rank in range(ranks)]
+        positions = [Shard(rank, ranks).positions(plan.bounds(step)[0], plan.reach(step)) for rank in range(ranks)]
         assert order is not None
         batches.append(tuple(tuple(order.chosen(mine % known.rows).tolist()) for mine in positions))
     readings = [
@@ -221,7 +221,7 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
         rows=known.rows,
         global_batch=size,
         steps_left=len(plan),
-        steps_per_epoch=len(Plan.of(epoch, 0, known.rows, size, options.ends)),
+        steps_per_epoch=len(Plan.of(epoch, 0, known.rows, size, options.last_batch)),
         dropped=known.rows - plan.end,
         padded=plan.reach(len(plan) - 1) - plan.end if len(plan) else 0,
         ranks_left_out=plan.left_out(ranks),
@@ -233,7 +233,7 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
 
 def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, mine: range) -> Reading:
     """Blocks with a row between here and the end of the epoch, of the lanes that these ranks read."""
-    rows = sum(Cut(r, ranks).before(plan.end) - Cut(r, ranks).before(plan.start) for r in mine)
+    rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in mine)
     span = (mine.start, mine.stop - 1)
     if order is None or known.layout is None or known.order is None or known.block_bytes is None:
         return Reading(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))

@@ -4,7 +4,7 @@
 for a run in progress.
 """
 
-from midepoch.report.contents import collect
-from midepoch.report.page import render
+from midepoch.tools.report.contents import collect
+from midepoch.tools.report.page import render
 
 __all__ = ["collect", "render"]

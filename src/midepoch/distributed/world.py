@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from midepoch._internal.imports import loaded
 from midepoch.errors import WorldError
-from midepoch.imports import loaded
 
 _log = logging.getLogger("midepoch")
 _logged: set[tuple[World, str]] = set()

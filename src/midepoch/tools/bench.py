@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from midepoch.dataset import Dataset
-from midepoch.loader.remedy import cores
+from midepoch.loader.advice import cores
 from midepoch.pipeline.engine import Engine
 from midepoch.stats import Stats
 
@@ -65,9 +65,11 @@ def try_settings(
     """Each setting for so many seconds, in turn, after a first look that nobody counts."""
     settings = [(count, size) for count in workers for size in batch_sizes]
     found = []
-    _consume(ds.loader(batch_sizes[0], ends="uneven"), min(seconds, 0.5))  # what is read for the first time is slower
+    _consume(
+        ds.loader(batch_sizes[0], last_batch="uneven"), min(seconds, 0.5)
+    )  # what is read for the first time is slower
     for number, (count, size) in enumerate(settings, 1):
-        with ds.loader(size, num_workers=count, ends="uneven", persistent_workers=count > 0) as loader:
+        with ds.loader(size, num_workers=count, last_batch="uneven", persistent_workers=count > 0) as loader:
             _consume(loader, seconds)
             found.append(Trial(count, size, loader.stats()))
         if report is not None:

@@ -12,7 +12,7 @@ _SEND_SECONDS = 0.1
 
 
 @dataclass
-class Spent:
+class Timings:
     """Seconds of work by stage, and numbers of blocks."""
 
     read: float = 0.0
@@ -26,24 +26,24 @@ class Spent:
     blocks_there: int = 0
     """Number of those that were ready when requested: cached or prefetched."""
 
-    def add(self, other: Spent) -> None:
+    def add(self, other: Timings) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
-    def taken(self) -> Spent:
+    def taken(self) -> Timings:
         """Return a copy of the sums, and reset them to zero."""
         sums = replace(self)
         self.__init__()  # type: ignore[misc]
         return sums
 
 
-class Parcel:
+class TimingReports:
     """Timings that a worker sends with its batches, at most ten times a second."""
 
-    def __init__(self, spent: Spent) -> None:
+    def __init__(self, spent: Timings) -> None:
         self._spent, self._due = spent, 0.0
 
-    def take(self) -> Spent | None:
+    def take(self) -> Timings | None:
         """Return the timings since they were last sent. None if it is too early to send."""
         now = perf_counter()
         if now < self._due:

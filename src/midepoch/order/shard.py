@@ -11,7 +11,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """One of ``count`` equal shards of the positions: those that are ``index`` modulo ``count``.
 
     Any ``count`` consecutive positions contain exactly one of each shard. Therefore all shards continue from one global
@@ -40,9 +40,9 @@ class Cut:
         """Return the epoch positions of this shard's own rows [start, stop)."""
         return np.arange(start, stop, dtype=np.int64) * self.count + self.index
 
-    def within(self, inner: Cut) -> Cut:
+    def within(self, inner: Shard) -> Shard:
         """Return the shard ``inner`` of this shard: workers within a rank."""
-        return Cut(self.index + self.count * inner.index, self.count * inner.count)
+        return Shard(self.index + self.count * inner.index, self.count * inner.count)
 
 
 def epoch_end(start: int, rows: int, global_batch: int, drop_last: bool) -> int:

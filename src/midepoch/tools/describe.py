@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from midepoch import html
+from midepoch._internal import html
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError
-from midepoch.known import of_index
 from midepoch.loader.loader import Loader
-from midepoch.loader.options import ENDS
+from midepoch.loader.options import LAST_BATCH
 from midepoch.loader.plans import Plan
-from midepoch.order import Cut
+from midepoch.order import Shard
 from midepoch.pipeline.identity import identity
 from midepoch.state.format import CAUSES, changes_in, comparable, parse
 from midepoch.state.saved import one_of
+from midepoch.tools.locate import of_index
 
 _SHOWN_CHANGES = 8
 _OF_SHUFFLE = ("seed", "window", "aligned")
@@ -86,12 +86,12 @@ def describe(
     *,
     batch_size: int | None = None,
     world_size: int = 1,
-    ends: str | None = None,
+    last_batch: str | None = None,
     index_dir: str | os.PathLike[str] | None = None,
 ) -> StateSummary:
     """A state, or the list of those of all ranks, in words. Raises StateError if it is none.
 
-    ``ends`` is as for a loader. With a ``batch_size`` (of a rank) also how many steps are left of the epoch.
+    ``last_batch`` is as for a loader. With a ``batch_size`` (of a rank) also how many steps are left of the epoch.
     """
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
@@ -104,7 +104,7 @@ def describe(
         if len({one["known"] for one in found}) < len(found):
             position = first["position"]  # of ranks that run all lanes together: each knows of all
     else:
-        chosen = one_of(several, Cut())
+        chosen = one_of(several, Shard())
         first = parse(chosen)
         position, rows = first["position"], first["rows"]
     whole = not first["workers"] and first["shard"] is None
@@ -118,7 +118,7 @@ def describe(
         data=first["data"],
         lanes=first["lanes"],
         next_row=_next(chosen, index_dir) if whole and not is_stream else None,
-        steps_left=_steps_left(first, batch_size, world_size, ends) if batch_size and not is_stream else None,
+        steps_left=_steps_left(first, batch_size, world_size, last_batch) if batch_size and not is_stream else None,
         whose=None if whole else _whose(first),
         changes=tuple(changes_in(first["changes"])),
         sources=_sources(first["parts"]),
@@ -138,10 +138,10 @@ def _next(state: Any, index_dir: Any) -> str | None:
     return known.place(known.cursor.position)
 
 
-def _steps_left(state: Mapping[str, Any], batch_size: int, world_size: int, ends: str | None) -> int:
-    if ends is not None and ends not in ENDS:
-        raise ValueError(f"ends must be one of {', '.join(ENDS)}, got {ends!r}")
-    return len(Plan.of(state["epoch"], state["position"], state["rows"], batch_size * world_size, ends))
+def _steps_left(state: Mapping[str, Any], batch_size: int, world_size: int, last_batch: str | None) -> int:
+    if last_batch is not None and last_batch not in LAST_BATCH:
+        raise ValueError(f"last_batch must be one of {', '.join(LAST_BATCH)}, got {last_batch!r}")
+    return len(Plan.of(state["epoch"], state["position"], state["rows"], batch_size * world_size, last_batch))
 
 
 def _whose(state: Mapping[str, Any]) -> str:
@@ -180,13 +180,13 @@ class Difference(NamedTuple):
 
 def differences(first: Any, second: Any) -> list[Difference]:
     """How a state differs from another, or from a dataset, stream or loader. With causes: why it is not its state."""
-    mine = parse(one_of(first, Cut()) if not _flows(first) else _one(first))
+    mine = parse(one_of(first, Shard()) if not _flows(first) else _one(first))
     if isinstance(second, (Dataset, Loader)):
         spec = second.pipeline
         flow = "" if spec.has_positions else mine["flow"] or "[]"
         other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=mine["lanes"])), "flow": flow}
     else:
-        other = parse(one_of(second, Cut()) if not _flows(second) else _one(second))
+        other = parse(one_of(second, Shard()) if not _flows(second) else _one(second))
     found = []
     for name in ("epoch", "position", "lanes"):
         if name in other and mine[name] != other[name]:

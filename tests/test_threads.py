@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from midepoch import ending
+from midepoch._internal import threads
 
 
 def test_a_thread_still_runs_after_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,12 +18,12 @@ def test_a_thread_still_runs_after_an_interrupted_wait(monkeypatch: pytest.Monke
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            ending.join([thread])
+            threads.join([thread])
     finally:
         signal.signal(signal.SIGALRM, before)
-    monkeypatch.setattr(ending, "_PATIENCE", 0.05)
-    assert not ending.join([thread])
+    monkeypatch.setattr(threads, "_PATIENCE", 0.05)
+    assert not threads.join([thread])
     stop.set()
     while thread in threading.enumerate():
         pass
-    assert ending.join([thread])
+    assert threads.join([thread])

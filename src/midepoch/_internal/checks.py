@@ -8,7 +8,7 @@ from typing import Any
 LARGEST = 2**62
 
 
-def whole(value: Any, what: str, least: int = 0) -> int:
+def integer(value: Any, what: str, least: int = 0) -> int:
     """Return the value as an int. Raise TypeError if it is not an integer, ValueError if it is below ``least``."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)

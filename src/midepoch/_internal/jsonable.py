@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Return a value that JSON can represent: NaN and infinity as None, bytes as their length, dates and others as
     text.
 
-    >>> plain({"a": [1, float("nan")], "b": b"12"})
+    >>> to_jsonable({"a": [1, float("nan")], "b": b"12"})
     {'a': [1, None], 'b': {'bytes': 2}}
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (bytes, bytearray)):

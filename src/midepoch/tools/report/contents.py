@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.address import Address
+from midepoch._internal.address import Address
 from midepoch.audit import Run, read_runs
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
@@ -19,8 +19,8 @@ from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.report.consumption import of_run
-from midepoch.report.quality import quality
+from midepoch.tools.report.consumption import of_run
+from midepoch.tools.report.quality import quality
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.loader.loader import Loader
-from midepoch.order import Cut, EpochOrder, Layout, Order, Selection
+from midepoch.order import EpochOrder, Layout, Order, Selection, Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.sources.index import Index, default_index_dir, read_index
 from midepoch.state.format import KEY, check, order_of
@@ -84,7 +84,7 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
 
 
 def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
-    state = one_of(state, Cut())
+    state = one_of(state, Shard())
     check(state)
     if state.get("workers") or state.get("shard") is not None:
         raise StateError("the state is that of one worker or shard, which fits just the same number of them.")

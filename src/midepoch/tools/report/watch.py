@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from midepoch._internal.jsonable import to_jsonable
 from midepoch.errors import MidepochError
-from midepoch.plain import plain
-from midepoch.report.page import render
+from midepoch.tools.report.page import render
 
 _log = logging.getLogger("midepoch")
 _FRESH = 1.0
@@ -100,7 +100,7 @@ class Watch:
         with self._lock:
             now = time.monotonic()
             if self._found is None or now - self._found[0] > _FRESH:
-                found = json.dumps(plain(self._look()), separators=(",", ":"), allow_nan=False).encode()
+                found = json.dumps(to_jsonable(self._look()), separators=(",", ":"), allow_nan=False).encode()
                 self._found = (time.monotonic(), found)
             return self._found[1]
 

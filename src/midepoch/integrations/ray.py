@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from midepoch._internal.reasons import reason
 from midepoch.errors import WorkerError
-from midepoch.load import from_files
-from midepoch.reasons import reason
+from midepoch.open import from_files
 from midepoch.sources.files import PathLike
 from midepoch.sources.spread import spread_over, threads
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.agreement import Occasions, first_said
+from midepoch.distributed.rendezvous import Counters, first_value
 
 _log = logging.getLogger("midepoch")
-_draws = Occasions()
+_draws = Counters()
 
 
 def draw_seed(what: str) -> tuple[int, bool]:
@@ -23,7 +23,7 @@ def draw_seed(what: str) -> tuple[int, bool]:
     They do if torch.distributed or JAX connects them. The first rank to arrive decides; no rank waits.
     """
     drawn = str(secrets.randbits(32))
-    said = first_said(f"seed/{what}/{_draws.next(what)}", drawn)
+    said = first_value(f"seed/{what}/{_draws.next(what)}", drawn)
     seed = int(said or drawn)
     _log.info("shuffle(seed=None): drew seed %d", seed)
     return seed, said is not None
@@ -46,7 +46,7 @@ def draw_global_seed(what: str) -> int:
     else:
         states = repr((random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]))  # type: ignore[index]
         own = int.from_bytes(hashlib.blake2b(states.encode(), digest_size=8).digest(), "little")
-    said = first_said(f"global_seed/{what}/{_draws.next(f'global {what}')}", str(own))
+    said = first_value(f"global_seed/{what}/{_draws.next(f'global {what}')}", str(own))
     return int(said or own)
 
 

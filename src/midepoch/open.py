@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from midepoch.address import Address, is_address
+from midepoch._internal.address import Address, is_address
+from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.progress import shown
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
