@@ -18,7 +18,7 @@ import io
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +34,6 @@ INLINE = 8 << 10
 _DEEPEST = 200
 _LARGEST_AXIS = 2**48
 _LARGEST_INT = 4096
-_PAIRS = "$"
-"""Path of the key-value pairs of a dict: no key of a plain tree."""
 
 
 @dataclass
@@ -255,19 +253,22 @@ def _stored_arrays(node: Any, path: tuple[str, ...]) -> Iterator[tuple[dict[str,
     """Iterate over the stored arrays of a tree and their paths; raises CheckpointDamagedError."""
     if len(path) > 3 * _DEEPEST:
         raise CheckpointDamagedError("a tree of values is too deep")
-    if not isinstance(node, (list, dict)):
-        return
     if isinstance(node, dict) and node.get("$") == "array" and "name" in node:
         if not isinstance(node["name"], str):
             raise CheckpointDamagedError(f"an array named {node['name']!r:.40}")
         yield node, path
-    children = enumerate(node) if isinstance(node, list) else node.items()
-    # An entry of a dict is identified by its key, not by its number.
-    by_key = bool(path) and path[-1] == _PAIRS and isinstance(node, list)
-    is_dict = isinstance(node, dict) and node.get("$") == "dict"
-    for key, inner in children:
-        name = repr(inner[0]) if by_key and isinstance(inner, list) and inner else str(key)
-        yield from _stored_arrays(inner, (*path, _PAIRS if is_dict and key == "items" else name))
+    for name, inner in _children(node):
+        yield from _stored_arrays(inner, (*path, name))
+
+
+def _children(node: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(node, list):
+        return ((str(number), inner) for number, inner in enumerate(node))
+    if not isinstance(node, dict):
+        return ()
+    if node.get("$") == "dict" and isinstance(node.get("items"), list):  # an entry is identified by its key
+        return ((f"${pair[0]!r}" if isinstance(pair, list) and pair else "$", pair) for pair in node["items"])
+    return node.items()
 
 
 def decode(json: Any, stored: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
