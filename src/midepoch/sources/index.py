@@ -2,7 +2,309 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch._internal.progress import Progress
+from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
+from midepoch.sources.arrow_ipc import Chains, FileScan, scan
+from midepoch.sources.dictionaries import holds_dictionary, undecodable
+from midepoch.sources.footers import Footers
+from midepoch.sources.partitions import Values
+from midepoch.sources.resources import retried
+from midepoch.sources.spread import for_all
+from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
+
+VERSION = 4
+MAPPED = "mapped"
+_log = logging.getLogger("midepoch")
+
+
+class EncodedError(FormatError):
+    """A file cannot be mapped in place, because its record batches have to be decoded."""
+
+
+class IndexedFile(NamedTuple):
+    """State of one file when it was indexed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    rows: int
+    blocks: int
+    fingerprint: str
+    dictionaries: Chains = ()
+    etag: str = ""
+    partition: Values = ()
+    broken: int = 0
+    """Number of unreadable lines, which are not part of the data."""
+    broken_lines: tuple[int, ...] = ()
+    """Line numbers of the first of them."""
+
+    def unchanged(self) -> bool:
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            return False
+        return stat.st_size == self.size and stat.st_mtime_ns == self.mtime_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Blocks of some files, in order. ``offsets[b]`` is the byte offset of block b in its file.
+
+    ``starts[b]`` is its first row. Both arrays have one entry more than there are blocks. ``format`` is the decoder of
+    blocks. Local Arrow files are mapped instead; the fields after ``format`` are then empty.
+    """
+
+    files: tuple[IndexedFile, ...]
+    offsets: Int64Array
+    starts: Int64Array
+    schema_bytes: bytes
+    nullable: frozenset[tuple[str, ...]]
+    path: str | None = None
+    format: str = MAPPED
+    filter: str = ""
+    ends: Int64Array | None = None
+    footers: Footers = field(default_factory=Footers)
+    row_bytes: float = 0.0
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the contents of all files, in order. It does not depend on their locations and names."""
+        digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
+        for file in self.files:
+            partition = f" {file.partition}" if file.partition else ""
+            digest.update(f"{file.fingerprint} {file.rows}{partition}\n".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        return pa.ipc.read_schema(pa.py_buffer(self.schema_bytes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A dataset sent to a worker contains the path of the index, not its arrays.
+        if self.path is not None:
+            return _reopen, (self.path, self.fingerprint)
+        return Index, (
+            self.files, self.offsets, self.starts, self.schema_bytes, self.nullable, None,
+            self.format, self.filter, self.ends, self.footers, self.row_bytes,
+        )  # fmt: skip
+
+
+def _reopen(path: str, fingerprint: str) -> Index:
+    index = read_index(Path(path))
+    if index is None or index.fingerprint != fingerprint:
+        raise FormatError(
+            f"the index {path} was changed or removed since the dataset was created. Create the dataset again."
+        )
+    return index
+
+
+def default_index_dir() -> Path:
+    """Return ``$MIDEPOCH_CACHE``, or ``midepoch`` in the user's cache folder."""
+    if given := os.environ.get("MIDEPOCH_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midepoch"
+
+
+def open_index(
+    files: Sequence[Path],
+    *,
+    index_dir: Path | None = None,
+    force: bool = False,
+    skip_damage: bool = False,
+    as_mapped: bool = False,
+    progress: Progress | None = None,
+) -> Index:
+    """Return the index of these files: read if it is fresh, else built (by one process at a time) and saved.
+
+    ``as_mapped``: raise EncodedError for files whose record batches would have to be decoded.
+    """
+    absolute = [Path(os.path.abspath(path)) for path in files]
+    how = f"{skip_damage}{' as_mapped' * as_mapped}"
+    key = hashlib.blake2b("\0".join([*map(str, absolute), how]).encode(), digest_size=16).hexdigest()
+    path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
+    if not force and (index := _fresh(path, absolute)) is not None:
+        return index
+    with locked(path, "the index") as place:
+        if not force and (index := _fresh(path, absolute)) is not None:  # another process has built it
+            return index
+        index = _build(absolute, skip_damage, as_mapped, progress)
+        if not place.keep(lambda: atomic_write(path, serialise(index))):
+            return index
+    return _fresh(path, absolute) or index
+
+
+def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
+    index = read_index(path)
+    if index is None or [file.path for file in index.files] != [str(file) for file in files]:
+        return None
+    return index if all(file.unchanged() for file in index.files) else None
+
+
+def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: Progress | None) -> Index:
+    report = progress or (lambda _done, _total: None)
+    scans = for_all(partial(_scanned, skip_damage), files, lambda done: report(done, len(files)))
+    schema = scans[0][0].schema
+    usable(files[0], schema)
+    for path, (found, _) in zip(files, scans, strict=True):
+        if as_mapped and (found.compressed or any(holds_dictionary(column.type) for column in found.schema)):
+            raise EncodedError(f"{path} is compressed or dictionary-encoded: it cannot be mapped in place.")
+    entries = []
+    for path, (found, stat) in zip(files, scans, strict=True):
+        _same_schema(files[0], schema, path, found.schema)
+        if not found.complete:
+            _log.warning("%s is damaged: only %d of its rows are used", path, sum(found.rows))
+        entries.append(
+            IndexedFile(
+                str(path),
+                stat.st_size,
+                stat.st_mtime_ns,
+                sum(found.rows),
+                len(found.rows),
+                found.fingerprint,
+                found.dictionaries,
+            )
+        )
+    rows = np.array([count for found, _ in scans for count in found.rows], dtype=np.int64)
+    offsets = np.array([at for found, _ in scans for at in found.offsets] + [0], dtype=np.int64)
+    nullable = frozenset().union(*(found.nullable for found, _ in scans))
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+    return Index(tuple(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
+
+
+def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
+    try:
+        stat = os.stat(path)  # before the scan: a file that changes during it will look stale
+    except OSError as problem:
+        raise DataNotFoundError(f"{path} cannot be opened: {problem}") from None
+    return retried(lambda: scan(path, skip_damage=skip_damage), str(path)), stat
+
+
+def usable(path: object, schema: pa.Schema) -> None:
+    twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
+    if twice:
+        raise FormatError(f"{path}: several columns are named {', '.join(map(repr, twice))}. Rename them in the file.")
+    for column in schema:
+        if (inner := undecodable(column.type)) is not None:
+            raise FormatError(
+                f"{path}: column {column.name!r} contains dictionary-encoded values inside a {inner}, which cannot be "
+                "read. Write them as plain values."
+            )
+
+
+def _same_schema(first: Path, expected: pa.Schema, path: Path, found: pa.Schema) -> None:
+    if expected.equals(found):
+        return
+    types, others = (dict(zip(schema.names, schema.types, strict=True)) for schema in (expected, found))
+    for name in {**types, **others}:
+        a, b = types.get(name, "missing"), others.get(name, "missing")
+        if a != b:
+            raise DifferentSchemasError(
+                f"the files do not have one schema: column {name!r} is {a} in {first} but {b} in {path}. "
+                "Load them as separate datasets, or write one of them again."
+            )
+    if expected.names != found.names:
+        raise DifferentSchemasError(f"the files list their columns in different orders: {first} and {path}.")
+
+
+def serialise(index: Index) -> bytes:
+    arrays = [index.offsets, index.starts] + ([index.ends] if index.ends is not None else [])
+    header = {
+        "version": VERSION,
+        "format": index.format,
+        "filter": index.filter,
+        "row_bytes": index.row_bytes,
+        "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
+        "files": index.files,
+        "schema": base64.b64encode(index.schema_bytes).decode(),
+        "nullable": sorted(map(list, index.nullable)),
+        "crc": _checksum(arrays),
+    }
+    text = json.dumps(header)
+    metadata = {"midepoch": text, "midepoch_crc": str(zlib.crc32(text.encode()))}
+    columns = [pa.Array.from_buffers(pa.int64(), len(a), [None, pa.py_buffer(a.tobytes())]) for a in arrays]
+    names = ["offset", "start", "end"][: len(arrays)]
+    table = pa.Table.from_arrays(columns, names=names).replace_schema_metadata(metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=max(1, table.num_rows))
+    return bytes(sink.getvalue())
+
+
+def read_index(path: Path) -> Index | None:
+    """Return the index in a file, or None if it is missing, damaged or of another version."""
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            table = pa.ipc.open_file(mapped).read_all()
+        text = table.schema.metadata[b"midepoch"]
+        if zlib.crc32(text) != int(table.schema.metadata[b"midepoch_crc"]):
+            raise ValueError("its header is damaged")
+        header = json.loads(text)
+        if header["version"] != VERSION:
+            return None
+        # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
+        arrays = [np.frombuffer(column.chunk(0).buffers()[1], np.int64) for column in table.columns]
+        if any(len(array) != table.num_rows for array in arrays):
+            raise ValueError("its arrays are truncated")
+        if _checksum(arrays) != header["crc"]:
+            raise ValueError("its arrays are damaged")
+        files = tuple(_file(file) for file in header["files"])
+        schema = base64.b64decode(header["schema"])
+        footers, name = header["footers"]
+        if footers and not path.with_name(footers).exists():
+            raise ValueError("its footers are missing")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, pa.ArrowException) as problem:
+        _log.info("the index %s cannot be used and is built again: %s", path, problem)
+        return None
+    nullable = frozenset(map(tuple, header["nullable"]))
+    kept = Footers((), str(path.with_name(footers)) if footers else None, name)
+    ends = arrays[2] if len(arrays) > 2 else None
+    return Index(
+        files,
+        arrays[0],
+        arrays[1],
+        schema,
+        nullable,
+        str(path),
+        header["format"],
+        header["filter"],
+        ends,
+        kept,
+        header["row_bytes"],
+    )
+
+
+def _file(stored: list[Any]) -> IndexedFile:
+    if stored[6] or stored[8] or stored[10]:
+        stored[6] = tuple(tuple(map(tuple, versions)) for versions in stored[6])
+        stored[8], stored[10] = tuple(map(tuple, stored[8])), tuple(stored[10])
+    else:
+        stored[6] = stored[8] = stored[10] = ()
+    return IndexedFile(*stored)
+
+
+def _checksum(arrays: Sequence[Int64Array]) -> int:
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return checksum
