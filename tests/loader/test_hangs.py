@@ -23,7 +23,7 @@ import pytest
 import midepoch
 from forks import forked
 from midepoch._internal import threads
-from midepoch.distributed import rendezvous
+from midepoch.distributed import keyvalue
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import passes as loader_module
 from midepoch.loader.equal import EqualSteps
@@ -266,7 +266,7 @@ def test_what_ranks_have_said_does_not_fill_the_store(monkeypatch: pytest.Monkey
     from torch.distributed import HashStore
 
     store = HashStore()
-    monkeypatch.setattr(rendezvous, "_store", lambda: store)
+    monkeypatch.setattr(keyvalue, "_store", lambda: store)
     steps = EqualSteps(Shard(0, 1), {"data": "data"}, "", lambda: None)
     for _ in range(3):
         steps.begin()

@@ -40,7 +40,7 @@ from midepoch.audit.records import (
     read_passes,
     steps_in,
 )
-from midepoch.distributed.rendezvous import start_name
+from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard

@@ -207,12 +207,12 @@ def is_process_group(thing: Any) -> bool:
 class Groups(NamedTuple):
     """Names of two groups of processes, derived from their ranks.
 
-    ``cut``: the processes that shard the data among themselves; other groups of the mesh read the same data. ``all``:
-    the processes that train together, as far as known.
+    ``sharding``: the processes that shard the data among themselves; other groups of the mesh read the same data.
+    ``training``: the processes that train together, as far as known.
     """
 
-    cut: str = ""
-    all: str = ""
+    sharding: str = ""
+    training: str = ""
 
 
 def groups_of(data_parallel: Any) -> Groups:

@@ -8,7 +8,7 @@ from typing import Any
 
 from midepoch._internal.checks import integer
 from midepoch.audit.ledger import ledger_of
-from midepoch.distributed.rendezvous import connected
+from midepoch.distributed.keyvalue import connected
 from midepoch.distributed.seeds import check_agreed
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
@@ -76,7 +76,7 @@ def make_loader(
     counterparts = _counterparts_of(shard, together, data_parallel, spec, chosen)
     equal = None
     if agreed and counterparts is not None:
-        equal = EqualSteps(shard, spec.identity, groups_of(data_parallel).cut, counterparts.check_refusal)
+        equal = EqualSteps(shard, spec.identity, groups_of(data_parallel).sharding, counterparts.check_refusal)
     return Loader(spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger)
 
 
@@ -95,7 +95,7 @@ def _counterparts_of(
     """Return the loaders of the other ranks that this one is compared with, if there are any."""
     if not together or (cut.count == 1 and data_parallel is None):
         return None
-    return RankConsistencyCheck(cut, spec.identity, options, groups_of(data_parallel).all)
+    return RankConsistencyCheck(cut, spec.identity, options, groups_of(data_parallel).training)
 
 
 def shard_of(shard: Shard, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Shard, bool]:
