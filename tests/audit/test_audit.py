@@ -276,7 +276,7 @@ def test_a_ledger_is_small(tmp_path: Path) -> None:
     ledger.begin(
         ds.pipeline,
         how="fresh",
-        stood=(0, 0),
+        origin=(0, 0),
         epoch=0,
         start=0,
         end=4_000_000,

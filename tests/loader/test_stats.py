@@ -97,7 +97,7 @@ def test_tells_waiting_from_working(clock: Clock) -> None:
 
 
 def test_a_model_that_waits_is_told_once(clock: Clock, caplog: Any) -> None:
-    clock.meter.spent.functions = 1.0
+    clock.meter.timings.functions = 1.0
     with caplog.at_level(logging.WARNING, "midepoch"):
         clock.batches(5, waits=1.0, works=2.0)
         assert not caplog.records  # too early to tell

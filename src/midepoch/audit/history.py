@@ -27,19 +27,19 @@ class History:
             if one.is_load:  # of several the last one counts
                 load = one
                 continue
-            if look is not None and one.how == "loaded" and look.place < one.stood <= look.behind:
+            if look is not None and one.how == "loaded" and look.place < one.origin <= look.behind:
                 self._add(look)
             elif look is not None and load is None:
                 one = _after_look(one, look)
             if load is not None and one.how == "on":
-                self._back_to(load.stood, load)
+                self._back_to(load.origin, load)
             load, look = None, one if one.is_look else None
             if look is None:
                 self._add(one)
-        if look is not None and (load is None or look.place < load.stood <= look.behind):
+        if look is not None and (load is None or look.place < load.origin <= look.behind):
             self._add(look)
         if load is not None:
-            self._back_to(load.stood, load)
+            self._back_to(load.origin, load)
 
     @property
     def all(self) -> list[Generation]:
@@ -47,7 +47,7 @@ class History:
 
     def _add(self, one: Generation) -> None:
         if one.how != "on":
-            self._back_to(one.stood, one)
+            self._back_to(one.origin, one)
         if self.kept and one.place < self.kept[-1].behind:
             self.repeats.append(one)
         else:
@@ -74,4 +74,6 @@ def _after_look(one: Generation, look: Generation) -> Generation:
     on = [rank for rank, how in one.hows.items() if how == "on" and look.hows.get(rank, "on") != "on"]
     if not on or one.shape.attempt != look.shape.attempt:
         return one
-    return replace(one, hows={**one.hows, **{rank: look.hows[rank] for rank in on}}, stood=min(one.stood, look.stood))
+    return replace(
+        one, hows={**one.hows, **{rank: look.hows[rank] for rank in on}}, origin=min(one.origin, look.origin)
+    )

@@ -121,7 +121,7 @@ class Ledger:
         cursor: Cursor,
         *,
         how: str,
-        stood: Cursor,
+        origin: Cursor,
         end: Ending | None,
         batch_size: int,
         last_batch: str | None,
@@ -134,7 +134,7 @@ class Ledger:
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end, or, where positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.
 
-        ``stood``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
+        ``origin``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
         ``load``: no pass is begun yet; the state alone was loaded, so that the run stands there now.
         """
         cut = spec.shard
@@ -146,7 +146,7 @@ class Ledger:
             "order": order_name(spec),
             "name": self.name,
             "how": how,
-            "stood": stood[:2],
+            "stood": origin[:2],
             "rank": cut.index,
             "ranks": cut.count,
             "epoch": cursor.epoch,

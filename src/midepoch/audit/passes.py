@@ -26,7 +26,7 @@ class Generation:
     """
     hows: dict[int, str]
     """How each rank came to it: with a "fresh" loader, a "loaded" state, or going "on"."""
-    stood: Place
+    origin: Place
     end: int
     rows: int
     name: str
@@ -190,7 +190,7 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         shape,
         (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),
         {rank: one.how for rank, one in of_rank.items()},
-        min(one.stood for one in passes),
+        min(one.origin for one in passes),
         end,
         passes[0].rows,
         passes[0].name,

@@ -48,7 +48,7 @@ class Passed:
     """The number of the start, of the pass in its process, and the time."""
     process: str
     how: str
-    stood: Place
+    origin: Place
     rank: int
     end: int
     rows: int
@@ -136,7 +136,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             beginning=(number, header["number"], header["time"]),
             process=header["process"],
             how=header["how"],
-            stood=(header["stood"][0], header["stood"][1]),
+            origin=(header["stood"][0], header["stood"][1]),
             rank=header["rank"],
             end=header["end"],
             rows=header["rows"],

@@ -232,7 +232,7 @@ class Run:
         later = [one for one in self.generations if one.shape.epoch > epoch]
         # A resume with larger batches than the rest of the epoch drops that, though it may not be a kept pass that did.
         if any(
-            one.stood == (epoch, last.frontier)
+            one.origin == (epoch, last.frontier)
             and (one.shape.epoch > epoch or (one.is_load and one is self._all[-1]))
             and _drops(one, rows - last.frontier)
             for one in self._all

@@ -65,8 +65,8 @@ def only_numbers(leaf: Leaf) -> bool:
 class BatchMaker:
     """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
 
-    def __init__(self, leaf: Leaf, options: Options, spent: Timings | None = None) -> None:
-        self.spent = Timings() if spent is None else spent
+    def __init__(self, leaf: Leaf, options: Options, timings: Timings | None = None) -> None:
+        self.timings = Timings() if timings is None else timings
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")
         as_read = not leaf.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
@@ -74,7 +74,7 @@ class BatchMaker:
         """Whether blocks have to be decoded and nothing else is to do: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
         self._engine = Engine(
-            leaf, shared=shared, readers=options.num_workers if self.decodes_only else 0, spent=self.spent
+            leaf, shared=shared, readers=options.num_workers if self.decodes_only else 0, timings=self.timings
         )
         self._options = options
         # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
@@ -133,7 +133,7 @@ class BatchMaker:
         whole = len(chunk) == len(chosen)
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
         shown = self._engine.presented(_marked(chunk, genuine), self.format) if self._whole else None
-        self.spent.read += perf_counter() - began
+        self.timings.read += perf_counter() - began
         found = []
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
@@ -182,7 +182,7 @@ class BatchMaker:
             return Made(None, cursor, 0, skipped, empty=True)
         began = perf_counter()
         value = self._presented(plan, read, _marked(batch, read.genuine))
-        self.spent.present += perf_counter() - began
+        self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
     def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:

@@ -39,8 +39,8 @@ class _Asked:
 class BundlePool(Pool):
     """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
 
-    def __init__(self, leaves: Sequence[Leaf], options: Options, spent: Timings) -> None:
-        self._spent, self.skipped = spent, 0
+    def __init__(self, leaves: Sequence[Leaf], options: Options, timings: Timings) -> None:
+        self._timings, self.skipped = timings, 0
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self._slots = options.prefetch
@@ -106,9 +106,9 @@ class BundlePool(Pool):
         asked.problem, asked.is_done = problem, True
         bundle = asked.bundle
         if problem is None:
-            seconds, spent, stop, skipped = took
-            if spent is not None:
-                self._spent.add(spent)
+            seconds, timings, stop, skipped = took
+            if timings is not None:
+                self._timings.add(timings)
             asked.made = made = Made(stop, made, skipped)
             rows, engine = made.stop - bundle.row, self.engines[bundle.leaf]
             self._sizes.took(bundle.leaf, most_rows(engine, rows, made.batch), rows, seconds)
@@ -135,8 +135,8 @@ class _BundleWorker(Worker):
         super().__init__(connection, number, slots)
         self._leaves = leaves
         self._engines: dict[int, Engine] = {}
-        self._spent = Timings()
-        self._parcel = TimingReports(self._spent)
+        self._timings = Timings()
+        self._reports = TimingReports(self._timings)
 
     def live(self) -> None:
         sent = 0
@@ -146,7 +146,7 @@ class _BundleWorker(Worker):
                 started = time.perf_counter()
                 made = self._make(bundle)
                 batch = _compacted(made.batch)
-                took = (time.perf_counter() - started, self._parcel.take(), made.stop, made.skipped)
+                took = (time.perf_counter() - started, self._reports.take(), made.stop, made.skipped)
                 self._send((took, batch, None), sent)
                 sent += 1
             except MainIsGone:
@@ -157,7 +157,7 @@ class _BundleWorker(Worker):
     def _make(self, bundle: Bundle) -> Made:
         leaf = self._leaves[bundle.leaf]
         if bundle.leaf not in self._engines:
-            self._engines[bundle.leaf] = Engine(leaf, shared=True, spent=self._spent)
+            self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings)
         return make_good(self._engines[bundle.leaf], bundle)
 
 

@@ -22,7 +22,7 @@ _SHIFT = 8
 
 
 def check_equal_steps(plan: Plan, options: Options, shard: Shard) -> None:
-    """Raise WorldError, on all ranks and before any step, if a rank would have no batch and ``last_batch`` is not given."""
+    """Raise WorldError, on all ranks before any step, if a rank would have no batch and ``last_batch`` is None."""
     if options.last_batch is not None or not (left_out := plan.left_out(shard.count)):
         return
     rows = shard.count - left_out

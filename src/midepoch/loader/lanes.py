@@ -84,14 +84,14 @@ class LaneBatches:
         bundles: Callable[[], Bundles],
         cursor: Cursor,
         equal: EqualSteps | None,
-        spent: Timings,
+        timings: Timings,
     ) -> None:
         self._spec, self._options, self._bundles, self._epoch = spec, options, bundles, cursor.epoch
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
-        self._spent, self._skipped = spent, self._count_skipped()
+        self._timings, self._skipped = timings, self._count_skipped()
         self._last: Items | None = None
         self.begun = False
         """Whether a step was taken, by this rank or by others that share its lanes."""
@@ -122,7 +122,7 @@ class LaneBatches:
                 value = self._presenter.padding(deal.some, self._epoch)
             else:
                 continue  # all of it is for other ranks
-            self._spent.present += perf_counter() - began
+            self._timings.present += perf_counter() - began
             before, self._skipped = self._skipped, self._count_skipped()
             return Made(value, deal, rows, self._skipped - before)
         return None

@@ -63,7 +63,7 @@ class Loader(Measured):
         self._spec, self._options, self._cursor = spec, options, cursor
         self._counterparts, self.ledger = counterparts, ledger
         super().__init__(options.num_workers)
-        self.stood: Cursor | StepOutputs = cursor
+        self.origin: Cursor | StepOutputs = cursor
         """After the last batch delivered, or where a state was loaded, whatever epoch is named."""
         self.how = "fresh"
         self.delivered: Cursor | StepOutputs | None = None
@@ -72,7 +72,7 @@ class Loader(Measured):
         self._left: _Left | None = None
         self._looked = self._warned = False
         self.iterator: weakref.ref[Pass] | None = None
-        self._sources = Sources(options, equal, self.meter.spent)
+        self._sources = Sources(options, equal, self.meter.timings)
         self._packed = (0, 0)
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
@@ -182,7 +182,7 @@ class Loader(Measured):
         self._pass = self._left = None
         self.namings += 1
         if self.how == "fresh" and not self._cursor.begun:
-            self.stood = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
+            self.origin = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
         if epoch != self._cursor.epoch or batches > 1:
             self._cursor, self.delivered = Cursor(epoch), None
         elif self.delivered is not None and _resolved(self.delivered).epoch != epoch:
@@ -211,7 +211,7 @@ class Loader(Measured):
         spec = found.spec.for_processes(self.shard.count) if found.spec.has_positions else found.spec
         # No call among these: a signal handler that saves must not see half of them.
         self._spec, self._named, self._left = spec, False, None
-        self._cursor = self.stood = found.cursor
+        self._cursor = self.origin = found.cursor
         self.delivered, self.how = None, "loaded"
         if self._counterparts is not None:
             self._counterparts.loaded()
@@ -348,7 +348,7 @@ class Loader(Measured):
             self._spec,
             cursor,
             how=self.how,
-            stood=_resolved(self.stood),
+            origin=_resolved(self.origin),
             end=self.plan(cursor),
             batch_size=self._options.batch_size,
             last_batch=self._options.last_batch,

@@ -27,7 +27,7 @@ class Meter:
     """Of a loader with so many workers."""
 
     def __init__(self, workers: int) -> None:
-        self.spent = Timings()
+        self.timings = Timings()
         self._workers, self._warned = workers, False
         self._hooks: list[tuple[Hook, float, float]] = []
         self.due = False
@@ -91,8 +91,8 @@ class Meter:
         self._hooks.append((hook, every, perf_counter() + every))
 
     def stats(self, *, reset: bool = False) -> Stats:
-        spent = self.spent
-        stages = {"read": spent.read, "functions": spent.functions, "present": spent.present}
+        timings = self.timings
+        stages = {"read": timings.read, "functions": timings.functions, "present": timings.present}
         if not any(stages.values()):  # rows are copied while they are asked for, and nothing else is done
             stages["read"] = self.waited
         found = Stats(
@@ -104,13 +104,13 @@ class Meter:
             first_batch=self._first,
             passes=self._passes,
             stages=stages,
-            blocks=spent.blocks,
-            blocks_there=spent.blocks_there,
+            blocks=timings.blocks,
+            blocks_there=timings.blocks_there,
         )
         if reset:
             self._total += self.batches
             last = self._last
-            spent.taken()
+            timings.taken()
             self._clear()
             self._last = last
         return found

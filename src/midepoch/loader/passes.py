@@ -87,8 +87,8 @@ class Pass(HasState):
                 value = None if made.empty else finish(made.value, self._format)
                 if self._pin is not None:
                     value = self._pin(value)
-                if made.spent is not None:
-                    self._meter.spent.add(made.spent)
+                if made.timings is not None:
+                    self._meter.timings.add(made.timings)
                 if not made.empty:
                     self._meter.delivered(asked, made.rows, value)
                 cursor = made.cursor
@@ -103,7 +103,7 @@ class Pass(HasState):
                 # none from here to the caller's loop, so no interrupt comes between the two.
                 loader.skipped += made.skipped
                 self.delivered += 1
-                loader.delivered = loader.stood = cursor
+                loader.delivered = loader.origin = cursor
                 loader.how = "on"
                 if not made.empty:
                     return value

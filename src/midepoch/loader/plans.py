@@ -21,7 +21,7 @@ class Made(NamedTuple):
     rows: int = 0
     skipped: int = 0
     empty: bool = False
-    spent: Timings | None = None
+    timings: Timings | None = None
     """The time that a worker has spent since its last report."""
 
 

@@ -22,8 +22,8 @@ from midepoch.pipeline.spec import PipelineSpec
 class Sources:
     """Opens sources of batches. Disposable: nothing of it is saved."""
 
-    def __init__(self, options: Options, equal: EqualSteps | None, spent: Timings) -> None:
-        self._options, self._equal, self._spent = options, equal, spent
+    def __init__(self, options: Options, equal: EqualSteps | None, timings: Timings) -> None:
+        self._options, self._equal, self._timings = options, equal, timings
         self._maker: BatchMaker | None = None
         self._pool: WorkerPool | None = None
         self._bundles: BundlesHere | BundlePool | None = None
@@ -32,9 +32,9 @@ class Sources:
         """Open the batches of a rank from a cursor on. ``plan``: its steps, where positions can be computed."""
         options = self._options
         if plan is None:
-            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._spent)
+            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._timings)
         if self._maker is None:
-            self._maker = BatchMaker(spec.leaf, options, self._spent)
+            self._maker = BatchMaker(spec.leaf, options, self._timings)
         if self._maker.direct:
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
         if spec.base.group is not None:
@@ -51,9 +51,9 @@ class Sources:
         if self._bundles is None:
             leaves = (spec.leaf,) if spec.has_positions else spec.leaves
             if self._options.num_workers and (spec.has_positions or not spec.node.plain):
-                self._bundles = BundlePool(leaves, self._options, self._spent)
+                self._bundles = BundlePool(leaves, self._options, self._timings)
             else:
-                self._bundles = BundlesHere(leaves, shared=spec.shard.count > 1, spent=self._spent)
+                self._bundles = BundlesHere(leaves, shared=spec.shard.count > 1, timings=self._timings)
         self._bundles.begin()
         return self._bundles
 

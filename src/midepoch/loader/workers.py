@@ -88,7 +88,7 @@ class _Worker(Worker):
         self._leaf, self._options = leaf, options
         self._run, self._credit = 0, 0
         self._plan: Plan | None = None
-        self._parcel: TimingReports
+        self._reports: TimingReports
 
     def live(self) -> None:
         maker: BatchMaker | None = None
@@ -99,7 +99,7 @@ class _Worker(Worker):
             try:
                 if maker is None:
                     maker = BatchMaker(self._leaf, self._options)
-                    self._parcel = TimingReports(maker.spent)
+                    self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
             except MainIsGone:
                 raise
@@ -117,8 +117,8 @@ class _Worker(Worker):
                     self._listen()
                     if self._run != run:
                         return
-                if (spent := self._parcel.take()) is not None:
-                    made = made._replace(spent=spent)
+                if (timings := self._reports.take()) is not None:
+                    made = made._replace(timings=timings)
                 self._send((run, made, None), sent)
                 self._credit, sent = self._credit - 1, sent + 1
 

@@ -7,7 +7,7 @@ that group have been handed over. Cursors are nested lists of whole numbers, one
     rows        [row, outputs]                 a bundle of rows, through all steps that look at one bundle at a time
     grouped     [inner, outputs]               batch, shuffle, best-fit packing, maps behind those: groups of outputs
     packed      [inner, tokens]                by reference: the document in which the next sequence begins, and where
-    mixed       [position, era, [[pass, exhausted, inner], …]]
+    mixed       [position, schedule_version, [[pass, exhausted, inner], …]]
     concat      [number, inner]
     zip         [inner, …]
 

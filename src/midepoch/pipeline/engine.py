@@ -48,9 +48,9 @@ class Engine:
     ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
     """
 
-    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, spent: Timings | None = None) -> None:
+    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, timings: Timings | None = None) -> None:
         self.leaf = leaf
-        self.spent = Timings() if spent is None else spent
+        self.timings = Timings() if timings is None else timings
         self.skipped = 0
         """Rows left out so far under ``on_error="skip"``."""
         self._sharers, self._readers = max(leaf.shard.count, 2 if shared else 1), readers
@@ -110,7 +110,7 @@ class Engine:
             needed = first.columns(pa.schema([schema.field(old).with_name(new) for new, old in head.items()]))
             before = self.leaf.steps[: len(self.leaf.steps) - len(self.leaf.tail)]
             narrow = replace(self.leaf, steps=(*before, SelectColumns(tuple(needed))))
-            self._narrow = Engine(narrow, spent=self.spent)
+            self._narrow = Engine(narrow, timings=self.timings)
         pieces: list[Batch] = []
         while (at := sum(map(len, pieces))) < len(chosen):
             pieces += [piece for piece, _ in self._narrow.read_pieces(chosen[at:])]
@@ -160,7 +160,7 @@ class Engine:
                 skip_corrupt=skip,
                 sharers=self._sharers,
                 threads=self._readers,
-                spent=self.spent,
+                timings=self.timings,
             )
         return self._reader
 
@@ -233,7 +233,7 @@ class Engine:
         run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
         found = run_steps(chosen, batch, run)
-        self.spent.functions += perf_counter() - began
+        self.timings.functions += perf_counter() - began
         return found
 
     def _skip(self, rows: int) -> None:

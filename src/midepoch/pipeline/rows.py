@@ -89,9 +89,9 @@ def bundle_rows(pipeline: Leaf) -> int | None:
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
     """The outputs of a bundle, made here and now. ``places`` are the rows they came of, counted from its first."""
-    began, functions = time.perf_counter(), engine.spent.functions
+    began, functions = time.perf_counter(), engine.timings.functions
     made = _make(engine, bundle)
-    engine.spent.read += time.perf_counter() - began - (engine.spent.functions - functions)
+    engine.timings.read += time.perf_counter() - began - (engine.timings.functions - functions)
     return made
 
 
@@ -161,8 +161,8 @@ def _by_expression(pipeline: Leaf) -> bool:
 class BundlesHere:
     """Bundles made by the caller itself."""
 
-    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, spent: Timings | None = None) -> None:
-        self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
+    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, timings: Timings | None = None) -> None:
+        self.engines = [Engine(leaf, shared=shared, timings=timings) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self.skipped = 0
 

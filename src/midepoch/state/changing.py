@@ -80,19 +80,19 @@ def changed_mix(
     whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
     if not whole or not _are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
         return at  # not one of a mix: refused by the check that follows
-    position, era, each, *old = at
-    coming = _coming(base, weights, position, era, old, need, of)
+    position, schedule_version, each, *old = at
+    coming = _coming(base, weights, position, schedule_version, old, need, of)
     entries = [_entry(one, each, coming, of) for one in found]
     if not changed:
-        return [position, era, entries, *old]
+        return [position, schedule_version, entries, *old]
     if need == 0 and not (old and position < old[0][0]):
-        return [0, era + 1, entries]
+        return [0, schedule_version + 1, entries]
     if coming is not None and need is not None and not old and (need == 1 or not of.inside):
         now = {one.old: number for number, one in enumerate(found) if one.old is not None}
         gone = [number for number in coming if number not in now]
         if not gone:
             kept = [[weight, now.get(number, -1)] for number, weight in enumerate(weights)]
-            return [position, era, entries, [position + need, kept]]
+            return [position, schedule_version, entries, [position + need, kept]]
         if need == 1:
             raise SourceRemoved
     raise refused(weights, list(base.weights), where)
@@ -110,7 +110,13 @@ def refused(before: Any, now: Any, where: str) -> CheckpointMismatchError:
 
 
 def _coming(
-    base: Mix, weights: list[float], position: int, era: int, old: Sequence[At], need: int | None, of: LaneContext
+    base: Mix,
+    weights: list[float],
+    position: int,
+    schedule_version: int,
+    old: Sequence[At],
+    need: int | None,
+    of: LaneContext,
 ) -> dict[int, int] | None:
     """How many of the next outputs come from each part, by its number when it was saved; None if that is not known."""
     if not need:
@@ -119,9 +125,11 @@ def _coming(
         if position + need > old[0][0]:
             return None
         mapping = [number for _, number in old[0][1]]
-        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, era).sources(position, position + need)
+        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
+            position, position + need
+        )
         return dict(Counter(mapping[source] for source in sources.tolist()))
-    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, era)
+    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 
