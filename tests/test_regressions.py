@@ -150,7 +150,7 @@ def test_ranks_do_not_drift_apart_when_rows_are_skipped(ds: midepoch.Dataset) ->
     iterators = [iter(part) for part in parts]
     seen = [next(iterator)["id"] for iterator in iterators for _ in range(3)]
     states = [part.state_dict() for part in parts]
-    with pytest.raises(CheckpointMismatchError, match="each must keep a state"):
+    with pytest.raises(CheckpointMismatchError, match="each needs a state"):
         skipping.shard(2, 1, mode="example").load_state_dict(states[0])
     for index, state in enumerate(states):
         part = skipping.shard(2, index, mode="example")

@@ -90,7 +90,7 @@ class Engine:
             self._open_reader().expect(epoch, position, lambda: self._uses(order))
 
     def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
-        """Return the blocks in the order in which this shard (or its own lanes) reads them, and in which all shards do."""
+        """Return the blocks in the order in which this shard (or its lanes) reads them, and in which all shards do."""
         uses, cut = order.uses(), self.leaf.shard
         if self.leaf.order.lanes % cut.count:
             return uses, uses
@@ -169,14 +169,14 @@ class Engine:
 
     @property
     def plain(self) -> bool:
-        """True if every column is text or of fixed-size values: then a slice of a batch equals a batch of those rows."""
+        """True if every column is text or of fixed-size values: then slices of batches equal batches of those rows."""
         schema = self.leaf.source.schema
         types = {name: schema.field(source_name).type for name, source_name in self.leaf.head.items()}
         lists_with_nulls = (pa.types.is_fixed_size_list(kind) and self._nullable[name] for name, kind in types.items())
         return not self._decoded and all(map(is_plain, types.values())) and not any(lists_with_nulls)
 
     def locate(self, chosen: Int64Array) -> dict[str, Located] | None:
-        """Return the locations of rows in memory, or None unless all columns are plain numbers as read, without nulls."""
+        """Return the locations of rows in memory, or None unless all columns are plain numbers without nulls."""
         if self._decoded or any(self._nullable.values()):
             return None
         found = self._open_reader().locate(self.leaf.order.selection.source_rows(chosen))

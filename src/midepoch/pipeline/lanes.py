@@ -29,7 +29,7 @@ class Share:
 
     @staticmethod
     def of(lanes: int, process: Shard) -> Share:
-        """Return the share of a process: if lanes alternate, the outputs that are its index modulo the process count."""
+        """Return the share of a process. If lanes alternate: outputs equal to its index modulo the process count."""
         groups = gcd(lanes, process.count)
         inner = Shard(process.index // groups, process.count // groups)
         return Share(Shard(process.index % groups, groups), inner)

@@ -151,7 +151,7 @@ def _filters_first(pipeline: Leaf) -> bool:
 
 
 def most_rows(engine: Engine, rows: int, made: Batch) -> int:
-    """Return the maximum rows of a bundle, by the outputs of one. Rows dropped by an expression cost next to nothing."""
+    """Return the maximum rows of a bundle, by the outputs of one. Rows dropped by an expression cost almost nothing."""
     few = _by_expression(engine.leaf) and 4 * len(made) < rows
     most = _FILTERED if few else engine.chunk_rows(_BUNDLE_BYTES)
     return int(max(1, min(most, rows * _MADE_BYTES / max(1, made.nbytes))))
