@@ -590,7 +590,7 @@ def test_nothing_to_load(numbers: Numbers, caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(midepoch.DataNotFoundError, match="source 1 has no rows"):
         midepoch.mix([numbers(0, 9), numbers(0, 9).take(0)])
     assert list(numbers(0, 9).filter(lambda row: False).loader(4)) == []
-    assert "has nothing in it" in caplog.text
+    assert "is empty. Check that its filters" in caplog.text
 
 
 def test_check_state_says_what_loading_would(numbers: Numbers) -> None:

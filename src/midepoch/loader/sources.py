@@ -1,4 +1,4 @@
-"""The engine of a loader: opens the source of batches that fits a pipeline, and keeps workers between passes."""
+"""The engine of a loader: opens the source of batches for a pipeline, and keeps workers between passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sources:
         self._bundles: BundlesHere | BundlePool | None = None
 
     def open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
-        """Open the batches of a rank from a cursor on. ``plan``: its steps, where positions can be computed."""
+        """Open the batches of a rank from a cursor on. ``plan``: its steps, if positions can be computed."""
         options = self._options
         if plan is None:
             return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._timings)
@@ -58,21 +58,21 @@ class Sources:
         return self._bundles
 
     def leave(self, source: BatchSource | None) -> None:
-        """Close a source; workers go with it unless they are persistent."""
+        """Close a source. Workers stop with it unless they are persistent."""
         if source is None:
             return
         if not source.close():
-            self._maker = None  # a thread may come back to it
+            self._maker = None  # a thread may still use it
         if self._options.num_workers and not self._options.persistent_workers:
             self.close()
 
     def forget(self) -> None:
-        """Make new engines for the next source: the pipeline is another."""
+        """Create new engines for the next source: the pipeline has changed."""
         self.close()
         self._maker = None
 
     def close(self) -> None:
-        """Stop the workers, and forget what they were making."""
+        """Stop the workers, and discard unfinished batches."""
         pools = (self._pool, self._bundles)
         self._pool = self._bundles = None
         for pool in pools:
