@@ -308,7 +308,7 @@ def test_a_ledger_that_fails_does_not_end_the_run(
     (tmp_path / "run").touch()
     assert len(list(passing)) == 10
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the run goes on" in caplog.text
+    assert "The run continues" in caplog.text
     (tmp_path / "run").unlink()
     list(loader)
     run = read_run(tmp_path / "run")

@@ -120,7 +120,7 @@ def _end(
 
 
 def _faults() -> int:
-    """Return the number of pages that this thread has had to wait for. (Times would be misleading on a busy machine.)"""
+    """Return the number of pages that this thread has had to wait for. (Times would mislead on a busy machine.)"""
     return resource.getrusage(_WHOSE).ru_majflt
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Packed:
-    """The objects of a worker, pickled. ``needs_main``: the main script has to be imported before they are unpickled."""
+    """The objects of a worker, pickled. ``needs_main``: the main script has to be imported to unpickle them."""
 
     data: bytes
     needs_main: bool
