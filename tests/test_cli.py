@@ -148,7 +148,7 @@ def test_plan_says_what_it_cannot_know(
     picked = midepoch.from_files(small_files).select([3, 1, 2]).loader(1).state_dict()
     (tmp_path / "picked.json").write_text(json.dumps(picked))
     told = of_json("plan", "--checkpoint", tmp_path / "picked.json", *options)
-    assert not told["batches"] and any("give the dataset" in note for note in told["notes"])
+    assert not told["batches"] and any("Pass the dataset" in note for note in told["notes"])
     assert (
         call(
             "plan", "--checkpoint", run / "state.json", "--world-size", 3, "--batch-size", 1, "--machines", 2

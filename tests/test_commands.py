@@ -139,7 +139,7 @@ def test_diff(state: Path, files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "later.json").write_text(json.dumps({**json.loads(state.read_text()), "position": 90}))
     found = call("diff", state, tmp_path / "later.json")
     assert found.exit_code == 0 and "does not matter" in found.output
-    assert call("diff", state, state).output.startswith("the same place")
+    assert call("diff", state, state).output.startswith("the same position")
     (tmp_path / "other.json").write_text(json.dumps(ds.shuffle(seed=2, scope="rows").loader(1).state_dict()))
     told = of_json("diff", state, tmp_path / "other.json")
     assert not told["resumes"] and "another seed" in told["problem"]
@@ -196,7 +196,7 @@ def test_bench(files: list[Path], tmp_path: Path) -> None:
         "bench", "--dataset", f"{tmp_path / 'make.py'}:make", "--workers", 0, "--seconds", 0.1, "--batch-size", 8
     )
     assert shown.exit_code == 0 and "recommended: loader(batch_size=8, num_workers=0)" in shown.output
-    assert "--workers takes whole numbers" in refused("bench", *files, "--workers", "x")
+    assert "--workers takes integers" in refused("bench", *files, "--workers", "x")
     assert "give the data" in refused("bench")
 
 

@@ -226,9 +226,7 @@ class Run:
         return self.lanes_of(one).owner(one, lane) is not None
 
     def _end(self, epoch: int, kept: list[Generation], rows: int) -> tuple[int, int]:
-        """Return the end of an epoch (later rows are dropped), and the position up to which rows must be delivered by
-        now.
-        """
+        """Return the end of an epoch (later rows are dropped), and of the rows that must be delivered by now."""
         if not kept:
             left_out = epoch < max(self._by_epoch)
             return rows, rows if left_out else 0
