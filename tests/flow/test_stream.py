@@ -534,7 +534,7 @@ def test_user_errors(ds: midepoch.Dataset) -> None:
         list(ds.filter(lambda row: row["missing"]))
     with pytest.raises(MapError, match="must return rows"):
         list(ds.flat_map(lambda row: {"id": 1}))
-    with pytest.raises(ValueError, match="flat_map takes a function of one row"):
+    with pytest.raises(ValueError, match="Use flat_map for a function of one row"):
         ds.map(lambda row: {}, one_to_one=False)
     with pytest.raises(TypeError, match="no positions to index"):
         ds.filter(odd)[3]

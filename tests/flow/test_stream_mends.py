@@ -558,7 +558,7 @@ def test_a_tokenizer_that_was_used_with_padding(tmp_path: Path) -> None:
 
 def test_more_plain_mistakes(numbers: Numbers) -> None:
     a, b = numbers(0, 5), numbers(10, 15)
-    with pytest.raises(TypeError, match="need sources by name"):
+    with pytest.raises(TypeError, match="require sources by name"):
         midepoch.mix([a, b], {"a": 1, "b": 2})
     with pytest.raises(TypeError, match=r"zip\(\[a, b\]\)"):
         midepoch.zip(a, b)
