@@ -222,9 +222,7 @@ class Dataset(Rows, Resumable):
         return self._derive(replace(spec, node=node, lanes=lanes), same_positions=keeps)
 
     def _derive(self: Self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:
-        """Return a dataset at the same epoch and position. Raise ValueError if that would change the rows at a
-        position.
-        """
+        """Return a dataset at the same epoch and position. Raise ValueError if later rows would change."""
         start = self._iteration.start
         if start.begun and not same_positions:
             raise ValueError(

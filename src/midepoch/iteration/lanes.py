@@ -57,7 +57,7 @@ class LaneRows:
         return columns, self._delivered(deal)
 
     def _take(self, count: int) -> tuple[StepOutputs | None, Any]:
-        """Take the next outputs of this process. An error before their delivery reopens the lanes after the last one."""
+        """Take the next outputs of this process. An error before delivery reopens the lanes after the last one."""
         lanes, self._lanes = self._lanes or self._reopen(self._cursor), None
         while (deal := lanes.take(count)) is not None and not len(deal.items):
             pass
