@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -49,12 +49,22 @@ class Made(NamedTuple):
     skipped: int
 
 
+@dataclass
+class FirstPass:
+    """The first pass over a lane of a leaf: its epoch, and the rows that became something in it, once it has ended."""
+
+    epoch: int
+    kept: int = -1
+
+
 class Bundles(Protocol):
     """Makes the bundles of lanes. ``engines``: one for every leaf, of this process. ``skipped``: rows left out so far
     under ``on_error="skip"``, of the bundles that were taken.
     """
 
     skipped: int
+    first_passes: dict[tuple[int, int], FirstPass]
+    """By leaf and lane."""
 
     @property
     def engines(self) -> Sequence[Engine]: ...
@@ -166,9 +176,11 @@ class BundlesHere:
         self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self.skipped = 0
+        self.first_passes: dict[tuple[int, int], FirstPass] = {}
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
+        self.first_passes = {}
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -191,7 +203,8 @@ class Rows:
         spec = bundles.engines[leaf].leaf
         self._total = lane.before(spec.rows)
         self._by_row = spec.group is None  # each row for itself: a resume can begin at any
-        self._kept = 0 if spec.may_drop_rows else None  # rows that something came of, so far
+        self._kept = 0 if spec.may_drop_rows else None  # rows that became something, so far
+        self._first = bundles.first_passes.setdefault((leaf, lane.index), FirstPass(epoch))
 
     def pull(self) -> Chunk | None:
         if self._row >= self._total:
@@ -201,11 +214,14 @@ class Rows:
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # of what was delivered before: made of rows of the next bundles
         count = max(0, len(made) - skip)
+        in_first = self._first.kept if self._first.epoch != self._epoch else -1
         if kept is not None:
             self._kept = kept + _distinct(made.places, len(made))
+            if stop >= self._total and self._first.epoch == self._epoch:
+                self._first.kept = self._kept
 
         def counted(cursor: At, outputs: int) -> At:
-            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs))
+            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs), in_first)
 
         def at(outputs: int) -> At:
             if outputs == count:
