@@ -106,7 +106,7 @@ def test_rows_and_steps_are_named_as_they_were(small_files: list[str], tmp_path:
         found.rows_of_step(1000)
     with pytest.raises(midepoch.DataNotFoundError, match="there is no row 99"):
         found.steps_of_row(99)
-    assert "row" in found.order.source.place(0) and ".arrow" in found.order.place(0)
+    assert "row" in found.order.source.place(0) and ".arrow" in found.order.source.place(0)
 
 
 @settings(max_examples=60)

@@ -2,8 +2,8 @@
 
 If positions cannot be computed, each step is followed by ``(12,0,-340)``: for each lane of the rank, the increase of
 each integer of its cursor. Lanes are separated by ``|``, and ``=[[…]]`` is a complete cursor. The cursors are those of
-the state (see ``midepoch.pipeline``), with one more integer if rows may yield no output: the number of rows before it
-that did.
+the state (see ``midepoch.pipeline``), with two more integers if rows may yield no output: the number of rows before it
+that did, and the number that did in the first pass, if a mix iterates the source again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
-from midepoch.pipeline.cursor import At, LaneCursors, RowAt
+from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
 from midepoch.pipeline.passes import BORROWING, place_of
@@ -31,7 +31,9 @@ Int64Array = npt.NDArray[np.int64]
 def nested(at: At) -> At:
     """Return a cursor as lists of numbers, with the count of rows that yielded outputs."""
     if isinstance(at, RowAt):
-        return [*at, at.kept]
+        return [*at, at.kept, at.first]
+    if isinstance(at, PartsAt):
+        return [*map(nested, at), list(at.kept)]
     return [nested(inner) for inner in at] if isinstance(at, list) else at
 
 
@@ -44,7 +46,11 @@ def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
         else:
             values.append(inner)
     if isinstance(at, RowAt):
-        values.append(at.kept)
+        values += (at.kept, at.first)
+    elif isinstance(at, PartsAt):
+        shape.append(len(values))
+        values += at.kept
+        shape.append(-1)
 
 
 class LaneRecorder:
@@ -203,6 +209,8 @@ class LeafPlace(NamedTuple):
     """Number of times the source was iterated before, in this epoch of the mix."""
     inside: bool = False
     """True if some of the outputs of the row itself have been delivered."""
+    first: int = -1
+    """Rows that yielded outputs in the first pass over the source, if it is iterated again; -1 if unknown."""
 
 
 def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[LeafPlace]:
@@ -221,28 +229,34 @@ def _places(
         row, outputs, *kept = at
         if outputs:
             part = (("outputs", int(outputs)), *part)
-        count = (int(kept[0]) if kept else 0) if tree["kept"] else None  # a cursor of a state has no count
-        yield LeafPlace(tree["leaf"], epoch, lane, int(row), count, part, run, outputs > 0)
+        count, first = (int(kept[0]), int(kept[1])) if kept else (0, -1)  # a cursor of a state has no counts
+        yield LeafPlace(
+            tree["leaf"], epoch, lane, int(row), count if tree["kept"] else None, part, run, outputs > 0, first
+        )
     elif "mix" in tree:
         for inner, (again, stage, cursor) in zip(tree["mix"], at[2], strict=True):
             where = place_of(int(again), int(stage), epoch, lane)
             yield from _places(inner, cursor, *where, part, run + int(again) + (stage == BORROWING))
     elif "concat" in tree:
-        number, cursor = int(at[0]), at[1]
+        number, cursor, *before = at
+        kept = iter(before[0] if before else ())
         for other, inner in enumerate(tree["concat"]):
             if other == number:
                 yield from _places(inner, cursor, epoch, lane, part, run)
             else:
-                yield from _whole(inner, epoch, lane, other < number, run)
+                yield from _whole(inner, epoch, lane, other < number, run, kept)
     else:
         for inner, cursor in zip(tree["zip"], at, strict=True):
             yield from _places(inner, cursor, epoch, lane, part, run)
 
 
-def _whole(tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int) -> Iterator[LeafPlace]:
+def _whole(
+    tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int, kept: Iterator[int]
+) -> Iterator[LeafPlace]:
     """Yield the sources of a part that is complete or has not begun. A row of -1 is the end."""
     if "leaf" in tree:
-        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, None, (), run)
+        count = int(next(kept, -1)) if over else 0
+        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, count if count >= 0 else None, (), run)
     for kind in ("mix", "concat", "zip"):
         for inner in tree.get(kind, ()):
-            yield from _whole(inner, epoch, lane, over, run)
+            yield from _whole(inner, epoch, lane, over, run, kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,11 +15,22 @@ At = Any
 class RowAt(list[int]):
     """Cursor of a lane in the rows of a leaf that may drop rows: [row, outputs].
 
-    ``kept``: number of rows before it that yielded outputs, since the lane was opened. It is for the ledger, and not
-    saved.
+    ``kept``: number of rows before it that yielded outputs, since the lane was opened. ``first``: number of rows that
+    did in the first pass over the lane, if a mix iterates it again; -1 before that. Both are for the ledger, not saved.
     """
 
-    def __init__(self, at: Iterable[int], kept: int) -> None:
+    def __init__(self, at: Iterable[int], kept: int, first: int = -1) -> None:
+        super().__init__(at)
+        self.kept, self.first = kept, first
+
+
+class PartsAt(list[Any]):
+    """Cursor of a lane in concatenated parts: [number of the part, its cursor].
+
+    ``kept``: for each leaf of the parts before it, the rows that yielded outputs; -1 if unknown. For the ledger.
+    """
+
+    def __init__(self, at: Iterable[Any], kept: Sequence[int]) -> None:
         super().__init__(at)
         self.kept = kept
 

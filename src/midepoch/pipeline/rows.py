@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -49,6 +49,14 @@ class Made(NamedTuple):
     skipped: int
 
 
+@dataclass
+class FirstPass:
+    """The first pass over a lane of a leaf: its epoch, and the rows that yielded outputs, once it has ended."""
+
+    epoch: int
+    kept: int = -1
+
+
 class Bundles(Protocol):
     """Maker of the bundles of lanes.
 
@@ -57,6 +65,8 @@ class Bundles(Protocol):
     """
 
     skipped: int
+    first_passes: dict[tuple[int, int], FirstPass]
+    """By leaf and lane."""
 
     @property
     def engines(self) -> Sequence[Engine]: ...
@@ -168,9 +178,11 @@ class BundlesHere:
         self.engines = [Engine(leaf, shared=shared, timings=timings) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self.skipped = 0
+        self.first_passes: dict[tuple[int, int], FirstPass] = {}
 
     def begin(self) -> None:
         """Begin a pass."""
+        self.first_passes = {}
 
     def close(self) -> None:
         """Do nothing: there are no workers."""
@@ -194,6 +206,7 @@ class Rows:
         self._total = lane.before(spec.rows)
         self._by_row = spec.group is None  # rows are independent: a resume can begin at any
         self._kept = 0 if spec.may_drop_rows else None  # rows that have yielded outputs so far
+        self._first = bundles.first_passes.setdefault((leaf, lane.index), FirstPass(epoch))
 
     def pull(self) -> Chunk | None:
         if self._row >= self._total:
@@ -203,11 +216,14 @@ class Rows:
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # outputs delivered before, made from rows of the next bundles
         count = max(0, len(made) - skip)
+        in_first = self._first.kept if self._first.epoch != self._epoch else -1
         if kept is not None:
             self._kept = kept + _distinct(made.places, len(made))
+            if stop >= self._total and self._first.epoch == self._epoch:
+                self._first.kept = self._kept
 
         def counted(cursor: At, outputs: int) -> At:
-            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs))
+            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs), in_first)
 
         def at(outputs: int) -> At:
             if outputs == count:
