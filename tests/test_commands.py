@@ -77,7 +77,7 @@ def test_info_of_what_datasets_saved(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1, 2, 3]})}).save_to_disk(tmp_path / "saved")
     assert of_json("info", tmp_path / "saved", "--split", "train")["rows"] == 3
-    assert "choose one" in refused("info", tmp_path / "saved")
+    assert "Choose one" in refused("info", tmp_path / "saved")
 
 
 def test_peek_shows_what_training_gets(files: list[Path]) -> None:
@@ -197,7 +197,7 @@ def test_bench(files: list[Path], tmp_path: Path) -> None:
     )
     assert shown.exit_code == 0 and "recommended: loader(batch_size=8, num_workers=0)" in shown.output
     assert "--workers takes integers" in refused("bench", *files, "--workers", "x")
-    assert "give the data" in refused("bench")
+    assert "pass the data" in refused("bench")
 
 
 def test_bench_recommends_the_fewest_workers_that_are_as_fast() -> None:

@@ -110,7 +110,7 @@ def leave(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_exit_in_a_worker_does_not_end_the_training(ds: midepoch.Dataset) -> None:
-    with pytest.raises(WorkerError, match="ended by SystemExit"):
+    with pytest.raises(WorkerError, match="stopped by SystemExit"):
         list(ds.map(leave).loader(5, num_workers=1))
 
 

@@ -310,7 +310,7 @@ def test_what_cannot_be_recorded_or_read_is_said(
         ds.loader(4, rank=0, world_size=2, audit=tmp_path)
     monkeypatch.setenv("MIDEPOCH_RUN_ID", "by hand")
     assert ds.loader(4, rank=0, world_size=2, audit=tmp_path).shard.count == 2
-    with pytest.raises(ValueError, match="give a folder"):
+    with pytest.raises(ValueError, match="Pass a local folder"):
         ds.loader(4, audit="s3://bucket/run")
     with pytest.raises(midepoch.DataNotFoundError, match="there is no ledger in"):
         read_run(tmp_path / "nothing")

@@ -202,7 +202,7 @@ def test_a_last_group_that_is_not_full_can_be_left_out(ds: midepoch.Dataset) -> 
     for workers in (0, 2):
         assert [int(i) for batch in make().loader(4, workers) for i in batch["id"]] == list(range(35))
     assert_resumes_exactly(lambda: make(ds.filter(lambda row: row["id"] % 2)).loader(4, collate_fn=list), tail=2)
-    with pytest.raises(ValueError, match="needs batched=True"):
+    with pytest.raises(ValueError, match="requires batched=True"):
         ds.map(double, drop_last_batch=True)
     with pytest.raises(CheckpointMismatchError):
         ds.map(double_all, True, 5, one_to_one=False).load_state_dict(make().state_dict())

@@ -109,7 +109,7 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
 
 
 def _rows_table(plan: ResumePlan, ranks: int) -> Table:
-    table = Table(title="the next rows, by their numbers before shuffling", title_justify="left")
+    table = Table(title="the next rows, by their numbers before the shuffle", title_justify="left")
     table.add_column("step", justify="right")
     table.add_column("rank", justify="right")
     table.add_column("rows")
