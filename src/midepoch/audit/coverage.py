@@ -48,10 +48,10 @@ def pieces_of(generation: Generation) -> Iterator[Piece]:
 
 def count(pieces: Iterable[Piece], start: int, stop: int, examples: int = 10) -> Counts:
     """Count the deliveries of the positions [start, stop)."""
-    mine = [piece for piece in pieces if piece.start < stop and piece.stop > start]
-    edges = sorted({start, stop, *(min(max(edge, start), stop) for piece in mine for edge in piece[:2])})
-    begin = sorted(mine, key=lambda piece: piece.start)
-    finish = sorted(mine, key=lambda piece: piece.stop)
+    inside = [piece for piece in pieces if piece.start < stop and piece.stop > start]
+    edges = sorted({start, stop, *(min(max(edge, start), stop) for piece in inside for edge in piece[:2])})
+    begin = sorted(inside, key=lambda piece: piece.start)
+    finish = sorted(inside, key=lambda piece: piece.stop)
     active: list[Piece] = []
     once = repeated = never = at_begin = at_finish = 0
     found: list[int] = []

@@ -92,9 +92,9 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
 
-    def prepare(self, cut: Shard) -> None:
+    def prepare(self, shard: Shard) -> None:
         """Raise errors that prevent a ledger before anything is delivered."""
-        self._attempt = self.attempt(cut)  # fixed now: the process group may be gone when a pass begins
+        self._attempt = self.attempt(shard)  # fixed now: the process group may be gone when a pass begins
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
@@ -103,16 +103,16 @@ class Ledger:
             text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}"
             raise OSError(problem.errno, text) from None
 
-    def attempt(self, cut: Shard) -> str:
+    def attempt(self, shard: Shard) -> str:
         """Return the name of this start. Raises if the ranks have none in common."""
         if self._attempt is not None:
             return self._attempt
-        if found := start_name(World(cut.index, cut.count)).strip("-"):
+        if found := start_name(World(shard.index, shard.count)).strip("-"):
             return found
-        if cut.count == 1:
+        if shard.count == 1:
             return _process()
         raise ValueError(
-            f"a ledger of {cut.count} ranks needs a name that all ranks of this start share and no other start has, "
+            f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
             "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
             "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
         )
@@ -139,23 +139,23 @@ class Ledger:
         ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
         "on" if the run continues. ``load``: a state was loaded, and no pass is begun yet.
         """
-        cut = spec.shard
-        self._rows = (stream_name(spec, self.name), cut.index)
+        shard = spec.shard
+        self._rows = (stream_name(spec, self.name), shard.index)
         header = {
             "midepoch_ledger": VERSION if end is None else VERSION_OF_POSITIONS,
-            "attempt": self.attempt(cut),
+            "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "order": order_name(spec),
             "name": self.name,
             "how": how,
             "stood": origin[:2],
-            "rank": cut.index,
-            "ranks": cut.count,
+            "rank": shard.index,
+            "ranks": shard.count,
             "epoch": cursor.epoch,
             "start": cursor.position,
             "end": UNKNOWN if end is None else end.end,
             "rows": spec.rows,
-            "global_batch": batch_size * cut.count,
+            "global_batch": batch_size * shard.count,
             "ends": last_batch or "uneven",
             "workers": workers,
             "number": next(_numbers),
@@ -165,11 +165,11 @@ class Ledger:
         }
         self._lanes = None
         if end is None:
-            numbers = Share.of(spec.lanes, cut).lanes.positions(0, spec.lanes).tolist()
+            numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
             self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
             header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items())}
         try:
-            header |= self._open(header["attempt"], cut)
+            header |= self._open(header["attempt"], shard)
             save_order(self.folder, spec)
         except OSError as problem:
             self._lose(problem)
@@ -238,7 +238,7 @@ class Ledger:
             except OSError as problem:
                 self._lose(problem)
 
-    def _open(self, attempt: Any, cut: Shard) -> dict[str, Any]:
+    def _open(self, attempt: Any, shard: Shard) -> dict[str, Any]:
         """Open a file of its own if necessary, and return the fields of its first line."""
         if self._file >= 0 and self._owner == os.getpid():
             return {}
@@ -246,24 +246,24 @@ class Ledger:
         # Starts are numbered by the files in the folder, not by clocks, which differ between machines.
         mark = hashlib.blake2b(str(attempt).encode(), digest_size=5).hexdigest()
         known = [(*found, path) for path in self.folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
-        mine = max((number for number, other, _ in known if other == mark), default=0)
+        current = max((number for number, other, _ in known if other == mark), default=0)
         last = max((number for number, _, _ in known), default=0)
-        number = mine if mine and mine == last else last + 1
+        number = current if current and current == last else last + 1
         previous = [
-            *self._last([one for one in known if one[1] == mark], cut),
-            *self._last([one for one in known if one[1] != mark], cut),
+            *self._last([one for one in known if one[1] == mark], shard),
+            *self._last([one for one in known if one[1] != mark], shard),
         ]
-        name = f"{number:06}-{mark}-rank{cut.index:05}of{cut.count:05}-{secrets.token_hex(4)}{SUFFIX}"
+        name = f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}"
         self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
         return {"previous": previous}
 
-    def _last(self, known: list[tuple[int, str, Path]], cut: Shard) -> list[tuple[str, int]]:
+    def _last(self, known: list[tuple[int, str, Path]], shard: Shard) -> list[tuple[str, int]]:
         """Return the last of these files of the same rows and rank by another process, and the number of its steps.
 
         A later file names those before it, so the last one is named by none of the others.
         """
-        paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{cut.index:05}of" in path.name]
+        paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{shard.index:05}of" in path.name]
         files: dict[str, int] = {}
         named: set[str] = set()
         for path in paths[:_MOST_FILES]:

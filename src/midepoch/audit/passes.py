@@ -146,9 +146,9 @@ def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:
     for passes in files.values():
         for one in passes:
             for name, seen in one.previous:
-                if (theirs := files.get(name)) and theirs[0].shape.attempt == one.shape.attempt:
-                    over = 0 < seen == steps_in(theirs, one.shape.stream)
-                    before[one.process] = (theirs[0].process, over)
+                if (previous := files.get(name)) and previous[0].shape.attempt == one.shape.attempt:
+                    over = 0 < seen == steps_in(previous, one.shape.stream)
+                    before[one.process] = (previous[0].process, over)
     found: dict[str, int] = {}
     for process in before:
         chain = [process]
@@ -165,10 +165,10 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
     late, clocks must confirm it.
     """
     for name, seen in one.previous:
-        theirs = files.get(name)
-        if not theirs or theirs[0].shape.attempt == one.shape.attempt or steps_in(theirs, one.shape.stream) <= seen:
+        passes = files.get(name)
+        if not passes or passes[0].shape.attempt == one.shape.attempt or steps_in(passes, one.shape.stream) <= seen:
             continue
-        if _host(theirs[0]) == _host(one) or max(map(_last_time, theirs)) > one.beginning[2] + _OTHER_CLOCK:
+        if _host(passes[0]) == _host(one) or max(map(_last_time, passes)) > one.beginning[2] + _OTHER_CLOCK:
             return True
     return False
 

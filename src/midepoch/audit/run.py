@@ -296,10 +296,10 @@ class Run:
 
     def overlap(self, other: Run, report: Report | None = None) -> Overlap:
         """Return the number of rows of the files that both runs have seen, in any order and selection."""
-        mine, theirs = self.order.source.about["data"], other.order.source.about["data"]
-        if mine != theirs:
+        data, other_data = self.order.source.about["data"], other.order.source.about["data"]
+        if data != other_data:
             raise StateError(
-                f"the runs read different data (fingerprints {mine} and {theirs}), so their rows cannot be compared."
+                f"the runs read different data (fingerprints {data}, {other_data}): their rows cannot be compared."
             )
         first = self._seen(report)
         second = other._seen(report)

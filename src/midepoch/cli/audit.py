@@ -53,7 +53,7 @@ def audit(
 
 def _proof(runs: list[Run], as_json: bool) -> None:
     if as_json:
-        told = [
+        records = [
             {
                 "stream": run.stream,
                 "name": run.streams[run.stream],
@@ -66,7 +66,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
             }
             for run in runs
         ]
-        common.print_json({"exact": all(run.exact for run in runs), "loaders": told})
+        common.print_json({"exact": all(run.exact for run in runs), "loaders": records})
     else:
         for run in runs:
             _show_proof(run, len(runs) > 1)

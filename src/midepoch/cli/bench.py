@@ -55,9 +55,9 @@ def bench(
     limit = find_limit(ds, seconds) if ds.pipeline.has_positions else None
     advice = advise(trials)
     if as_json:
-        told = [{**asdict(one), **_rates(one)} for one in trials]
+        measured = [{**asdict(one), **_rates(one)} for one in trials]
         best = {"num_workers": advice.best.num_workers, "batch_size": advice.best.batch_size, "why": advice.why}
-        common.print_json({"trials": told, "limit": None if limit is None else asdict(limit), "recommended": best})
+        common.print_json({"trials": measured, "limit": None if limit is None else asdict(limit), "recommended": best})
     else:
         _show(trials, limit, advice)
 

@@ -84,8 +84,8 @@ def explained(command: F) -> F:
         except Exception as problem:
             if os.environ.get("MIDEPOCH_DEBUG"):
                 raise
-            told = isinstance(problem, (MidepochError, ValueError, TypeError, OSError, ImportError)) and str(problem)
-            text = redacted(told or f"{type(problem).__name__}: {problem}")
+            message = isinstance(problem, (MidepochError, ValueError, TypeError, OSError, ImportError)) and str(problem)
+            text = redacted(message or f"{type(problem).__name__}: {problem}")
             sys.stderr.write(f"midepoch: {printable(text)}\n")
             raise typer.Exit(2) from None
 

@@ -46,15 +46,15 @@ def inspect(
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
     """
     found, number = open_state(state, step, part, ranks=world_size)
-    told = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
+    summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
-        common.print_json({"step": number, **asdict(told), "share": told.share})
+        common.print_json({"step": number, **asdict(summary), "share": summary.share})
         return
     shown = Address(state).public if number is None else f"{Address(state)}, step {number}"
     table = Table(show_header=False, title=shown, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in told.lines().items():
+    for name, text in summary.lines().items():
         table.add_row(name, text)
     common.console.print(table)
 
@@ -82,19 +82,19 @@ def diff(
     """
     if sum(given is not None for given in (second, data or None, dataset)) != 1:
         raise ValueError("pass one thing to compare with: a second state, --data or --dataset")
-    mine = open_state(first, step, part).state
+    state = open_state(first, step, part).state
     other: Any = (
         made_by(dataset)
         if dataset is not None
-        else data_of_state(data, mine, storage)
+        else data_of_state(data, state, storage)
         if data
         else open_state(str(second), other_step, part).state
     )
-    found = differences(mine, other)
+    found = differences(state, other)
     problem = next((f"{one.field} differs: {one.cause}" for one in found if one.cause), None)
     if second is None:
         try:
-            other.check_state(mine)
+            other.check_state(state)
             problem = None
         except StateError as refused:
             problem = str(refused)

@@ -20,7 +20,7 @@ class RandomAccess:
 
     def __init__(self, leaf: Leaf, groups: int) -> None:
         self._bundles, self._groups = BundlesHere([leaf]), groups
-        self._cut, self._engine = leaf.shard, self._bundles.engines[0]
+        self._shard, self._engine = leaf.shard, self._bundles.engines[0]
         self._turn = (os.getpid(), threading.RLock())
 
     def get(self, key: Any, epoch: int, count: int) -> Any:
@@ -48,7 +48,7 @@ class RandomAccess:
     def _at(self, epoch: int, places: Any) -> Batch:
         if self._turn[0] != os.getpid():  # a fork: a thread that does not exist here may hold it
             self._turn = (os.getpid(), threading.RLock())
-        engine, positions = self._engine, places * self._cut.count + self._cut.index
+        engine, positions = self._engine, places * self._shard.count + self._shard.index
         if engine.leaf.group is not None and len(positions):
             with self._turn[1]:
                 return GroupedRows(self._bundles, epoch, self._groups).read(positions)

@@ -31,11 +31,11 @@ _AHEAD = 8192
 class Share:
     """The rows of one share of an epoch, by their own numbers, and the cursors after them."""
 
-    def __init__(self, rows: int, cut: Shard, cursor: Cursor) -> None:
-        self._rows, self.shard, self._start = rows, cut, cursor.position
+    def __init__(self, rows: int, shard: Shard, cursor: Cursor) -> None:
+        self._rows, self.shard, self._start = rows, shard, cursor.position
         self.epoch = cursor.epoch
-        self.first = cut.before(cursor.position)  # own rows already delivered
-        self.total = cut.before(rows)  # own rows of the epoch
+        self.first = shard.before(cursor.position)  # own rows already delivered
+        self.total = shard.before(rows)  # own rows of the epoch
 
     def cursor(self, delivered: int) -> Cursor:
         """Return the cursor after own rows up to number ``delivered``."""
@@ -68,15 +68,15 @@ class Lookahead:
 class PositionRows:
     """The rows of one share. Groups of batched functions are at fixed positions, independent of requests."""
 
-    def __init__(self, leaf: Leaf, cut: Shard, cursor: Cursor, groups: int) -> None:
-        self._share = Share(leaf.rows, cut, cursor)
+    def __init__(self, leaf: Leaf, shard: Shard, cursor: Cursor, groups: int) -> None:
+        self._share = Share(leaf.rows, shard, cursor)
         self._grouped: GroupedRows | None = None
         if leaf.group is not None:
-            bundles = BundlesHere([leaf], shared=cut.count > 1)
+            bundles = BundlesHere([leaf], shared=shard.count > 1)
             self._engine = bundles.engines[0]
             self._grouped = GroupedRows(bundles, cursor.epoch, groups)
         else:
-            self._engine = Engine(leaf, shared=cut.count > 1)
+            self._engine = Engine(leaf, shared=shard.count > 1)
         self._ahead = Lookahead(self._engine, self._share)
         self._next = self._share.first  # own number of the next row
         self._pieces: list[tuple[Batch, int]] = []  # read and not yet delivered, the first one last
@@ -129,9 +129,9 @@ class PositionRows:
     def _halve(self, read: Batch, count: int) -> None:
         """Put rows of which one fails back as two pieces: those before it are delivered first."""
         half = count // 2
-        cut = int(read.places.searchsorted(half))
-        rest = read.slice(cut, len(read))
-        halves = [(replace(rest, places=rest.places - half), count - half), (read.slice(0, cut), half)]
+        middle = int(read.places.searchsorted(half))
+        rest = read.slice(middle, len(read))
+        halves = [(replace(rest, places=rest.places - half), count - half), (read.slice(0, middle), half)]
         self._pieces, self._size = [*self._pieces[:-1], *halves], 1
 
     def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:

@@ -190,16 +190,16 @@ class IterationState:
         """Return the number of lanes of an epoch for all DataLoader workers of all shards."""
         return self.spec.lanes
 
-    def _roll_over(self, mine: Note, workers: int) -> Callable[[], tuple[Cursor, RowSource, int] | None]:
+    def _roll_over(self, own: Note, workers: int) -> Callable[[], tuple[Cursor, RowSource, int] | None]:
         """Return a function for a worker that resumes at its end: it begins a new epoch if no worker has rows left.
 
         StatefulDataLoader requests the first batch after all workers have loaded, so that their notes are complete by
         then. It continues with the worker after the last one, which is the first again only if all had the same number
         of batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
         """
-        shared, cut, rows = self.shared, self.spec.shard, self.spec.rows
+        shared, shard, rows = self.shared, self.spec.shard, self.spec.rows
         size = max(1, self._batch)
-        even = len({-(-cut.within(Shard(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
+        even = len({-(-shard.within(Shard(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
 
         def start(epoch: int, round_: int) -> tuple[Cursor, RowSource, int]:
             return Cursor(epoch), self._open(Cursor(epoch)), round_
@@ -207,19 +207,19 @@ class IterationState:
         def decide() -> tuple[Cursor, RowSource, int] | None:
             notes = shared.notes(workers)
             ahead = max(notes)
-            if ahead.round > mine.round:
+            if ahead.round > own.round:
                 return start(ahead.epoch, ahead.round)
             if not all(note.at_end for note in notes):
                 return None
             if not shared.named:
-                shared.epoch = mine.epoch
+                shared.epoch = own.epoch
                 if not even:
                     return None
-            elif shared.epoch == mine.epoch:
+            elif shared.epoch == own.epoch:
                 return None  # the user requests exactly this epoch, of which nothing is left
             elif not even:
                 _log.warning("epoch %d begins with another worker than it would have without the resume", shared.epoch)
-            return start(shared.epoch, mine.round + 1)
+            return start(shared.epoch, own.round + 1)
 
         return decide
 

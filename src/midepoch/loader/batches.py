@@ -94,8 +94,8 @@ class BatchMaker:
 
     def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
         """Yield chunks of batches, of steps first, first + stride, …"""
-        cut = self._engine.leaf.shard
-        rows = -(-plan.global_batch // cut.count)
+        shard = self._engine.leaf.shard
+        rows = -(-plan.global_batch // shard.count)
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps per read
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed in one call
         size, block, step = 1, 1, first  # grows from one, so that the first batch comes soon
@@ -104,10 +104,10 @@ class BatchMaker:
             steps = list(range(step, min(len(plan), step + block * stride), stride))
             if stride == 1:
                 begin = plan.bounds(step)[0]
-                positions, before = cut.positions(begin, plan.reach(steps[-1])), cut.before(begin)
-                ends = [0, *(cut.before(plan.reach(each)) - before for each in steps)]
+                positions, before = shard.positions(begin, plan.reach(steps[-1])), shard.before(begin)
+                ends = [0, *(shard.before(plan.reach(each)) - before for each in steps)]
             else:
-                parts = [cut.positions(plan.bounds(each)[0], plan.reach(each)) for each in steps]
+                parts = [shard.positions(plan.bounds(each)[0], plan.reach(each)) for each in steps]
                 positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
             genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
             chosen = self._engine.chosen(plan.epoch, positions if genuine is None else positions % plan.end)

@@ -14,8 +14,8 @@ from midepoch.pipeline.rows import Bundles
 class GroupedBatches:
     """The batches of a plan, in order. Workers make bundles ahead, and the main process assembles batches."""
 
-    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, cut: Shard, groups: int) -> None:
-        self._maker, self._plan, self._cut, self._step = maker, plan, cut, 0
+    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, shard: Shard, groups: int) -> None:
+        self._maker, self._plan, self._shard, self._step = maker, plan, shard, 0
         self._rows = GroupedRows(bundles, plan.epoch, groups)
 
     def next(self) -> Made | None:
@@ -23,7 +23,7 @@ class GroupedBatches:
         plan, step = self._plan, self._step
         if step >= len(plan):
             return None
-        positions = self._cut.positions(plan.bounds(step)[0], plan.reach(step))
+        positions = self._shard.positions(plan.bounds(step)[0], plan.reach(step))
         genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
         wanted = positions if genuine is None else positions % plan.end
         if not len(wanted):

@@ -90,12 +90,12 @@ def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> Non
 
 
 def _counterparts_of(
-    cut: Shard, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
+    shard: Shard, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
 ) -> RankConsistencyCheck | None:
     """Return the check against the loaders of other ranks, or None if there are none."""
-    if not together or (cut.count == 1 and data_parallel is None):
+    if not together or (shard.count == 1 and data_parallel is None):
         return None
-    return RankConsistencyCheck(cut, spec.identity, options, groups_of(data_parallel).training)
+    return RankConsistencyCheck(shard, spec.identity, options, groups_of(data_parallel).training)
 
 
 def shard_of(shard: Shard, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Shard, bool]:

@@ -119,12 +119,12 @@ class Pass(HasState):
 
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
-        cut = self._loader.shard
-        if cut.count > 1 and made.skipped and self._plan is not None:
+        shard = self._loader.shard
+        if shard.count > 1 and made.skipped and self._plan is not None:
             first, stop = self._plan.bounds(self._made - 1)
             raise MidepochError(
-                f'on_error="skip" left rank {cut.index} of {cut.count} no row of the batch at positions {first:,} to '
-                f"{stop - 1:,}: it would be one step ahead of the other ranks. Use larger batches, or shuffle by rows."
+                f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at positions {first:,} '
+                f"to {stop - 1:,}: it would be one step ahead of the other ranks. Use larger batches, or shuffle by rows."
             )
 
     def _next(self) -> Made | None:

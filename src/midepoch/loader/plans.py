@@ -80,12 +80,12 @@ class Plan:
         """Return the position at which a batch ends, including its padding."""
         return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
 
-    def share(self, cut: Shard) -> int:
+    def share(self, shard: Shard) -> int:
         """Return the number of batches of one rank: all, unless the last one has no row for it."""
         if not len(self):
             return 0
         last = len(self) - 1
-        return last + bool(len(cut.positions(self.bounds(last)[0], self.reach(last))))
+        return last + bool(len(shard.positions(self.bounds(last)[0], self.reach(last))))
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last batch has no row."""

@@ -72,13 +72,13 @@ class Pool:
 
     def _start(self, context: Any, number: int, job: Job, what: Packed | None) -> None:
         """Start a worker. A fork has the job, and pipe ends that it must close; others receive the job later."""
-        mine, theirs = context.Pipe()
-        self._mine.append(mine)
-        self._receivers.append(Receiver(mine))
+        here, there = context.Pipe()
+        self._mine.append(here)
+        self._receivers.append(Receiver(here))
         self._polls.append(select.poll())
         process = context.Process(
             target=_work,
-            args=(theirs, list(self._mine), job, number) if what is None else (theirs, [], None, number),
+            args=(there, list(self._mine), job, number) if what is None else (there, [], None, number),
             name=f"midepoch-worker-{number}",
             daemon=True,
         )
@@ -87,7 +87,7 @@ class Pool:
             with contextlib.nullcontext() if needs_main else without_main(), _quiet_tokenizers():
                 process.start()
         finally:
-            theirs.close()
+            there.close()
         self._processes.append(process)
 
     @property

@@ -91,11 +91,11 @@ class Engine:
 
     def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
         """Return the blocks in the order in which this shard (or its lanes) reads them, and in which all shards do."""
-        uses, cut = order.uses(), self.leaf.shard
-        if self.leaf.order.lanes % cut.count:
+        uses, shard = order.uses(), self.leaf.shard
+        if self.leaf.order.lanes % shard.count:
             return uses, uses
-        mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)
-        return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine]), uses
+        own = (uses.lane % shard.count == shard.index) | (uses.lane < 0)
+        return Uses(uses.blocks[own], uses.first[own], uses.last[own], uses.lane[own]), uses
 
     def passing(self, chosen: Int64Array) -> Int64Array | None:
         """Return the places of the rows that pass an expression that is the first function.

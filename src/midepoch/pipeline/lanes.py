@@ -44,13 +44,13 @@ class Lanes:
         self.numbers = share.lanes.positions(0, lanes).tolist()
         fresh = LaneCursor(0, False, start(spec))
         known = {} if cursor.lanes is None else cursor.lanes.by_lane
-        stands = [known.get(lane, fresh) for lane in self.numbers]
-        self.outputs = np.array([at.outputs for at in stands], dtype=np.int64)
+        cursors = [known.get(lane, fresh) for lane in self.numbers]
+        self.outputs = np.array([at.outputs for at in cursors], dtype=np.int64)
         self._started = int(self.outputs.sum())
-        self.live = [not at.ended for at in stands]
+        self.live = [not at.ended for at in cursors]
         self.intakes = [
             Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
-            for lane, at in zip(self.numbers, stands, strict=True)
+            for lane, at in zip(self.numbers, cursors, strict=True)
         ]
 
     def take(self, count: int) -> StepOutputs | None:
@@ -62,23 +62,23 @@ class Lanes:
         taken: list[tuple[int, Pulled]] = []
         while wanted and any(self.live):
             for lane, quota in self._deal(wanted):
-                some = self.intakes[lane].take(quota)
-                if some.count < quota:
+                pulled = self.intakes[lane].take(quota)
+                if pulled.count < quota:
                     self.live[lane] = False
-                if some.count:
-                    taken.append((lane, some))
-                self.outputs[lane] += some.count
-                wanted -= some.count
+                if pulled.count:
+                    taken.append((lane, pulled))
+                self.outputs[lane] += pulled.count
+                wanted -= pulled.count
         return StepOutputs(self, self._start.epoch, before, taken) if taken else None
 
     def cursor(self) -> Cursor:
         """Return the cursor after all outputs that were taken."""
-        stands = {
+        cursors = {
             lane: LaneCursor(int(outputs), not live, intake.cursor)
             for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
         }
         position = self.position(int(self.outputs.sum()))
-        return Cursor(self._start.epoch, position, LaneCursors(stands, self.share.lanes))
+        return Cursor(self._start.epoch, position, LaneCursors(cursors, self.share.lanes))
 
     def position(self, outputs: int) -> int:
         """Return the number of outputs of all processes together, given the number of outputs of these lanes."""
@@ -140,10 +140,10 @@ class StepOutputs:
     def items(self) -> Items:
         """Return the outputs of this process, possibly none."""
         found = joined([some.items() for _, some in self._taken])
-        cut, order = self._share.shard, self._order
-        if cut.count > 1:
-            mine = np.arange(cut.index, self.total, cut.count)
-            order = mine if order is None else order[mine]
+        shard, order = self._share.shard, self._order
+        if shard.count > 1:
+            own = np.arange(shard.index, self.total, shard.count)
+            order = own if order is None else order[own]
         return found if order is None else found.keep(order)
 
     def cursor(self, own: int | None = None) -> Cursor:
@@ -154,14 +154,14 @@ class StepOutputs:
         """
         count = self.total if own is None else min(self.total, own * self._share.shard.count)
         done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
-        stands = {}
+        cursors = {}
         for lane, number in enumerate(self._numbers):
-            mine, left = [some for at, some in self._taken if at == lane], done[lane]
-            cursor = mine[0].at(0) if mine else at_mark(self._marks[lane])
-            for some in mine:
+            pulls, left = [pulled for at, pulled in self._taken if at == lane], done[lane]
+            cursor = pulls[0].at(0) if pulls else at_mark(self._marks[lane])
+            for pulled in pulls:
                 if left:
-                    cursor, left = some.at(min(left, some.count)), max(0, left - some.count)
+                    cursor, left = pulled.at(min(left, pulled.count)), max(0, left - pulled.count)
             ended = count == self.total and not self._live[lane]
-            stands[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
+            cursors[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
         position = self._position(int(self._before.sum()) + count)
-        return Cursor(self._epoch, position, LaneCursors(stands, self._share.lanes))
+        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes))

@@ -169,25 +169,25 @@ def _same_parts(
 ) -> list[int | None]:
     """Return the saved part that corresponds to each part of a mix: by name, else by description, else by data."""
     names, found = saved.get("names"), dict[int, int]()
-    told = any(map(_has_arguments, parts))  # older states lack it
+    compares_arguments = any(map(_has_arguments, parts))  # older states lack it
     if base.names and isinstance(names, list) and len(names) == len(parts):
         found = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
     alike: dict[tuple[str, bool], list[int]] = {}  # parts with a new name: possibly just renamed
     for number, part in enumerate(base.parts):
         if number not in found:
             drawn = any(leaf.seed_drawn for leaf in part.leaves)
-            described = describe(part) if told else _without(describe(part), "arguments")
+            described = describe(part) if compares_arguments else _without(describe(part), "arguments")
             alike.setdefault((_key(described, drawn), drawn), []).append(number)
-    for (key, drawn), mine in alike.items():
-        theirs = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
-        if theirs and len(mine) != len(theirs):
+    for (key, drawn), current in alike.items():
+        candidates = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
+        if candidates and len(current) != len(candidates):
             raise mismatch(
                 "parts",
-                f"{len(theirs)} sources that look the same",
-                f"{len(mine)} of them, in unknown order: name the sources, mix({{'web': a, 'code': b}})",
+                f"{len(candidates)} sources that look the same",
+                f"{len(current)} of them, in unknown order: name the sources, mix({{'web': a, 'code': b}})",
                 where,
             )
-        found.update(zip(mine, theirs, strict=False))
+        found.update(zip(current, candidates, strict=False))
     for number, part in enumerate(base.parts):
         if number not in found:
             data = _data_of(describe(part))

@@ -121,7 +121,7 @@ def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> 
     return resumed
 
 
-def one_of(state: Any, cut: Shard) -> Any:
+def one_of(state: Any, shard: Shard) -> Any:
     """Return a state, or from a list of the states of all ranks the one to load on this rank.
 
     Raises CheckpointMismatchError if the ranks were not at the same position.
@@ -130,7 +130,7 @@ def one_of(state: Any, cut: Shard) -> Any:
         return state
     if not state:
         raise StateError("the list of the states of all ranks is empty.")
-    return state[_rank_to_load([parse(one) for one in state], cut)]
+    return state[_rank_to_load([parse(one) for one in state], shard)]
 
 
 def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
@@ -165,14 +165,14 @@ def _shard(found: Mapping[str, Any], spec: PipelineSpec) -> tuple[int, int]:
     return shard
 
 
-def _rank_to_load(found: Sequence[Mapping[str, Any]], cut: Shard) -> int:
+def _rank_to_load(found: Sequence[Mapping[str, Any]], shard: Shard) -> int:
     """Return the rank whose state is loaded. All must be at the same position."""
     skipping = all(one["shard"] is not None for one in found)  # then each rank has a position of its own
     if not skipping and not _one_position(found):
         raise _steps_apart([Cursor(one["epoch"], one["position"]) for one in found])
     _check_alike(found, _OF_POSITION | ({"shard"} if skipping else set()), "different runs")
     if skipping:
-        return next((rank for rank, one in enumerate(found) if one["shard"] == cut.index), 0)
+        return next((rank for rank, one in enumerate(found) if one["shard"] == shard.index), 0)
     return max(range(len(found)), key=lambda rank: (found[rank]["epoch"], found[rank]["position"]))
 
 

@@ -180,28 +180,28 @@ class Difference(NamedTuple):
 
 def differences(first: Any, second: Any) -> list[Difference]:
     """Return the differences between a state and another state, a dataset or a loader, with causes for a refusal."""
-    mine = parse(one_of(first, Shard()) if not _flows(first) else _one(first))
+    state = parse(one_of(first, Shard()) if not _flows(first) else _one(first))
     if isinstance(second, (Dataset, Loader)):
         spec = second.pipeline
-        flow = "" if spec.has_positions else mine["flow"] or "[]"
-        other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=mine["lanes"])), "flow": flow}
+        flow = "" if spec.has_positions else state["flow"] or "[]"
+        other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=state["lanes"])), "flow": flow}
     else:
         other = parse(one_of(second, Shard()) if not _flows(second) else _one(second))
     found = []
     for name in ("epoch", "position", "lanes"):
-        if name in other and mine[name] != other[name]:
-            found.append(Difference(name, mine[name], other[name], ""))
-    shuffled = mine["scope"] == other.get("scope", mine["scope"])
+        if name in other and state[name] != other[name]:
+            found.append(Difference(name, state[name], other[name], ""))
+    shuffled = state["scope"] == other.get("scope", state["scope"])
     for name, cause in CAUSES.items():
-        if name == "arguments" and not comparable(mine[name], other.get(name), ()):
+        if name == "arguments" and not comparable(state[name], other.get(name), ()):
             continue
-        if mine[name] != other.get(name, mine[name]) and (shuffled or name not in _OF_SHUFFLE):
-            found.append(Difference(name, mine[name], other[name], cause))
-    if bool(mine["flow"]) != bool(other["flow"]):
+        if state[name] != other.get(name, state[name]) and (shuffled or name not in _OF_SHUFFLE):
+            found.append(Difference(name, state[name], other[name], cause))
+    if bool(state["flow"]) != bool(other["flow"]):
         cause = "steps that change the number of rows were added or removed"
-        found.append(Difference("kind", _kind(mine), _kind(other), cause))
-    if mine["parts"] != other["parts"]:
-        found.append(Difference("parts", mine["parts"], other["parts"], "the sources, or their steps, have changed"))
+        found.append(Difference("kind", _kind(state), _kind(other), cause))
+    if state["parts"] != other["parts"]:
+        found.append(Difference("parts", state["parts"], other["parts"], "the sources, or their steps, have changed"))
     return found
 
 

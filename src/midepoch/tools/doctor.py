@@ -77,13 +77,13 @@ def _numbers(version: str) -> list[int]:
 
 
 def _processor() -> Iterator[Finding]:
-    mine, all_cores = cores(), os.cpu_count() or 1
+    usable, all_cores = cores(), os.cpu_count() or 1
     quota = _quota()
-    if quota is not None and quota < mine:
-        text = f"{mine}, but the container may use only {quota:g}"
+    if quota is not None and quota < usable:
+        text = f"{usable}, but the container may use only {quota:g}"
         yield Finding("mind", "cores", text, f"use at most {max(1, int(quota))} workers over all ranks")
     else:
-        yield Finding("good", "cores", str(mine) if mine == all_cores else f"{mine} of {all_cores}")
+        yield Finding("good", "cores", str(usable) if usable == all_cores else f"{usable} of {all_cores}")
 
 
 def _quota() -> float | None:

@@ -231,16 +231,16 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
     )
 
 
-def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, mine: range) -> Reading:
+def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, own: range) -> Reading:
     """Return the reads of some ranks until the end of the epoch, by the blocks of the lanes that they read."""
-    rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in mine)
-    span = (mine.start, mine.stop - 1)
+    rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in own)
+    span = (own.start, own.stop - 1)
     if order is None or known.layout is None or known.order is None or known.block_bytes is None:
         return Reading(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))
     uses = order.uses()
     wanted = (uses.last >= plan.start) & (uses.first < plan.end)
     if known.order.lanes % ranks == 0:
-        wanted &= (uses.lane < 0) | np.isin(uses.lane % ranks, list(mine))
+        wanted &= (uses.lane < 0) | np.isin(uses.lane % ranks, list(own))
     blocks = np.unique(uses.blocks[wanted])
     # Mapped files are read row by row; blocks that are fetched or decoded, completely and once for each machine.
     size = int(known.block_bytes[blocks].sum())

@@ -127,18 +127,18 @@ def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
     """Return the contents of the ledger, and of the data if the dataset is given and is that of the run."""
     sources, last = run.order.sources, run.generations[-1].shape
-    mine = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
+    matches = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
         source.about["data"] for source in sources
     }
-    if ds is not None and not mine and len(run.streams) == 1:
+    if ds is not None and not matches and len(run.streams) == 1:
         raise StateError(
             f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
             f"{', '.join(source.about['data'] for source in sources)}."
         )
-    found = {**of_run(run), "data": _layout(ds) if ds is not None and mine else _layout_of_run(run), "shuffle": None}
+    found = {**of_run(run), "data": _layout(ds) if ds is not None and matches else _layout_of_run(run), "shuffle": None}
     if len(sources) == 1:  # of several sources, batches are as mixed as the weights
         order = sources[0]
-        labels = _labels(ds, label, order.order.selection) if ds is not None and mine and label is not None else None
+        labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
         shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
         found["shuffle"] = {**shuffle, "label": label if labels is not None else None}
     return found
