@@ -315,10 +315,11 @@ class Loader(Measured):
         return Cursor(epoch)
 
     def epoch_over(self, end: Cursor, rolled: bool) -> None:
-        """Move to the next epoch, after one that was rolled over to, so that setting it does not repeat it.
+        """Move to the next epoch or, after a roll-over, to the end of this one.
 
-        Until the next epoch is set or begun, the state is that after the last batch: setting the finished epoch after a
-        resume, as a loop that saves its own epoch number does, repeats nothing.
+        Setting an epoch that was rolled over to thus does not repeat it. Until the next epoch is set or begun, the
+        state is that after the last batch: setting the finished epoch after a resume, as a loop that saves its own
+        epoch number does, repeats nothing.
         """
         if not self._spec.has_positions and end.position:
             self._spec = replace(self._spec, epoch_outputs=end.position)

@@ -124,7 +124,7 @@ class Pass(HasState):
             first, stop = self._plan.bounds(self._made - 1)
             raise MidepochError(
                 f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at positions {first:,} '
-                f"to {stop - 1:,}: it would be one step ahead of the other ranks. Use larger batches, or shuffle by rows."
+                f"to {stop - 1:,}: it would be one step ahead of the others. Use larger batches, or shuffle by rows."
             )
 
     def _next(self) -> Made | None:

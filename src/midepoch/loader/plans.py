@@ -95,6 +95,7 @@ class Plan:
 def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
     """Return the number of batches of a rank, given the number of outputs of all ranks."""
     if options.last_batch == "uneven":
-        return -(-spec.shard.before(outputs) // options.batch_size)  # not the last if it is of others
+        # The last step does not count if it has no output for this rank.
+        return -(-spec.shard.before(outputs) // options.batch_size)
     step = options.batch_size * spec.shard.count
     return outputs // step if options.last_batch == "drop" else -(-outputs // step)

@@ -90,7 +90,7 @@ class Engine:
             self._open_reader().expect(epoch, position, lambda: self._uses(order))
 
     def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
-        """Return the blocks in the order in which this shard (or its lanes) reads them, and in which all shards do."""
+        """Return the uses of blocks by this shard (by its own lanes, if it has any to itself), and by all shards."""
         uses, shard = order.uses(), self.leaf.shard
         if self.leaf.order.lanes % shard.count:
             return uses, uses

@@ -92,7 +92,7 @@ class Lanes:
         had = self.outputs[live]
         order = np.argsort(had, kind="stable")  # lanes are in order: of equals the first comes first
         rising = had[order]
-        # Fill the lanes with the fewest outputs first, like water: afterwards each has had at least ``level``.
+        # Fill the lanes with the fewest outputs first, like water, up to ``level`` outputs each.
         needed = rising * np.arange(1, len(rising) + 1) - np.cumsum(rising)
         filled = int(np.searchsorted(needed, count, side="right"))
         level, over = divmod(count + int(rising[:filled].sum()), filled)
