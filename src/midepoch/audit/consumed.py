@@ -85,8 +85,8 @@ class LaneRun:
 
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
         """Return the place of a cursor in each source."""
-        found = places(self._tree, at, one.shape.epoch, Shard(lane, one.lanes))
-        return [place if place.row >= 0 else place._replace(row=self._total(place)) for place in found]
+        leaf_places = places(self._tree, at, one.shape.epoch, Shard(lane, one.lanes))
+        return [place if place.row >= 0 else place._replace(row=self._total(place)) for place in leaf_places]
 
     def _total(self, place: LeafPlace) -> int:
         return place.lane.before(self._rows[place.leaf])
@@ -109,12 +109,12 @@ class LaneRun:
 
     def rows_before(self, one: Generation) -> int:
         """Return the rows of the sources before the beginning of a pass, in all lanes."""
-        found = 0
+        rows = 0
         for lane in range(one.lanes):
             if (track := self.owner(one, lane)) is not None:
                 begin = self.places(one, lane, track.begin[lane])
-                found += sum(self._total(place) if place.run else place.row for place in begin)
-        return found
+                rows += sum(self._total(place) if place.run else place.row for place in begin)
+        return rows
 
     def rows_of(self, one: Generation, steps: int) -> int:
         """Return the number of rows that the first steps of a pass consumed, in all lanes."""
@@ -185,8 +185,8 @@ class LaneRun:
 
     def _left(self, one: Generation, lane: int, at: At) -> int:
         """Return the rows of a lane after a cursor, of sources that are not iterated again."""
-        found = self.places(one, lane, at)
-        return sum(self._total(place) - place.row - bool(place.part) for place in found if not place.run)
+        leaf_places = self.places(one, lane, at)
+        return sum(self._total(place) - place.row - bool(place.part) for place in leaf_places if not place.run)
 
     def _joint(self, one: Generation, lane: int, before: list[LeafPlace], at: At) -> tuple[int, int]:
         """Return the rows repeated and left out between the end of a pass in a lane and the beginning of the next."""
@@ -248,8 +248,8 @@ class LaneRun:
                     continue
                 at = (each.epoch, each.lane, number)
                 for step in range(self._first_step(one, lane, source, at, steps), steps):
-                    found = [each for each in self.deliveries(one, step, before + step + 1) if each.row == row]
-                    if not (here := [each for each in found if each.source == source]):
+                    deliveries = [each for each in self.deliveries(one, step, before + step + 1) if each.row == row]
+                    if not (here := [each for each in deliveries if each.source == source]):
                         break
                     yield from here
 
@@ -273,8 +273,8 @@ def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]
     """Describe the part of a row that a step got."""
     first = dict(begins)
     last = dict(ends)
-    found = []
+    parts = []
     for kind in dict.fromkeys([*first, *last]):
         until = "the end" if kind not in last else f"{last[kind]:,}"
-        found.append(f"{'outputs of its group' if kind == 'group' else kind} {first.get(kind, 0):,} to {until}")
-    return ", ".join(found)
+        parts.append(f"{'outputs of its group' if kind == 'group' else kind} {first.get(kind, 0):,} to {until}")
+    return ", ".join(parts)

@@ -77,14 +77,14 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
 
 def _arrays(leaf: Leaf) -> dict[str, Int64Array]:
     order, source = leaf.order, leaf.source
-    found = {"file_starts": _steps(source.layout.file_starts)}
+    arrays = {"file_starts": _steps(source.layout.file_starts)}
     if order.shuffle is not None and order.shuffle.scope == "window":
-        found["block_starts"] = _steps(source.layout.block_starts)
+        arrays["block_starts"] = _steps(source.layout.block_starts)
     if order.selection.picks is not None:
-        found["picks"] = order.selection.picks
+        arrays["picks"] = order.selection.picks
     else:
-        found["ranges"] = np.array(order.selection.ranges, dtype=np.int64).reshape(-1, 2)
-    return found
+        arrays["ranges"] = np.array(order.selection.ranges, dtype=np.int64).reshape(-1, 2)
+    return arrays
 
 
 def _files(leaf: Leaf) -> list[str]:
@@ -155,8 +155,8 @@ class KnownOrder:
     def _stored(self) -> dict[str, Any]:
         try:
             with np.load(self._path, allow_pickle=False) as stored:
-                found = {key: stored[key] for key in stored.files}
-            return {**found, "about": json.loads(found["about"].tobytes())}
+                arrays = {key: stored[key] for key in stored.files}
+            return {**arrays, "about": json.loads(arrays["about"].tobytes())}
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as problem:
             raise StateError(f"{self._path} cannot be read, so rows cannot be identified: {problem}") from None
 
@@ -176,12 +176,12 @@ class KnownOrder:
         """All sources, in the order of the tree."""
         if self.tree is None:
             return [KnownSource(self.about, self._stored)]
-        found = []
+        sources = []
         for number, about in enumerate(self.about["sources"]):
             end = f"_{number}"
             arrays = {name.removesuffix(end): array for name, array in self._stored.items() if name.endswith(end)}
-            found.append(KnownSource(about, arrays))
-        return found
+            sources.append(KnownSource(about, arrays))
+        return sources
 
     @property
     def source(self) -> KnownSource:

@@ -132,8 +132,8 @@ def read_generations(folder: Path) -> list[Generation]:
             # Counted from the last: possibly only some of the ranks looked at the first batch.
             left[one.shape, one.is_load] -= 1
             groups[one.shape, one.is_load, left[one.shape, one.is_load]].append(one)
-    found = [_together(shape, passes, uses, files) for (shape, _, _), passes in groups.items()]
-    return sorted(found, key=lambda one: one.beginning)
+    generations = [_together(shape, passes, uses, files) for (shape, _, _), passes in groups.items()]
+    return sorted(generations, key=lambda one: one.beginning)
 
 
 def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:

@@ -79,8 +79,8 @@ class Passed:
 
 def numbered(path: Path) -> tuple[int, str] | None:
     """Return the number of the start of a file, and the mark in its name."""
-    found = re.match(r"(\d+)-([0-9a-f]{10})-rank", path.name)
-    return (int(found[1]), found[2]) if found else None
+    match = re.match(r"(\d+)-([0-9a-f]{10})-rank", path.name)
+    return (int(match[1]), match[2]) if match else None
 
 
 def read_passes(path: Path) -> list[Passed]:

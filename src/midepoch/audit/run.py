@@ -123,18 +123,18 @@ class Run:
     @cached_property
     def problems(self) -> list[str]:
         """Reasons why the ledger does not prove anything, in words. Empty if there are none."""
-        found = [
+        problems = [
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
             if one.missing and (one is not self.generations[-1] or _are_through(one))
         ]
         if any(one.beside for one in self.every):
-            found.append(
+            problems.append(
                 "two loaders of the same rows recorded at the same time, so their records cannot be separated: name "
                 'them, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
             )
-        found += [
+        problems += [
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: the record is incomplete, because the ledger "
             f"of rank {', '.join(map(str, one.lost[:8]))} could not be written. Rows counted as never may have been "
             "delivered"
@@ -142,16 +142,16 @@ class Run:
             if one.lost
         ]
         if any(one.reused and one.missing for one in self.every):
-            found.append(
+            problems.append(
                 "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: "
                 "set a new name for every start"
             )
         if any(one.overtaken for one in self._all):
-            found.append("two starts of the run recorded at the same time: each row may have been seen by both")
+            problems.append("two starts of the run recorded at the same time: each row may have been seen by both")
         for epoch, passes in self._by_epoch.items():
             if len({one.shape.order for one in passes}) > 1:
-                found.append(f"epoch {epoch} was resumed in another order than it was begun in")
-        return found
+                problems.append(f"epoch {epoch} was resumed in another order than it was begun in")
+        return problems
 
     @cached_property
     def _by_epoch(self) -> dict[int, list[Generation]]:
@@ -282,7 +282,7 @@ class Run:
         rows = self.generations[0].rows
         if not 0 <= row < rows:
             raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
-        found = []
+        deliveries = []
         places: dict[tuple[str, int], int] = {}
         for number, one in enumerate(self.generations):
             order, epoch, ranks = one.shape.order, one.shape.epoch, one.shape.ranks
@@ -291,8 +291,8 @@ class Run:
             position = places[order, epoch]
             if one.shape.start <= position < one.reached(position % ranks):
                 step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
-                found.append(Delivery(step, epoch, position, position % ranks, row))
-        return found
+                deliveries.append(Delivery(step, epoch, position, position % ranks, row))
+        return deliveries
 
     def overlap(self, other: Run, report: Report | None = None) -> Overlap:
         """Return the number of rows of the files that both runs have seen, in any order and selection."""

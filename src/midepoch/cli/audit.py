@@ -42,13 +42,13 @@ def audit(
     if step is None and row is None and against is None:
         _proof([read_run(run, stream)] if stream is not None else read_runs(run), as_json)
         return
-    found = read_run(run, stream)
+    ledger = read_run(run, stream)
     if step is not None:
-        _deliveries(found, found.rows_of_step(step), f"step {step}", as_json)
+        _deliveries(ledger, ledger.rows_of_step(step), f"step {step}", as_json)
     elif row is not None:
-        _deliveries(found, found.steps_of_row(row, source), f"row {row}", as_json)
+        _deliveries(ledger, ledger.steps_of_row(row, source), f"row {row}", as_json)
     elif against is not None:
-        _overlap(found, read_run(against, found.streams[found.stream] or None), as_json)
+        _overlap(ledger, read_run(against, ledger.streams[ledger.stream] or None), as_json)
 
 
 def _proof(runs: list[Run], as_json: bool) -> None:
@@ -143,11 +143,15 @@ def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> No
 
 def _overlap(first: Run, second: Run, as_json: bool) -> None:
     with shown("comparing", "rows") as report:
-        found = first.overlap(second, report)
+        overlap = first.overlap(second, report)
     if as_json:
-        common.print_json(found._asdict())
+        common.print_json(overlap._asdict())
         return
-    numbers: dict[str, Any] = {str(first.folder): found.first, str(second.folder): found.second, "both": found.both}
+    numbers: dict[str, Any] = {
+        str(first.folder): overlap.first,
+        str(second.folder): overlap.second,
+        "both": overlap.both,
+    }
     table = Table(title="rows of the files that were seen at least once", title_justify="left")
     table.add_column("run")
     table.add_column("rows", justify="right")

@@ -67,20 +67,20 @@ def _rates(one: Trial) -> dict[str, float]:
 
 
 def _some_workers() -> list[int]:
-    found = [0, 1]
-    while 2 * found[-1] <= cores():
-        found.append(2 * found[-1])
-    return found
+    counts = [0, 1]
+    while 2 * counts[-1] <= cores():
+        counts.append(2 * counts[-1])
+    return counts
 
 
 def _numbers(text: str, name: str, least: int) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < least:
+        numbers = []
+    if not numbers or min(numbers) < least:
         raise ValueError(f"{name} takes integers of at least {least}, separated by commas, got {text!r}")
-    return found
+    return numbers
 
 
 def _show(trials: list[Trial], limit: Limit | None, advice: Advice) -> None:

@@ -97,13 +97,13 @@ def made_by(name: str) -> Dataset | Loader:
         if not os.path.isfile(module):
             raise DataNotFoundError(f"there is no file {module}.")
         sys.path.insert(0, str(Path(module).resolve().parent))
-        found = runpy.run_path(module, run_name="midepoch_cli").get(function)
+        factory = runpy.run_path(module, run_name="midepoch_cli").get(function)
     else:
         sys.path.insert(0, os.getcwd())
-        found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
+        factory = getattr(importlib.import_module(module), function, None)
+    if not callable(factory):
         raise ValueError(f"there is no function {function!r} in {module}")
-    made = found()
+    made = factory()
     made = made[0] if isinstance(made, tuple) and made else made
     made = getattr(made, "_loader", made)  # StructuredDataset and its loader
     if not isinstance(made, (Dataset, Loader)):

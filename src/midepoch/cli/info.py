@@ -70,10 +70,14 @@ def tell(ds: Dataset) -> dict[str, Any]:
 
 
 def _spread(sizes: Any) -> dict[str, float]:
-    some = np.asarray(sizes, dtype=np.float64)
-    if not len(some):
+    counts = np.asarray(sizes, dtype=np.float64)
+    if not len(counts):
         return {"least": 0, "median": 0, "most": 0}
-    return {"least": float(some.min()), "median": float(np.median(some)), "most": float(some.max())}
+    return {
+        "least": float(counts.min()),
+        "median": float(np.median(counts)),
+        "most": float(counts.max()),
+    }
 
 
 def _show(about: dict[str, Any]) -> None:

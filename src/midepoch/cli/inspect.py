@@ -90,8 +90,8 @@ def diff(
         if data
         else open_state(str(second), other_step, part).state
     )
-    found = differences(state, other)
-    problem = next((f"{one.field} differs: {one.cause}" for one in found if one.cause), None)
+    fields = differences(state, other)
+    problem = next((f"{one.field} differs: {one.cause}" for one in fields if one.cause), None)
     if second is None:
         try:
             other.check_state(state)
@@ -99,9 +99,11 @@ def diff(
         except StateError as refused:
             problem = str(refused)
     if as_json:
-        common.print_json({"resumes": problem is None, "problem": problem, "differs": [one._asdict() for one in found]})
+        common.print_json(
+            {"resumes": problem is None, "problem": problem, "differs": [each._asdict() for each in fields]}
+        )
     else:
-        _show(found, problem, second is None)
+        _show(fields, problem, second is None)
     if problem is not None:
         raise typer.Exit(1)
 
@@ -143,22 +145,22 @@ def verify(
     steps = saved.steps() if step is None else [step]
     if not steps:
         raise CheckpointNotFoundError(f"there is no checkpoint in {Address(checkpoints)}.")
-    found = []
+    checked = []
     with Bar("verifying", "steps") as bar:
         for number, one in enumerate(steps, 1):
-            found.append(step_health(saved, one, read=True))
+            checked.append(step_health(saved, one, read=True))
             bar.update(number, len(steps))
     if as_json:
-        common.print_json([asdict(each) for each in found])
+        common.print_json([asdict(each) for each in checked])
     else:
         table = Table(title=Address(checkpoints).public, title_justify="left")
         for name in ("step", "saved", "ranks", "parts", "size", ""):
             table.add_column(name, justify="right" if name in ("step", "ranks", "size") else "left")
-        for each in found:
+        for each in checked:
             good = common.styled(each.problem or "whole", "green" if each.problem is None else "red")
             saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)) if each.time else "?"
             size = "?" if each.bytes is None else common.bytes_text(each.bytes)
             table.add_row(str(each.step), saved_at, str(each.world_size or "?"), ", ".join(each.parts), size, good)
         common.console.print(table)
-    if any(each.problem is not None for each in found):
+    if any(each.problem is not None for each in checked):
         raise typer.Exit(1)

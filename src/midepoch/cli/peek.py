@@ -53,14 +53,14 @@ def peek(
     rows = pipeline.order.at(epoch, pipeline.source.layout).chosen(positions)
     places = [pipeline.source.place(int(row)) for row in pipeline.order.selection.source_rows(rows)]
     values = ds.with_format("arrow")[position : position + len(positions)].to_pylist()
-    found = [
+    shown = [
         {"position": int(at), "row": int(row), "place": place, "values": value}
         for at, row, place, value in zip(positions, rows, places, values, strict=True)
     ]
     if as_json:
-        common.print_json(found)
+        common.print_json(shown)
     else:
-        _show(found)
+        _show(shown)
 
 
 def _show(found: list[dict[str, Any]]) -> None:

@@ -46,7 +46,7 @@ def plan(
     """
     state, which = open_state(checkpoint, step, part, ranks=world_size)
     made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage) if data else None
-    found = plan_resume(
+    resume = plan_resume(
         state,
         made,
         world_size=world_size,
@@ -58,11 +58,11 @@ def plan(
     )
     if as_json:
         common.print_json(
-            {"checkpoint": Address(checkpoint).public, "step": which, "num_workers": num_workers, **asdict(found)}
+            {"checkpoint": Address(checkpoint).public, "step": which, "num_workers": num_workers, **asdict(resume)}
         )
     else:
-        _show(found, which, world_size)
-    if not found.accepted:
+        _show(resume, which, world_size)
+    if not resume.accepted:
         raise typer.Exit(1)
 
 

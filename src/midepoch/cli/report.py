@@ -63,7 +63,7 @@ def report(
     ds = open_data(paths, split, config, storage, format) if paths else None
     if ds is not None and shuffle is not None:
         ds = ds.shuffle(shuffle, scope, window)
-    found = collect(
+    contents = collect(
         target[0] if is_run else None,
         ds,
         stream=stream,
@@ -72,9 +72,9 @@ def report(
         batch_size=batch_size,
     )
     if as_json:
-        common.print_json(found)
+        common.print_json(contents)
         return
-    atomic_write(output, render(found).encode())
+    atomic_write(output, render(contents).encode())
     common.console.print(f"wrote {output} ({common.bytes_text(output.stat().st_size)})")
 
 

@@ -87,14 +87,14 @@ class RowIterator(chain[Any], HasState):
             other, self._late = self._late(), None
             if other is not None:
                 self._begin(Start(*other, self.batch))
-        found = self._source.rows()
-        if found is None:
+        chunk = self._source.rows()
+        if chunk is None:
             self._ended = True
             self._owner.epoch_over(self, self.cursor)
             return None
-        count, rest, before = len(found.values), iter(found.values), self._before + self._count
+        count, rest, before = len(chunk.values), iter(chunk.values), self._before + self._count
         # No call between these: a signal handler that saves must not see only some of them.
-        self._before, self._count, self._rest, self._at = before, count, rest, found.at
+        self._before, self._count, self._rest, self._at = before, count, rest, chunk.at
         return rest
 
     @property
@@ -173,13 +173,13 @@ class BatchIterator(HasState):
         return self
 
     def __next__(self) -> Any:
-        found = None if self._ended else self._source.batch(self._size, self._drop_last)
-        if found is None:
+        batch = None if self._ended else self._source.batch(self._size, self._drop_last)
+        if batch is None:
             if not self._ended:
                 self._ended, self._cursor = True, self._source.end
                 self._owner.epoch_over(self, self._cursor)
             raise StopIteration
-        value, self._cursor = found  # the last statement before the return: no interrupt comes between the two
+        value, self._cursor = batch  # the last statement before the return: no interrupt comes between the two
         return value
 
     @property

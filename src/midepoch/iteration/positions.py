@@ -90,9 +90,9 @@ class PositionRows:
     def rows(self) -> Rows | None:
         """Return the next rows, as many as can be made quickly, or None at the end."""
         while self._next < self._share.total:
-            found = self._chunk()
-            if found is not None and found.values:
-                return found
+            chunk = self._chunk()
+            if chunk is not None and chunk.values:
+                return chunk
         return None
 
     def _chunk(self) -> Rows | None:

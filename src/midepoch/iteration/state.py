@@ -101,16 +101,16 @@ class IterationState:
 
     def check(self, state: Any) -> None:
         """Raise the error of loading a state. The state of any worker passes."""
-        found = states.load(self._given(state), self.spec)
-        if found.worker is None:
-            check_known(found.cursor, Share.of(found.spec.lanes, self.spec.shard), found.spec.lanes)
+        resumed = states.load(self._given(state), self.spec)
+        if resumed.worker is None:
+            check_known(resumed.cursor, Share.of(resumed.spec.lanes, self.spec.shard), resumed.spec.lanes)
 
     def _resume(self, state: Any, allow: Collection[str] = ()) -> states.Resumed:
-        found = states.load(self._given(state), self.spec, allow)
+        resumed = states.load(self._given(state), self.spec, allow)
         process, worker = self.share()
-        check_worker(found.worker, worker)
-        check_known(found.cursor, Share.of(found.spec.lanes, process), found.spec.lanes)
-        return found
+        check_worker(resumed.worker, worker)
+        check_known(resumed.cursor, Share.of(resumed.spec.lanes, process), resumed.spec.lanes)
+        return resumed
 
     def _given(self, state: Any) -> Any:
         """Return a state, or a list with one of each rank."""
@@ -225,12 +225,12 @@ class IterationState:
 
     def start_at(self, state: Any) -> Start:
         """Open the rows at a state, for an iterator that loads one, as StatefulDataLoader does."""
-        found = self._resume(state)
-        self._adopt(found)
+        resumed = self._resume(state)
+        self._adopt(resumed)
         if self.share()[1] is None:
             return self.start_from(self.begin())
         self.start = Cursor(self.shared.epoch)
-        return self.start_from(found.cursor)
+        return self.start_from(resumed.cursor)
 
     def follow(self, iterator: _Iterator) -> _Iterator:
         """Take the state from an iterator from now on."""

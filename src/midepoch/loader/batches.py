@@ -85,8 +85,8 @@ class BatchMaker:
     def direct(self) -> bool:
         """True if rows are only copied from mapped files, judging by three of them."""
         rows = len(self._engine.leaf.order.selection)
-        some = np.unique(np.array([0, rows // 2, rows - 1]))
-        return self._whole and rows > 0 and self._engine.locate(some) is not None
+        sample = np.unique(np.array([0, rows // 2, rows - 1]))
+        return self._whole and rows > 0 and self._engine.locate(sample) is not None
 
     @property
     def engine(self) -> Engine:
@@ -135,14 +135,14 @@ class BatchMaker:
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
         shown = self._engine.presented(_marked(chunk, genuine), self.format) if self._whole else None
         self.timings.read += perf_counter() - began
-        found = []
+        reads = []
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
                 columns = {name: column[a:b] for name, column in shown.items()}
-                found.append(Read(step, asked, columns=columns, genuine=genuine, first=first))
+                reads.append(Read(step, asked, columns=columns, genuine=genuine, first=first))
             else:
-                found.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
-        return found
+                reads.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
+        return reads
 
     def _other_padding(self, plan: Plan, read: Read) -> Batch:
         """Return padding from later in the epoch, if all rows it should be made of are skipped."""

@@ -64,20 +64,20 @@ class BundlePool(Pool):
             self._forget(asked)
             asked.append(self._ask(Bundle(leaf, epoch, lane, row, min(row + self._sizes.now(leaf), total))))
         self._ask_ahead(key, asked, total)
-        found = asked.popleft()
-        while not found.is_done:
-            self._hear_from(found.worker)
-        if found.problem is not None:
-            self._raise(found.worker, found.problem)
-        assert found.made is not None
-        if found.made.stop < found.bundle.stop:
+        request = asked.popleft()
+        while not request.is_done:
+            self._hear_from(request.worker)
+        if request.problem is not None:
+            self._raise(request.worker, request.problem)
+        assert request.made is not None
+        if request.made.stop < request.bundle.stop:
             self._forget(asked)  # the next one begins earlier
-        if found.made.stop >= total:
+        if request.made.stop >= total:
             del self._lanes[key]
         else:
-            self._ask_ahead(key, asked, total, after=found.made.stop)
-        self.skipped += found.made.skipped
-        return found.made.stop, found.made.batch
+            self._ask_ahead(key, asked, total, after=request.made.stop)
+        self.skipped += request.made.skipped
+        return request.made.stop, request.made.batch
 
     def _ask_ahead(self, key: _Lane, asked: deque[_Asked], total: int, after: int | None = None) -> None:
         """Request the next bundles of a lane while there is room: as many as of every other lane."""

@@ -108,8 +108,8 @@ class Loader(Measured):
             return len(self)
         if spec.epoch_outputs:  # they were counted
             return batches_of(spec, self._options, spec.epoch_outputs)
-        found = estimated_length(spec.node, self._where(), spec.lanes)
-        return None if found is None else max(1, round(found / (self._options.batch_size * spec.shard.count)))
+        length = estimated_length(spec.node, self._where(), spec.lanes)
+        return None if length is None else max(1, round(length / (self._options.batch_size * spec.shard.count)))
 
     # Definition
 
@@ -206,13 +206,13 @@ class Loader(Measured):
         recorded in ``changes`` and in the state. The weights of a mix may be changed, and sources may be added or
         removed: the others continue at their positions.
         """
-        found = self._resumed(state, allow)
+        resumed = self._resumed(state, allow)
         self._end_iteration()
         self._sources.forget()
-        spec = found.spec.for_processes(self.shard.count) if found.spec.has_positions else found.spec
+        spec = resumed.spec.for_processes(self.shard.count) if resumed.spec.has_positions else resumed.spec
         # No call between these: a signal handler that saves must not see only some of them.
         self._spec, self._named, self._left = spec, False, None
-        self._cursor = self.origin = found.cursor
+        self._cursor = self.origin = resumed.cursor
         self.delivered, self.how = None, "loaded"
         if self._counterparts is not None:
             self._counterparts.loaded()
@@ -224,9 +224,9 @@ class Loader(Measured):
         self._resumed(state, ())
 
     def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
-        found = states.load_global(state, self._spec, allow)
-        check_known(found.cursor, Share.of(found.spec.lanes, self._spec.shard), found.spec.lanes)
-        return found
+        resumed = states.load_global(state, self._spec, allow)
+        check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
+        return resumed
 
     @property
     def state_is_global(self) -> bool:

@@ -95,7 +95,7 @@ class Meter:
         stages = {"read": timings.read, "functions": timings.functions, "present": timings.present}
         if not any(stages.values()):  # rows are only copied, when they are requested
             stages["read"] = self.waited
-        found = Stats(
+        stats = Stats(
             batches=self.batches,
             rows=self.rows,
             bytes=round(self.rows * self._weighed / self._weighed_rows) if self._weighed_rows else 0,
@@ -113,7 +113,7 @@ class Meter:
             timings.taken()
             self._clear()
             self._last = last
-        return found
+        return stats
 
 
 def weight(batch: Any) -> int:
@@ -124,6 +124,6 @@ def weight(batch: Any) -> int:
     if isinstance(batch, dict):
         return sum(map(weight, batch.values()))
     if isinstance(batch, (list, tuple)):
-        some = batch[:: max(1, len(batch) // 32)]
-        return int(sum(map(weight, some)) * len(batch) / len(some)) if some else 0
+        sample = batch[:: max(1, len(batch) // 32)]
+        return int(sum(map(weight, sample)) * len(batch) / len(sample)) if sample else 0
     return len(batch) if isinstance(batch, (str, bytes)) else 8 if isinstance(batch, (int, float)) else 0

@@ -25,8 +25,8 @@ def pinned(value: Any) -> Any:
     if callable(own := getattr(value, "pin_memory", None)):  # tensors, too
         return own()
     if isinstance(value, Mapping):
-        found = {name: pinned(inner) for name, inner in value.items()}
-        return found if type(value) is dict else _like(value, found)
+        items = {name: pinned(inner) for name, inner in value.items()}
+        return items if type(value) is dict else _like(value, items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(pinned, value))
     if isinstance(value, (list, tuple)):

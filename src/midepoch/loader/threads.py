@@ -39,14 +39,14 @@ class ThreadedBatches:
                 return None
             if self._thread is None:
                 self._start()
-            found = self._ready.get()
-            if found is None or isinstance(found, BaseException):
+            chunk = self._ready.get()
+            if chunk is None or isinstance(chunk, BaseException):
                 self._over = True
-                if found is not None:
-                    raise found
+                if chunk is not None:
+                    raise chunk
                 return None
             self._room.release()
-            self._chunk.extend(found)
+            self._chunk.extend(chunk)
         return self._maker.make(self._plan, self._chunk.popleft())
 
     def _start(self) -> None:

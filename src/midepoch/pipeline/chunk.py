@@ -55,8 +55,8 @@ class RowRefs:
 
     def read(self) -> Batch:
         """Read the rows."""
-        found = self._read()
-        return found if self.ordinals is None else replace(found, ordinals=self.ordinals)
+        batch = self._read()
+        return batch if self.ordinals is None else replace(batch, ordinals=self.ordinals)
 
     def _read(self) -> Batch:
         found: list[Int64Array] = []
@@ -104,10 +104,10 @@ class Pieces:
     def read(self) -> Batch:
         """Join the rows."""
         used = np.unique(self.which).tolist() or [0]
-        found = [np.flatnonzero(self.which == number) for number in used]
-        parts = [self.batches[number].keep(self.places[rows]) for number, rows in zip(used, found, strict=True)]
+        places_of = [np.flatnonzero(self.which == number) for number in used]
+        parts = [self.batches[number].keep(self.places[rows]) for number, rows in zip(used, places_of, strict=True)]
         order = np.empty(len(self), dtype=np.int64)
-        order[np.concatenate(found)] = np.arange(len(self))
+        order[np.concatenate(places_of)] = np.arange(len(self))
         return join(parts).keep(order)
 
 
@@ -154,12 +154,12 @@ def _together(parts: Sequence[Batch | Pieces]) -> Pieces:
 
 
 def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Located] | None:
-    first, found = parts[0], [part for part in parts if part is not None]
-    if first is None or len(found) < len(parts):
+    first, known = parts[0], [part for part in parts if part is not None]
+    if first is None or len(known) < len(parts):
         return None
-    if any(part.keys() != first.keys() or not all(part[n].alike(first[n]) for n in first) for part in found):
+    if any(part.keys() != first.keys() or not all(part[n].alike(first[n]) for n in first) for part in known):
         return None
-    return {name: Located.join([part[name] for part in found]) for name in first}
+    return {name: Located.join([part[name] for part in known]) for name in first}
 
 
 def bytes_in(items: Items) -> int:
@@ -208,7 +208,7 @@ class Pulled:
 
     def at(self, count: int) -> At:
         """Return the cursor after the first ``count`` of them."""
-        found, left = self._before, count
+        mark, left = self._before, count
         if not left and self._pieces:  # not the cursor before rows that yielded no output
             chunk, start, _ = self._pieces[0]
             return chunk.at(start)
@@ -216,8 +216,8 @@ class Pulled:
             if left <= 0:
                 break
             step = min(left, stop - start)
-            found, left = (chunk, start + step), left - step
-        return at_mark(found)
+            mark, left = (chunk, start + step), left - step
+        return at_mark(mark)
 
     def before(self, number: int) -> At:
         """Return the cursor right before one of them."""

@@ -140,12 +140,12 @@ class Engine:
             while at < end:
                 size = min(end - at, self._run_rows)
                 try:
-                    found = reader.read_run(first + at, size)
+                    rows_read = reader.read_run(first + at, size)
                 except CorruptBlockError:
                     if pieces:
                         return pieces
                     raise
-                pieces.append((self._batch(found, chosen[at : at + size]), size))
+                pieces.append((self._batch(rows_read, chosen[at : at + size]), size))
                 at += size
         return pieces
 
@@ -179,8 +179,8 @@ class Engine:
         """Return the locations of rows in memory, or None unless all columns are plain numbers without nulls."""
         if self._decoded or any(self._nullable.values()):
             return None
-        found = self._open_reader().locate(self.leaf.order.selection.source_rows(chosen))
-        return found and {name: found[source_name] for name, source_name in self.leaf.head.items()}
+        located = self._open_reader().locate(self.leaf.order.selection.source_rows(chosen))
+        return located and {name: located[source_name] for name, source_name in self.leaf.head.items()}
 
     def check(self) -> None:
         """Check, at most once a second, that mapped files have not changed, before located rows are copied."""
@@ -191,41 +191,41 @@ class Engine:
         """Read rows, before any step."""
         return self._batch(self._open_reader().read(self.leaf.order.selection.source_rows(chosen)), chosen)
 
-    def _batch(self, found: Rows, chosen: Int64Array) -> Batch:
+    def _batch(self, rows: Rows, chosen: Int64Array) -> Batch:
         leaf = self.leaf
-        places = np.arange(len(chosen)) if found.kept is None else np.flatnonzero(found.kept)
+        places = np.arange(len(chosen)) if rows.kept is None else np.flatnonzero(rows.kept)
         if leaf.on_error == "skip":
-            found, places = self._only_readable(found, places)
+            rows, places = self._only_readable(rows, places)
         self.skipped += len(chosen) - len(places)
-        columns: dict[str, Any] = dict(zip(self._names, found.batch.columns, strict=True))
-        columns.update(self._encoded(found))
-        return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
+        columns: dict[str, Any] = dict(zip(self._names, rows.batch.columns, strict=True))
+        columns.update(self._encoded(rows))
+        return Batch(columns, chosen if rows.kept is None else chosen[places], places, rows.owned, self._nullable)
 
     def _encoded(self, found: Rows) -> dict[str, Encoded]:
         """Return the columns that ``datasets`` has to decode."""
         schema, head = self.leaf.source.schema, self.leaf.head
         return {n: Encoded(head[n], found.batch.column(self._names.index(n)), schema) for n in self._decoded}
 
-    def _only_readable(self, found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
+    def _only_readable(self, rows: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
         """Drop rows whose text is not UTF-8 or that do not decode: a readable block may contain such bytes.
 
         Called only under on_error="skip", and row by row, because it decodes everything a second time.
         """
-        encoded = self._encoded(found).values()
-        text = [c for c in found.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+        encoded = self._encoded(rows).values()
+        text = [c for c in rows.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
         if not encoded and all(map(readable, text)):
-            return found, places
+            return rows, places
         good = [
             i
-            for i in range(found.batch.num_rows)
+            for i in range(rows.batch.num_rows)
             if all(readable(column.slice(i, 1)) for column in text) and all(column.decodes(i) for column in encoded)
         ]
-        if len(good) == found.batch.num_rows:
-            return found, places
-        _log.warning("skipped %d rows that cannot be read or decoded", found.batch.num_rows - len(good))
+        if len(good) == rows.batch.num_rows:
+            return rows, places
+        _log.warning("skipped %d rows that cannot be read or decoded", rows.batch.num_rows - len(good))
         kept = np.zeros(0, dtype=bool)  # not None: some rows are missing
-        columns = [taken(column, np.array(good, dtype=np.int64)) for column in found.batch.columns]
-        return Rows(pa.RecordBatch.from_arrays(columns, schema=found.batch.schema), True, kept), places[good]
+        columns = [taken(column, np.array(good, dtype=np.int64)) for column in rows.batch.columns]
+        return Rows(pa.RecordBatch.from_arrays(columns, schema=rows.batch.schema), True, kept), places[good]
 
     def transform(self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None) -> Batch:
         """Run the steps from the first function on, or only ``steps`` of them after the first ``after``."""
@@ -235,9 +235,9 @@ class Engine:
         leaf = self.leaf
         run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
-        found = run_steps(chosen, batch, run)
+        result = run_steps(chosen, batch, run)
         self.timings.functions += perf_counter() - began
-        return found
+        return result
 
     def _skip(self, rows: int) -> None:
         self.skipped += rows

@@ -36,9 +36,9 @@ class GroupedRows:
         for sequence in np.unique(sequences).tolist():
             places = np.flatnonzero(sequences == sequence)
             parts += self._of(Shard(sequence, self._groups), numbers[places], places)
-        found = parts[0] if len(parts) == 1 else join(parts)
-        order = np.argsort(found.places, kind="stable")
-        return found if (order[1:] > order[:-1]).all() else found.keep(order)
+        outputs = parts[0] if len(parts) == 1 else join(parts)
+        order = np.argsort(outputs.places, kind="stable")
+        return outputs if (order[1:] > order[:-1]).all() else outputs.keep(order)
 
     def _of(self, lane: Shard, numbers: Int64Array, places: Int64Array) -> list[Batch]:
         order = np.argsort(numbers, kind="stable")

@@ -19,12 +19,12 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
     """Return the fields with which a state of the pipeline is compared."""
     node = spec.node
     if isinstance(node.base, Leaf):
-        found = leaf_identity(node.base) | {"lanes": spec.lanes, "pipeline": node.text}
+        fields = leaf_identity(node.base) | {"lanes": spec.lanes, "pipeline": node.text}
         if node.arguments or not spec.has_positions:
-            found["arguments"] = node.arguments
+            fields["arguments"] = node.arguments
         if spec.changes and spec.has_positions:
-            found["changes"] = json.dumps(spec.changes)
-        return found
+            fields["changes"] = json.dumps(spec.changes)
+        return fields
     return {
         "data": node.digest,
         "rows": sum(leaf.rows for leaf in node.leaves),
@@ -56,8 +56,8 @@ def describe(node: Node) -> dict[str, Any]:
     """Describe a node, as far as a state depends on it, as a tree of JSON-able dicts."""
     base = node.base
     if isinstance(base, Leaf):
-        found = leaf_identity(base) | {"pipeline": node.text, "arguments": node.arguments}
-        return {name: value for name, value in found.items() if name != "lanes" and value != DEFAULTS.get(name, ...)}
+        fields = leaf_identity(base) | {"pipeline": node.text, "arguments": node.arguments}
+        return {name: value for name, value in fields.items() if name != "lanes" and value != DEFAULTS.get(name, ...)}
     more: dict[str, Any] = {}
     if isinstance(base, Mix):
         more = {"weights": list(base.weights)} | ({"names": list(base.names)} if base.names else {})

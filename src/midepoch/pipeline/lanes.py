@@ -139,12 +139,12 @@ class StepOutputs:
     @cached_property
     def items(self) -> Items:
         """Return the outputs of this process, possibly none."""
-        found = joined([some.items() for _, some in self._taken])
+        items = joined([pulled.items() for _, pulled in self._taken])
         shard, order = self._share.shard, self._order
         if shard.count > 1:
             own = np.arange(shard.index, self.total, shard.count)
             order = own if order is None else order[own]
-        return found if order is None else found.keep(order)
+        return items if order is None else items.keep(order)
 
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.

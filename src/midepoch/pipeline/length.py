@@ -67,8 +67,8 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
         total, seen = sum(leaf.rows for leaf in spec.leaves), _seen(spec, cursors, lanes)
         return total * outputs / seen if seen else None
     if not isinstance(base, Mix):
-        found = [_estimate(one, [at[n] for at in cursors], outputs, lanes) for n, one in enumerate(base.parts)]
-        return min((each for each in found if each is not None), default=None)
+        estimates = [_estimate(one, [at[n] for at in cursors], outputs, lanes) for n, one in enumerate(base.parts)]
+        return min((each for each in estimates if each is not None), default=None)
     if base.stop == "never":
         return None
     lengths = []

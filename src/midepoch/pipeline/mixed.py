@@ -92,19 +92,19 @@ class Mixed:
         It is where an ended part is needed or, with "all", after the last output of the last part to end.
         """
         if self._mix.stop == "first":
-            ends = (int(found[count]) for draw, found in zip(draws, places, strict=True) for count in draw.ends)
+            ends = (int(positions[count]) for draw, positions in zip(draws, places, strict=True) for count in draw.ends)
             return min(ends, default=None)
         if self._mix.stop == "never":
             return None
         latest = 0
         for number in self._active:
-            draw, found = draws[number], places[number]
+            draw, positions = draws[number], places[number]
             if draw.exhausted:
                 continue
             if not draw.ends and self._parts[number].has_more():
                 return None
-            count = draw.ends[0] if draw.ends else len(found)
-            latest = max(latest, int(found[count - 1]) + 1 if count else 0)
+            count = draw.ends[0] if draw.ends else len(positions)
+            latest = max(latest, int(positions[count - 1]) + 1 if count else 0)
         return latest
 
 
@@ -118,11 +118,11 @@ def old_schedule(old: At, seed: int, epoch: int, lane: int, schedule_version: in
 
 def _in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
     """Return the outputs of the parts in the order of their positions, up to the end, and those positions."""
-    found = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
-    if not found:
+    parts = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
+    if not parts:
         none = np.zeros(0, np.int64)
         return Batch({}, none, none, True), none
-    filled = np.concatenate([where for _, where in found])
+    filled = np.concatenate([where for _, where in parts])
     order = np.argsort(filled, kind="stable")
     order = order[: int(np.searchsorted(filled[order], size))]
-    return joined([items for items, _ in found]).keep(order), filled[order]
+    return joined([items for items, _ in parts]).keep(order), filled[order]

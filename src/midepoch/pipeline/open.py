@@ -33,8 +33,8 @@ def open_flow(
         return stage(spec.stages[-1], source, cursor, run, packing)
     base = spec.base
     if isinstance(base, Leaf):
-        kind = LazyRows if spec.plain else Rows
-        return kind(bundles, leaf, epoch, lane, cursor)
+        opened = LazyRows if spec.plain else Rows
+        return opened(bundles, leaf, epoch, lane, cursor)
     firsts = [leaf]
     for part in base.parts:
         firsts.append(firsts[-1] + len(part.leaves))
@@ -58,16 +58,16 @@ def open_flow(
 
 def start(spec: Node) -> At:
     """Return the cursor at the beginning of an epoch."""
-    found: At = [0, 0]
+    cursor: At = [0, 0]
     if isinstance(spec.base, Mix):
-        found = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
+        cursor = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
     elif isinstance(spec.base, Concat):
-        found = [0, start(spec.base.parts[0])]
+        cursor = [0, start(spec.base.parts[0])]
     elif not isinstance(spec.base, Leaf):
-        found = [start(part) for part in spec.base.parts]
+        cursor = [start(part) for part in spec.base.parts]
     for _ in spec.remembering:
-        found = [found, 0]
-    return found
+        cursor = [cursor, 0]
+    return cursor
 
 
 def check_cursor(spec: Node, cursor: Any) -> None:

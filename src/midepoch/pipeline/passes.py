@@ -85,10 +85,10 @@ class Part:
         ends: list[int] = []
         got = 0
         while got < count and not self.barren:
-            some = self._intake.take(count - got)
-            if some.count:
-                taken.append((self._pass, self._stage, some))
-                got, self._found = got + some.count, True
+            pulled = self._intake.take(count - got)
+            if pulled.count:
+                taken.append((self._pass, self._stage, pulled))
+                got, self._found = got + pulled.count, True
             if got < count:
                 ends.append(got)
                 if not self._again:
@@ -100,13 +100,13 @@ class Part:
 
     def _next_pass(self) -> None:
         """Begin again. If this pass yielded nothing, continue with the shards of all lanes in turn."""
-        lanes, found, self._found = self._lane.count, self._found, False
-        if self._stage != BORROWING and not found:
+        lanes, yielded, self._found = self._lane.count, self._found, False
+        if self._stage != BORROWING and not yielded:
             self._pass, self._stage, self._found_in_turn = 0, BORROWING, False
             self.barren = lanes == 1  # there is no other lane
         else:
             self._pass, self._stage = self._pass + 1, max(self._stage, AGAIN)
-            self._found_in_turn |= found
+            self._found_in_turn |= yielded
             if self._stage == BORROWING and self._pass % lanes == 0:
                 self.barren, self._found_in_turn = not self._found_in_turn, False
         if self.barren:
@@ -154,10 +154,10 @@ class Draw:
 
     def at(self, count: int) -> At:
         """Return the part's entry in the cursor after the first ``count``. It begins again only when more is needed."""
-        found = self._before
+        entry = self._before
         for run, stage, taken in self._taken:
             if not count:
                 break
-            found = [run, stage, taken.at(min(count, taken.count))]
+            entry = [run, stage, taken.at(min(count, taken.count))]
             count -= min(count, taken.count)
-        return found
+        return entry

@@ -48,8 +48,8 @@ class Known:
         """The columns that contain lists, or None if they are known only after a function has run."""
         if not self.certain:
             return self.sequences
-        found = ((name, column) for name, column in self.columns.items() if not column.encoded)
-        return tuple(name for name, column in found if is_list_type(plain_type(column.kind)))
+        plain = ((name, column) for name, column in self.columns.items() if not column.encoded)
+        return tuple(name for name, column in plain if is_list_type(plain_type(column.kind)))
 
     def listed(self) -> Known:
         """Return the columns of groups of rows as one row each."""

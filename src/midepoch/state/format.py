@@ -57,12 +57,12 @@ def check_allow(allow: Collection[str]) -> None:
 def changes_in(text: str) -> list[str]:
     """Return the changes recorded in a state."""
     try:
-        found = json.loads(text or "[]")
+        changes = json.loads(text or "[]")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list):
+        changes = None
+    if not isinstance(changes, list):
         raise StateError(f"the state is damaged: 'changes' is {text!r:.40}.")
-    return [str(one) for one in found]
+    return [str(one) for one in changes]
 
 
 def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
@@ -163,14 +163,14 @@ def parse(state: Any) -> dict[str, Any]:
             f"the state has version {version}, but this midepoch reads only versions up to {VERSION}. Upgrade "
             "midepoch to resume from it."
         )
-    found = {**_DEFAULTS, **state}
+    fields = {**_DEFAULTS, **state}
     for name, types in _TYPES.items():
-        value = found.get(name, ...)
+        value = fields.get(name, ...)
         if (isinstance(value, bool) and types != (bool,)) or not isinstance(value, types):
             what = "is missing" if value is ... else f"is {value!r:.40}"
             raise StateError(f"the state is damaged: {name!r} {what}, expected {types[0].__name__}.")
         if isinstance(value, int) and not 0 <= value < (2**64 if name.endswith("seed") else LARGEST):
             raise StateError(f"the state is damaged: {name!r} is {value}.")
-    if not 1 <= found["lanes"] < _MOST_LANES:
-        raise StateError(f"the state is damaged: 'lanes' is {found['lanes']}.")
-    return found
+    if not 1 <= fields["lanes"] < _MOST_LANES:
+        raise StateError(f"the state is damaged: 'lanes' is {fields['lanes']}.")
+    return fields

@@ -154,32 +154,32 @@ class Matched:
 
 def _stages_in(text: Any) -> list[str]:
     """Return the kinds of the stages of a pipeline that have cursors of their own."""
-    found = []
+    stages = []
     for step in str(text).split(","):
         kind, _, rest = step.partition("[")
         if kind in ("batch", "shuffle", "slice", "mix", "concat", "zip"):
-            found.append(kind)
+            stages.append(kind)
         elif kind == "pack":
-            found.append(f"pack {rest.split()[1:2]}")
-    return found
+            stages.append(f"pack {rest.split()[1:2]}")
+    return stages
 
 
 def _same_parts(
     base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
 ) -> list[int | None]:
     """Return the saved part that corresponds to each part of a mix: by name, else by description, else by data."""
-    names, found = saved.get("names"), dict[int, int]()
+    names, matches = saved.get("names"), dict[int, int]()
     compares_arguments = any(map(_has_arguments, parts))  # older states lack it
     if base.names and isinstance(names, list) and len(names) == len(parts):
-        found = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
+        matches = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
     alike: dict[tuple[str, bool], list[int]] = {}  # parts with a new name: possibly just renamed
     for number, part in enumerate(base.parts):
-        if number not in found:
+        if number not in matches:
             drawn = any(leaf.seed_drawn for leaf in part.leaves)
             described = describe(part) if compares_arguments else _without(describe(part), "arguments")
             alike.setdefault((_key(described, drawn), drawn), []).append(number)
     for (key, drawn), current in alike.items():
-        candidates = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
+        candidates = [i for i, one in enumerate(parts) if i not in matches.values() and _key(one, drawn) == key]
         if candidates and len(current) != len(candidates):
             raise mismatch(
                 "parts",
@@ -187,13 +187,13 @@ def _same_parts(
                 f"{len(current)} of them, in unknown order: name the sources, mix({{'web': a, 'code': b}})",
                 where,
             )
-        found.update(zip(current, candidates, strict=False))
+        matches.update(zip(current, candidates, strict=False))
     for number, part in enumerate(base.parts):
-        if number not in found:
+        if number not in matches:
             data = _data_of(describe(part))
-            same = (i for i, one in enumerate(parts) if i not in found.values() and _data_of(one) == data)
-            found.update({number: first} if (first := next(same, None)) is not None else {})
-    return [found.get(number) for number in range(len(base.parts))]
+            same = (i for i, one in enumerate(parts) if i not in matches.values() and _data_of(one) == data)
+            matches.update({number: first} if (first := next(same, None)) is not None else {})
+    return [matches.get(number) for number in range(len(base.parts))]
 
 
 def _key(described: Mapping[str, Any], drawn: bool) -> str:
@@ -202,10 +202,10 @@ def _key(described: Mapping[str, Any], drawn: bool) -> str:
 
 
 def _without(described: Mapping[str, Any], field: str) -> dict[str, Any]:
-    found = {name: value for name, value in described.items() if name != field}
-    if isinstance(found.get("parts"), list):
-        found["parts"] = [_without(one, field) if isinstance(one, Mapping) else one for one in found["parts"]]
-    return found
+    fields = {name: value for name, value in described.items() if name != field}
+    if isinstance(fields.get("parts"), list):
+        fields["parts"] = [_without(one, field) if isinstance(one, Mapping) else one for one in fields["parts"]]
+    return fields
 
 
 def _has_arguments(described: Mapping[str, Any]) -> bool:

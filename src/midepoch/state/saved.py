@@ -40,21 +40,21 @@ class Resumed:
 
 def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
     """Return the state of a pipeline at a cursor."""
-    found = {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **spec.identity}
+    state = {KEY: VERSION, "epoch": cursor.epoch, "position": cursor.position, **spec.identity}
     if not spec.has_positions:
         known = LaneCursors({}) if cursor.lanes is None else cursor.lanes
         lanes = [[lane, at.outputs, int(at.ended), at.cursor] for lane, at in sorted(known.by_lane.items())]
-        found |= {
+        state |= {
             "flow": json.dumps(lanes, separators=(",", ":")),
             "known": f"{known.known.index}/{known.known.count}",
             "epoch_outputs": spec.epoch_outputs,
             "changes": json.dumps(list(spec.changes)[-_KEPT:]) if spec.changes else "",
         }
     elif spec.groups:
-        found["groups"] = spec.groups
+        state["groups"] = spec.groups
     if spec.global_seed is not None:
-        found["global_seed"] = spec.global_seed
-    return found
+        state["global_seed"] = spec.global_seed
+    return state
 
 
 def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
@@ -67,12 +67,12 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("the list of the states of all ranks is empty.")
-    found = [parse(one) for one in several]
+    parsed = [parse(one) for one in several]
     if spec.has_positions:
-        first = found[_rank_to_load(found, spec.shard)]
+        first = parsed[_rank_to_load(parsed, spec.shard)]
     else:
-        first = found[0]
-        _check_alike(found, _OF_POSITION | {"flow", "known", "epoch_outputs"}, "different runs or steps")
+        first = parsed[0]
+        _check_alike(parsed, _OF_POSITION | {"flow", "known", "epoch_outputs"}, "different runs or steps")
     changes = changes_in(first["changes"])
     matched = Matched(allow, changes)
     node, convert = matched.match(spec.node, _described(first, spec), "")
@@ -84,7 +84,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
     if spec.has_positions:
         cursor = _position(first, node)
     else:
-        cursor = _merged([_lanes(one) for one in found], first["lanes"], spec.node, changed=matched.mixed)
+        cursor = _merged([_lanes(one) for one in parsed], first["lanes"], spec.node, changed=matched.mixed)
         if cursor.lanes is not None:
             over, lanes = cursor.lanes_ended, {}
             for lane, at in cursor.lanes.by_lane.items():
@@ -100,7 +100,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
         lanes_chosen=True,
         groups=first["groups"] or spec.groups,
         changes=tuple(changes[-_KEPT:]),
-        epoch_outputs=max(one["epoch_outputs"] for one in found),
+        epoch_outputs=max(one["epoch_outputs"] for one in parsed),
         global_seed=spec.global_seed if first["global_seed"] is None else first["global_seed"],
     )
     worker = (first["worker"], first["workers"], first["shards"]) if first["workers"] else None
@@ -187,12 +187,12 @@ def _one_position(found: Sequence[Mapping[str, Any]]) -> bool:
 
 def _json(text: str, kind: type, name: str) -> Any:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
+        value = None
+    if not isinstance(value, kind):
         raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
-    return found
+    return value
 
 
 def _lanes(found: Mapping[str, Any]) -> Cursor:

@@ -64,15 +64,15 @@ def try_settings(
 ) -> list[Trial]:
     """Measure each setting for ``seconds`` seconds, in turn, after a first pass that is not counted."""
     settings = [(count, size) for count in workers for size in batch_sizes]
-    found = []
+    trials = []
     _consume(ds.loader(batch_sizes[0], last_batch="uneven"), min(seconds, 0.5))  # the first read is slower
     for number, (count, size) in enumerate(settings, 1):
         with ds.loader(size, num_workers=count, last_batch="uneven", persistent_workers=count > 0) as loader:
             _consume(loader, seconds)
-            found.append(Trial(count, size, loader.stats()))
+            trials.append(Trial(count, size, loader.stats()))
         if report is not None:
             report(number, len(settings))
-    return found
+    return trials
 
 
 def _consume(loader: Any, seconds: float) -> None:

@@ -96,12 +96,12 @@ def describe(
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("the list of the states of all ranks is empty.")
-    found = [parse(one) for one in several]
-    first, chosen = found[0], several[0]
+    parsed = [parse(one) for one in several]
+    first, chosen = parsed[0], several[0]
     is_stream = bool(first["flow"])
     if is_stream:
-        position, rows = sum(one["position"] for one in found), first["epoch_outputs"] or None
-        if len({one["known"] for one in found}) < len(found):
+        position, rows = sum(one["position"] for one in parsed), first["epoch_outputs"] or None
+        if len({one["known"] for one in parsed}) < len(parsed):
             position = first["position"]  # ranks that run all lanes together: each has all of them
     else:
         chosen = one_of(several, Shard())
@@ -161,12 +161,12 @@ def _sources(parts: str) -> tuple[str, ...]:
     if not isinstance(tree, dict):
         raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.")
     weights = tree.get("weights") or [None] * len(tree.get("parts", ()))
-    found = []
+    sources = []
     for part, weight in zip(tree.get("parts", ()), weights, strict=False):
         name = part.get("name") or part.get("pipeline", "?")
         rows = f", {part['rows']:,} rows" if isinstance(part.get("rows"), int) else ""
-        found.append(f"{name}{rows}{'' if weight is None else f', weight {weight:g}'}")
-    return tuple(found)
+        sources.append(f"{name}{rows}{'' if weight is None else f', weight {weight:g}'}")
+    return tuple(sources)
 
 
 class Difference(NamedTuple):
@@ -187,22 +187,22 @@ def differences(first: Any, second: Any) -> list[Difference]:
         other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=state["lanes"])), "flow": flow}
     else:
         other = parse(one_of(second, Shard()) if not _flows(second) else _one(second))
-    found = []
+    fields = []
     for name in ("epoch", "position", "lanes"):
         if name in other and state[name] != other[name]:
-            found.append(Difference(name, state[name], other[name], ""))
+            fields.append(Difference(name, state[name], other[name], ""))
     shuffled = state["scope"] == other.get("scope", state["scope"])
     for name, cause in CAUSES.items():
         if name == "arguments" and not comparable(state[name], other.get(name), ()):
             continue
         if state[name] != other.get(name, state[name]) and (shuffled or name not in _OF_SHUFFLE):
-            found.append(Difference(name, state[name], other[name], cause))
+            fields.append(Difference(name, state[name], other[name], cause))
     if bool(state["flow"]) != bool(other["flow"]):
         cause = "steps that change the number of rows were added or removed"
-        found.append(Difference("kind", _kind(state), _kind(other), cause))
+        fields.append(Difference("kind", _kind(state), _kind(other), cause))
     if state["parts"] != other["parts"]:
-        found.append(Difference("parts", state["parts"], other["parts"], "the sources, or their steps, have changed"))
-    return found
+        fields.append(Difference("parts", state["parts"], other["parts"], "the sources, or their steps, have changed"))
+    return fields
 
 
 def _kind(state: Mapping[str, Any]) -> str:

@@ -148,13 +148,13 @@ def block_bytes(index: Index) -> Int64Array:
 
 def state_in(tree: Any, part: str | None = None) -> Any:
     """Return the state of a pipeline in a checkpoint: the only one, or the one with a name."""
-    found = dict(_states(tree, ""))
+    states = dict(_states(tree, ""))
     if part is not None:
-        found = {name: state for name, state in found.items() if name == part}
-    if len(found) != 1:
-        named, there = f" called {part!r}" if part else "", ", ".join(found) or "none"
+        states = {name: state for name, state in states.items() if name == part}
+    if len(states) != 1:
+        named, there = f" called {part!r}" if part else "", ", ".join(states) or "none"
         raise CheckpointNotFoundError(f"expected one state of a pipeline{named} to plan with, found: {there}.")
-    return next(iter(found.values()))
+    return next(iter(states.values()))
 
 
 def _states(tree: Any, name: str) -> list[tuple[str, Any]]:

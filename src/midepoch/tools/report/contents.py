@@ -114,14 +114,15 @@ def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
     size = -(-len(files) // _MOST_FILES)
     if size <= 1:
         return files
-    found = []
+    merged = []
     for i in range(0, len(files), size):
-        some = files[i : i + size]
+        group = files[i : i + size]
         sums = {
-            key: None if some[0][key] is None else sum(one[key] for one in some) for key in ("rows", "blocks", "bytes")
+            key: None if group[0][key] is None else sum(one[key] for one in group)
+            for key in ("rows", "blocks", "bytes")
         }
-        found.append({"name": f"{some[0]['name']} … {some[-1]['name']}", **sums})
-    return found
+        merged.append({"name": f"{group[0]['name']} … {group[-1]['name']}", **sums})
+    return merged
 
 
 def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
@@ -135,13 +136,17 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
             f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
             f"{', '.join(source.about['data'] for source in sources)}."
         )
-    found = {**of_run(run), "data": _layout(ds) if ds is not None and matches else _layout_of_run(run), "shuffle": None}
+    contents = {
+        **of_run(run),
+        "data": _layout(ds) if ds is not None and matches else _layout_of_run(run),
+        "shuffle": None,
+    }
     if len(sources) == 1:  # of several sources, batches are as mixed as the weights
         order = sources[0]
         labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
         shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
-        found["shuffle"] = {**shuffle, "label": label if labels is not None else None}
-    return found
+        contents["shuffle"] = {**shuffle, "label": label if labels is not None else None}
+    return contents
 
 
 def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:

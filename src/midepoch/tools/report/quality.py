@@ -72,12 +72,12 @@ def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
     starts = np.unique(np.linspace(0, rows - length, _RUNS).astype(np.int64))
     runs = [order.chosen(np.arange(start, start + length)).astype(np.float64) for start in starts]
     centre, spread = (rows - 1) / 2, (rows**2 - 1) / 12  # over all rows: among a few neighbours, all rows are similar
-    found = []
+    correlations = []
     for lag in _LAGS:
         if lag < length // 2 and spread:
             together = np.concatenate([(run[:-lag] - centre) * (run[lag:] - centre) for run in runs])
-            found.append([lag, float(together.mean() / spread)])
-    return found
+            correlations.append([lag, float(together.mean() / spread)])
+    return correlations
 
 
 def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Array], Int64Array]) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64
     positions = (starts[:, None] + np.arange(batch)).ravel()
     classes = of_row(order.chosen(positions)).reshape(len(starts), batch)
     # Drawn, not every n-th: labels may alternate.
-    some = of_row(np.arange(rows) if rows <= 4 * _RUN else np.random.default_rng(0).integers(0, rows, 4 * _RUN))
-    count = int(max(classes.max(), some.max())) + 1
-    everywhere = np.bincount(some, minlength=count) / len(some)
+    sample = of_row(np.arange(rows) if rows <= 4 * _RUN else np.random.default_rng(0).integers(0, rows, 4 * _RUN))
+    count = int(max(classes.max(), sample.max())) + 1
+    everywhere = np.bincount(sample, minlength=count) / len(sample)
     shares = np.stack([np.bincount(one, minlength=count) / batch for one in classes])
     off = np.abs(shares - everywhere).sum(axis=1) / 2
     return {"positions": starts.tolist(), "values": [round(float(one), 4) for one in off], "mean": float(off.mean())}

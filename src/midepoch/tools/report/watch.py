@@ -100,8 +100,8 @@ class Watch:
         with self._lock:
             now = time.monotonic()
             if self._found is None or now - self._found[0] > _FRESH:
-                found = json.dumps(to_jsonable(self._look()), separators=(",", ":"), allow_nan=False).encode()
-                self._found = (time.monotonic(), found)
+                numbers = json.dumps(to_jsonable(self._look()), separators=(",", ":"), allow_nan=False).encode()
+                self._found = (time.monotonic(), numbers)
             return self._found[1]
 
 
