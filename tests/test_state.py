@@ -104,7 +104,7 @@ def test_garbage(ds: midepoch.Dataset, garbage: Any) -> None:
 
 
 def test_newer_version(ds: midepoch.Dataset) -> None:
-    with pytest.raises(StateError, match="version 2.*upgrade"):
+    with pytest.raises(StateError, match="version 2.*Upgrade"):
         ds.load_state_dict({**ds.state_dict(), "midepoch": 2})
 
 

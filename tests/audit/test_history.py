@@ -319,7 +319,7 @@ def test_an_emptied_order_is_written_again(ds: midepoch.Dataset, tmp_path: Path)
     take(ds.loader(4, audit=Ledger(tmp_path, attempt="1")), 1)
     (order,) = tmp_path.glob("*.order")
     order.write_bytes(b"")
-    with pytest.raises(midepoch.StateError, match="cannot be read, so rows cannot be named"):
+    with pytest.raises(midepoch.StateError, match="cannot be read, so rows cannot be identified"):
         read_run(tmp_path).rows_of_step(1)
     take(ds.loader(4, audit=Ledger(tmp_path, attempt="2")), 1)
     assert len(read_run(tmp_path).rows_of_step(1)) == 4

@@ -107,7 +107,7 @@ def test_a_fork_has_workers_of_its_own(kind: str, path: str) -> None:
     with_old = lambda: next(running)  # noqa: E731
 
     def both() -> bool:
-        with pytest.raises(MidepochError, match="forked from"):
+        with pytest.raises(MidepochError, match="from which this one was forked"):
             for _ in range(10_000):
                 with_old()
         found = ids(loader, 3) == list(range(300))

@@ -76,7 +76,7 @@ def test_it_draws_what_there_is(browser: Any, address: str) -> None:
     assert found.count("#speed-svg .curve") == found.count("#waited-svg .curve") >= 3
     assert found.count("#layout-svg rect") == 4 and found.count("#serial-svg .curve") == 2
     assert "exact" in found.text("#overview") and "2 → 3" in found.text("#overview")
-    assert "complete" in found.text("#epochs") and "whole" in found.text("#checkpoints")
+    assert "complete" in found.text("#epochs") and "complete" in found.text("#checkpoints")
     drawn = found.page.evaluate(
         "() => ['mine', 'true'].map(k => { const c = document.getElementById('order-' + k);"
         " return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((v, i) => i % 4 === 3 && v > 0).length })"
