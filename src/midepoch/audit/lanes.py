@@ -1,9 +1,11 @@
 """The cursors of lanes in a ledger: written as differences from step to step, and read back.
 
-If positions cannot be computed, each step is followed by ``(12,0,-340)``: for each lane of the rank, the increase of
-each integer of its cursor. Lanes are separated by ``|``, and ``=[[…]]`` is a complete cursor. The cursors are those of
-the state (see ``midepoch.pipeline``), with two more integers if rows may yield no output: the number of rows before it
-that did, and the number that did in the first pass, if a mix iterates the source again.
+If positions cannot be computed, some steps are followed by ``{12,,-340;35,,143}``: for each step since the last such
+record, the increase of each integer of the cursor of a lane, if any. Lanes of the rank are separated by ``|``, and
+``=[[…]]`` is a complete cursor. They are written when a lane reaches another chunk, and before a state is saved, so
+that a run can resume only at a recorded cursor. The cursors are those of the state (see ``midepoch.pipeline``), with
+two more integers if rows may yield no output: the number of rows before it that did, and the number that did in the
+first pass, if a mix iterates the source again.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
+from midepoch.pipeline.chunk import at_mark
 from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
@@ -38,55 +41,80 @@ def nested(at: At) -> At:
 
 
 def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
+    """Append the numbers of a cursor, and what of its shape may change from step to step: parts, and changed mixes."""
     for inner in at:
         if isinstance(inner, list):
-            shape.append(len(values))
             _flatten(inner, values, shape)
-            shape.append(-1)
         else:
             values.append(inner)
     if isinstance(at, RowAt):
         values += (at.kept, at.first)
     elif isinstance(at, PartsAt):
-        shape.append(len(values))
+        shape += (at[0], len(at.kept))
         values += at.kept
-        shape.append(-1)
+    elif len(at) > 3:
+        shape.append(len(at))
 
 
 class LaneRecorder:
-    """Writes the cursors of the lanes of a rank as differences."""
+    """Writes the cursors of the lanes of a rank as differences, those of many steps in one call.
+
+    A cursor is computed from the chunk that its last output is of. So steps are kept as marks (a chunk, and a number of
+    its outputs) until a lane comes to another chunk.
+    """
 
     def __init__(self, lanes: LaneCursors | None, numbers: Sequence[int], start: At) -> None:
         known = {} if lanes is None else lanes.by_lane
-        self._numbers = numbers
+        self.numbers = numbers
         self.begin = {number: nested(known[number].cursor if number in known else start) for number in numbers}
-        self._before: dict[int, tuple[list[Any], list[int]]] = {}
-        for number, at in self.begin.items():
-            values: list[Any] = []
-            shape: list[int] = []
-            _flatten(at, values, shape)
-            self._before[number] = (values, shape)
+        self._before: list[tuple[list[Any], list[int]] | None] = [None] * len(numbers)
+        self.pending: list[Sequence[Any]] = []
+        """For each step that is not written yet, the marks of the lanes, in the order of their numbers."""
 
-    def record(self, lanes: LaneCursors) -> bytes:
-        """Return the bytes to write after a step."""
-        texts = []
-        for number in self._numbers:
-            at = lanes.by_lane[number].cursor
-            values: list[Any] = []
-            shape: list[int] = []
-            _flatten(at, values, shape)
-            before, shape_before = self._before[number]
-            if values == before:
-                texts.append("")
-            elif shape == shape_before and len(values) == len(before):
-                texts.append(",".join([str(a - b) for a, b in zip(values, before, strict=True)]))
-            else:
-                texts.append("=" + json.dumps(nested(at), separators=(",", ":")))
-            self._before[number] = (values, shape)
-        return f"({'|'.join(texts)})".encode()
+    def is_due(self, marks: Sequence[Any]) -> bool:
+        """Return True if the pending steps are to be written before a step with these marks."""
+        if not self.pending:
+            return False
+        first = self.pending[0]
+        return len(self.pending) >= _MOST_PENDING or any(map(_differ, first, marks))
+
+    def record(self) -> bytes:
+        """Return the bytes to write for all pending steps, and forget them."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return b""
+        texts = (";".join(self._texts(lane, marks)) for lane, marks in enumerate(zip(*pending, strict=True)))
+        return b"{%b}" % "|".join(texts).encode()
+
+    def _texts(self, lane: int, marks: Sequence[Any]) -> list[str]:
+        before, table = self._before[lane], None
+        if before is not None and isinstance(marks[0], tuple) and all(mark[0] is marks[0][0] for mark in marks):
+            table = marks[0][0].table
+        if before is None or table is None or before[1]:
+            return [self._text(lane, at_mark(mark)) for mark in marks]
+        values = table(np.array([outputs for _, outputs in marks], dtype=np.int64), False)
+        if values.shape[1] != len(before[0]):
+            return [self._text(lane, at_mark(mark)) for mark in marks]
+        self._before[lane] = (values[-1].tolist(), [])
+        differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
+        return [",".join([str(value) if value else "" for value in row]) for row in differences]
+
+    def _text(self, lane: int, at: At) -> str:
+        values: list[Any] = []
+        shape: list[int] = []
+        _flatten(at, values, shape)
+        before, self._before[lane] = self._before[lane], (values, shape)
+        if before is None or len(before[0]) != len(values) or before[1] != shape:
+            return "=" + json.dumps(nested(at), separators=(",", ":"))
+        return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
 
 
-_STEP = re.compile(rb"-(\d+)\.|(\.)|\(([^)]*)\)|(#)")
+def _differ(mark: Any, other: Any) -> bool:
+    return not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0])
+
+
+_MOST_PENDING = 256
+_STEP = re.compile(rb"-(\d+)\.|(\.)|\{([^}]*)\}|(#)")
 
 
 @dataclass(frozen=True)
@@ -107,15 +135,17 @@ class LaneTrack:
             _flatten(self.begin[number], values, [])
             rows[number] = [values]
             found[number] = [(0, self.begin[number], rows[number])]
-        step, open_step = 0, False
+        step = waiting = 0
         for skipped, dot, cursors, end in _STEP.findall(self.record):
             if skipped or dot or end:
-                if open_step:
-                    _repeat(rows)
-                step, open_step = step + 1, True
-            elif open_step:
-                open_step = False
-                for number, text in zip(numbers, cursors.decode().split("|"), strict=True):
+                waiting += 1
+                continue
+            columns = [text.split(";") for text in cursors.decode().split("|")]
+            if not cursors or len(columns) != len(numbers) or any(len(one) != waiting for one in columns):
+                break  # damaged: what follows cannot be read
+            for texts in zip(*columns, strict=True):
+                step, waiting = step + 1, 0
+                for number, text in zip(numbers, texts, strict=True):
                     if text.startswith("="):
                         template = json.loads(text[1:])
                         values = []
@@ -123,13 +153,9 @@ class LaneTrack:
                         rows[number] = [values]
                         found[number].append((step, template, rows[number]))
                     elif text:
-                        rows[number].append(
-                            [a + int(b) for a, b in zip(rows[number][-1], text.split(","), strict=True)]
-                        )
+                        rows[number].append(_sums(rows[number][-1], text.split(",")))
                     else:
                         rows[number].append(rows[number][-1])
-        if open_step:
-            _repeat(rows)
         return {
             number: [
                 (first, template, np.array(values, dtype=np.float64 if _has_floats(values) else np.int64))
@@ -157,9 +183,8 @@ class LaneTrack:
         raise AssertionError(step)
 
 
-def _repeat(rows: dict[int, list[list[Any]]]) -> None:
-    for values in rows.values():
-        values.append(values[-1])
+def _sums(values: list[Any], differences: list[str]) -> list[Any]:
+    return [a + int(b or 0) for a, b in zip(values, differences, strict=True)]
 
 
 def _has_floats(values: list[list[Any]]) -> bool:

@@ -110,6 +110,12 @@ class Leaf:
         )
 
     @property
+    def only_filters(self) -> bool:
+        """True if every row becomes one row or none: there are as many outputs as rows that yield one."""
+        kinds = (FilterExpression, FilterRows)
+        return all(is_one_to_one(step) or isinstance(step, kinds) for step in self.steps)
+
+    @property
     def one_to_one(self) -> bool:
         """True if each row yields one output (or none if it fails)."""
         return all(is_one_to_one(step) for step in self.steps)
