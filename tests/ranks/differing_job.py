@@ -47,7 +47,7 @@ DIFFERING: dict[str, Make] = {
     ),
     "stream: lanes": lambda ds, _, odd, n: ds.filter(even).with_lanes(4 if odd else 2).loader(n, last_batch="pad"),
     "stream: scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).filter(even).loader(n, last_batch="pad"),
-    "stream beside a dataset: ends": lambda ds, _, odd, n: (
+    "stream beside a dataset: last_batch": lambda ds, _, odd, n: (
         ds.loader(n, last_batch="drop") if odd else ds.filter(even).loader(n, last_batch="pad")
     ),
     "uneven stream: selection": lambda ds, _, odd, n: (
