@@ -261,7 +261,7 @@ class Rows:
             return found
 
         fast = table if alone and by_row and count and not left else None
-        return Chunk(made.slice(skip, len(made)) if skip else made, at, before, fast)
+        return Chunk(made.slice(min(skip, total), total) if skip else made, at, before, fast)
 
 
 def _distinct(places: Int64Array, outputs: int, alone: bool) -> int:
