@@ -38,7 +38,7 @@ class Delivery(NamedTuple):
 class Interval(NamedTuple):
     """Rows of one source that were consumed: those with the numbers ``first`` to ``stop`` of a lane, in an epoch of it.
 
-    ``begins``, ``last_batch``: what was out of the first row (or group) before, and is out of the row after the last.
+    ``begins``, ``ends``: what was out of the first row (or group) before, and is out of the row after the last.
     """
 
     leaf: int

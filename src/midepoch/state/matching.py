@@ -157,7 +157,7 @@ def _stages_in(text: Any) -> list[str]:
     found = []
     for step in str(text).split(","):
         kind, _, rest = step.partition("[")
-        if kind in ("batch", "shuffle", "slice", "mix", "concat", "zip"):
+        if kind in ("batch", "shuffle", "take", "skip", "mix", "concat", "zip"):
             found.append(kind)
         elif kind == "pack":
             found.append(f"pack {rest.split()[1:2]}")
