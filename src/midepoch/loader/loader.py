@@ -149,7 +149,7 @@ class Loader(Measured):
 
     def __repr__(self) -> str:
         at, spec = self._where(), self._spec
-        lanes = f"{spec.lanes} lanes; " if not spec.has_positions else ""
+        lanes = f"{spec.lanes} lanes; " if spec.lanes > 1 else ""
         return (
             f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
             f"batch_size={self._options.batch_size}; num_workers={self._options.num_workers}; "

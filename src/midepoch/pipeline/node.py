@@ -69,7 +69,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Slice:
-    """Outputs number ``start`` to ``stop`` of every epoch, or to its end if ``stop`` is None."""
+    """Outputs number ``start`` to ``stop`` of every epoch, or to its end if ``stop`` is None: take or skip."""
 
     start: int = 0
     stop: int | None = None
@@ -83,7 +83,7 @@ class Slice:
 
     @property
     def text(self) -> str:
-        return f"slice[{self.start}:{'' if self.stop is None else self.stop}]"
+        return f"skip[{self.start}]" if self.stop is None else f"take[{self.stop}]"
 
 
 StageSpec = Local | Rebatch | Window | Slice | PackSpec

@@ -76,28 +76,34 @@ class Bundles(Protocol):
 
 
 class Sizes:
-    """Sizes of the bundles of each source: fixed if functions get groups, else as large as can be made quickly."""
+    """Sizes of the bundles of each leaf: as large as can be made quickly, and a multiple of its unit."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._fixed = [bundle_rows(leaf) for leaf in leaves]
+        self._units = [bundle_unit(leaf) for leaf in leaves]
+        self._is_fixed = [not leaf.has_one_group_size for leaf in leaves]
         self._now = [_FIRST_FILTERED if _by_expression(leaf) else _FIRST for leaf in leaves]
 
     def now(self, leaf: int) -> int:
-        return self._fixed[leaf] or self._now[leaf]
+        unit = self._units[leaf]
+        return unit if self._is_fixed[leaf] else unit * max(1, self._now[leaf] // unit)
 
     def took(self, leaf: int, most: int, rows: int, seconds: float) -> None:
         """Note the seconds that rows of a bundle took. ``most``: maximum rows of a bundle."""
         now = self._now[leaf] = min(self._now[leaf], max(most, 1))
-        if seconds < _QUICK and rows >= now:
+        if seconds < _QUICK and rows >= self.now(leaf):
             self._now[leaf] = min(2 * now, most)
-        elif seconds > _SLOW and rows <= now:
+        elif seconds > _SLOW and rows <= self.now(leaf):
             self._now[leaf] = max(1, now // 2)
 
 
-def bundle_rows(pipeline: Leaf) -> int | None:
-    """Return the rows of every bundle if functions get groups of rows: full groups, about a thousand rows."""
-    group = pipeline.group
-    return None if group is None else group * max(1, 1024 // group)
+def bundle_unit(leaf: Leaf) -> int:
+    """Return the number of rows of which every bundle is a multiple, so that functions get the same groups.
+
+    If functions get groups of different sizes, those of all but the first begin with every bundle: then all bundles
+    have this size, about a thousand rows.
+    """
+    group = leaf.group or 1
+    return group if leaf.has_one_group_size else group * max(1, 1024 // group)
 
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
@@ -257,7 +263,7 @@ class Rows:
             return found
 
         fast = table if alone and by_row and count and not left else None
-        return Chunk(made.slice(skip, len(made)) if skip else made, at, before, fast)
+        return Chunk(made.slice(min(skip, total), total) if skip else made, at, before, fast)
 
 
 def _distinct(places: Int64Array, outputs: int, alone: bool) -> int:

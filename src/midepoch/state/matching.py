@@ -157,7 +157,7 @@ def _stages_in(text: Any) -> list[str]:
     stages = []
     for step in str(text).split(","):
         kind, _, rest = step.partition("[")
-        if kind in ("batch", "shuffle", "slice", "mix", "concat", "zip"):
+        if kind in ("batch", "shuffle", "take", "skip", "mix", "concat", "zip"):
             stages.append(kind)
         elif kind == "pack":
             stages.append(f"pack {rest.split()[1:2]}")

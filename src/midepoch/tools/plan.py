@@ -28,6 +28,7 @@ from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.length import estimated_length
 from midepoch.pipeline.open import start
 from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.state.format import parse
 from midepoch.state.saved import load_global
 from midepoch.tools.locate import Known, block_bytes, of_dataset, of_index
 
@@ -117,10 +118,7 @@ def _in_lanes(state: Any) -> bool:
 def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int) -> ResumePlan:
     """Plan the resume of a pipeline that changes the number of rows, by what is left of its lanes."""
     if dataset is None:
-        raise StateError(
-            "the pipeline of this state changes the number of rows, so the rest of its sources is known only with "
-            "the dataset. Pass it (--dataset)."
-        )
+        return _plan_without_data(state, options, ranks)
     whole_state = load_global(state, dataset.pipeline)
     spec, cursor = whole_state.spec, whole_state.cursor
     notes = []
@@ -161,6 +159,26 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
         lanes=tuple(lanes),
         machines=tuple(readings),
         notes=tuple(notes),
+    )
+
+
+def _plan_without_data(state: Any, options: Options, ranks: int) -> ResumePlan:
+    """Plan the resume of a pipeline in lanes by its state alone: who runs which lanes, and nothing of its sources."""
+    found = parse(state[0] if isinstance(state, (list, tuple)) else state)
+    lanes = [
+        tuple(Share.of(found["lanes"], Shard(rank, ranks)).lanes.positions(0, found["lanes"]).tolist())
+        for rank in range(ranks)
+    ]
+    note = "its pipeline was not checked: what is left of its sources is known with the dataset only (--dataset)."
+    return ResumePlan(
+        accepted=True,
+        problem=None,
+        checked="nothing",
+        epoch=found["epoch"],
+        position=found["position"],
+        global_batch=options.batch_size * ranks,
+        lanes=tuple(lanes),
+        notes=(note,),
     )
 
 
