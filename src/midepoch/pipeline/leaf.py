@@ -97,10 +97,19 @@ class Leaf:
         return group_of(self.steps)
 
     @property
-    def has_one_group_size(self) -> bool:
-        """True if all batched functions get groups of the same size, or none gets groups."""
-        grouped = (step for step in self.steps if isinstance(step, Function) and step.batched and not _rowwise(step))
-        return len({step.batch_size for step in grouped}) <= 1
+    def has_fixed_groups(self) -> bool:
+        """True if batched functions get the same groups whichever multiple of a group is made in one call.
+
+        Not where one gets what is left of the rows after a step that drops or adds some, nor where group sizes differ.
+        """
+        sizes, changed = set(), self.on_error == "skip"
+        for step in self.steps:
+            if isinstance(step, Function) and step.batched and not _rowwise(step):
+                if changed:
+                    return False
+                sizes.add(step.batch_size)
+            changed |= not is_one_to_one(step) or getattr(step, "on_error", "raise") == "skip"
+        return len(sizes) <= 1
 
     @property
     def can_skip(self) -> bool:

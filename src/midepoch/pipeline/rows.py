@@ -80,7 +80,7 @@ class Sizes:
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._units = [bundle_unit(leaf) for leaf in leaves]
-        self._is_fixed = [not leaf.has_one_group_size for leaf in leaves]
+        self._is_fixed = [not leaf.has_fixed_groups for leaf in leaves]
         self._now = [_FIRST_FILTERED if _by_expression(leaf) else _FIRST for leaf in leaves]
 
     def now(self, leaf: int) -> int:
@@ -103,7 +103,7 @@ def bundle_unit(leaf: Leaf) -> int:
     have this size, about a thousand rows.
     """
     group = leaf.group or 1
-    return group if leaf.has_one_group_size else group * max(1, 1024 // group)
+    return group if leaf.has_fixed_groups else group * max(1, 1024 // group)
 
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
