@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from midepoch.errors import CorruptBlockError
 from midepoch.testing import assert_resumes_exactly, same
 

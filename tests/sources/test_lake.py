@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from midepoch.errors import ColumnError, DataChangedError, FormatError
 from midepoch.sources.formats import lines, parquet_chunks, parquet_nulls
 from midepoch.testing import assert_resumes_exactly

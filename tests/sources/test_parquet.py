@@ -200,3 +200,16 @@ def test_a_row_group_with_more_text_than_small_offsets_can_count(
         assert list(ds.select_columns(["list", "id"])) == table.select(["list", "id"]).to_pylist()
     pq.write_table(table.slice(0, 10), tmp_path / "c.parquet")
     assert list(midepoch.from_files(tmp_path)) == [*table.to_pylist(), *table.to_pylist(), *table.to_pylist()[:10]]
+
+
+def test_one_huge_row_group_is_read_by_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(100_000)}), tmp_path / "a.parquet", row_group_size=1 << 20)
+    ds = midepoch.from_files(tmp_path, cache_bytes=1)
+    assert ds[77_777]["x"] == 77_777
+    loader = ds.loader(1000)
+    batches = iter(loader)
+    for _ in range(60):
+        next(batches)
+    again = ds.loader(1000)
+    again.load_state_dict(loader.state_dict())
+    assert next(iter(again))["x"].tolist() == list(range(60_000, 61_000))

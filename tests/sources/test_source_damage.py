@@ -22,7 +22,7 @@ import pytest
 from pyarrow import orc
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from forks import forked
 from midepoch.errors import CorruptBlockError, DataChangedError, FetchError, MapError, MidepochError
 from midepoch.sources.damage import is_damage

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from midepoch.testing import same
 
 TABLE = pa.table(
@@ -142,3 +144,25 @@ def test_writing_to_what_was_handed_out_changes_nothing_else(tmp_path: Path) -> 
             for batch, values in zip(loader, expected, strict=True):
                 assert batch["x"].tolist() == values.tolist()
                 batch["x"].zero_()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_an_empty_list_of_lists_has_nothing_in_it(kind: str, tmp_path: Path) -> None:
+    values = [[], [[1, 2]], [[]], None, [[3], []]]
+    pq.write_table(pa.table({"x": pa.array(values, pa.list_(pa.list_(pa.int64())))}), tmp_path / "a.parquet")
+    ds = midepoch.from_files(tmp_path / "a.parquet").with_format(kind)
+    found = [None if row["x"] is None else [list(map(int, inner)) for inner in row["x"]] for row in ds]
+    assert found == values
+
+
+def test_empty_lists_of_a_map_are_arrays(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(4)}), tmp_path / "a.parquet")
+    ds = midepoch.from_files(tmp_path / "a.parquet").map(lambda row: {"y": [1.5] * (row["x"] % 3)})
+    assert [value.tolist() for value in next(iter(ds.loader(4)))["y"]] == [[], [1.5], [1.5, 1.5], []]
+    assert ds.with_format("numpy")[0]["y"].shape == (0,)
+
+
+def test_integers_that_no_array_holds_stay(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(2)}), tmp_path / "a.parquet")
+    ds = midepoch.from_files(tmp_path / "a.parquet").with_format("numpy").map(lambda row: {"y": [2**63 + 1, -1]})
+    assert [list(row["y"]) for row in ds] == [[2**63 + 1, -1]] * 2
