@@ -410,6 +410,7 @@ def test_a_second_loader_between_two_passes_is_noticed(ds: midepoch.Dataset, tmp
 def test_one_rank_that_repeats_is_noticed(ds: midepoch.Dataset, tmp_path: Path) -> None:
     loaders = [ds.loader(4, rank=r, world_size=2, audit=Ledger(tmp_path, attempt="1")) for r in range(2)]
     take(loaders[0], 3)
+    loaders[0].set_epoch(0)  # begins it again
     for loader in loaders:
         list(loader)
     assert told(read_run(tmp_path))[:2] == (28, 12)

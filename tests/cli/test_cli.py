@@ -62,7 +62,7 @@ def test_audit(run: Path) -> None:
     assert len(rows) == 9 and {row["rank"] for row in rows} == {0, 1, 2} and rows[0]["position"] == 18
     assert rows[0]["place"].startswith("row ") and ".arrow" in rows[0]["place"]
     assert of_json("audit", run / "run", "--row", rows[0]["row"])[0]["step"] == 4
-    assert "where it lies" in call("audit", run / "run", "--row", 5).output
+    assert "where it is" in call("audit", run / "run", "--row", 5).output
     assert of_json("audit", run / "run", "--against", run / "run") == {"first": 37, "second": 37, "both": 37}
     assert "37" in call("audit", run / "run", "--against", run / "run").output
 

@@ -170,12 +170,12 @@ def test_bad_arguments(ds: midepoch.Dataset) -> None:
 
 
 def test_columns_that_are_not_needed_are_not_read(ds: midepoch.Dataset) -> None:
-    assert ds.select_columns(["id"]).pipeline.head == {"id": "id"}
-    assert ds.rename_columns({"id": "n"}).remove_columns(["text", "tokens"]).pipeline.head == {
+    assert ds.select_columns(["id"]).pipeline.base.head == {"id": "id"}
+    assert ds.rename_columns({"id": "n"}).remove_columns(["text", "tokens"]).pipeline.base.head == {
         "n": "id",
         "score": "score",
     }
-    assert list(ds.map(double).select_columns("double").pipeline.head) == ["id", "text", "score", "tokens"]
+    assert list(ds.map(double).select_columns("double").pipeline.base.head) == ["id", "text", "score", "tokens"]
     assert ds.rename_columns({"id": "n"}).schema.names == ["n", "text", "score", "tokens"]
     assert [row["n"] for row in ds.rename_columns({"id": "n", "score": "id"}).select_columns(["n"])] == list(range(37))
 

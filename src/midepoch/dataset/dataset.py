@@ -167,8 +167,7 @@ class Dataset(Rows, Resumable):
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
         fields = ", ".join(f"{field.name} ({field.type})" for field in self.schema)[:2000]
         shown = {
-            "rows": f"{'' if spec.has_positions else 'about '}{about or 0:,}" if about is not None else None,
-            "files": f"{self.num_files:,}",
+            "rows": f"{_count(about, spec.has_positions)} in {self.num_files:,} files",
             "order": f"shuffled by {shuffle.scope}, seed {shuffle.seed}" if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
@@ -368,3 +367,7 @@ class Dataset(Rows, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._iteration, self._access = state["iteration"], None
         register_with_torch(Dataset)
+
+
+def _count(rows: int | None, known: bool) -> str:
+    return "any number" if rows is None else f"{rows:,}" if known else f"about {rows:,}"

@@ -17,6 +17,7 @@ from midepoch.pipeline.cursor import At, RowAt
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.transforms import Batch, FilterExpression, FilterRows, join
+from midepoch.transforms.map import DifferentColumnsError
 
 _FIRST = 32
 _BUNDLE_BYTES = 1 << 20
@@ -26,7 +27,7 @@ _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
 _REFS = 4096
 _FIRST_FILTERED, _FILTERED = 1 << 13, 1 << 17
-_NOT_OF_A_ROW = (FetchError, DataChangedError, OSError, MemoryError, ImportError)
+_NOT_OF_A_ROW = (FetchError, DataChangedError, DifferentColumnsError, OSError, MemoryError, ImportError)
 """Errors that fewer rows would not avoid, and that may take long to come again."""
 
 
