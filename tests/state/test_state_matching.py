@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import midepoch
 from data import Numbers, dataset_of
 from midepoch.errors import CheckpointMismatchError
+from midepoch.order import Shard
+from midepoch.pipeline.identity import DEFAULTS, describe
+from midepoch.pipeline.node import Node, Rebatch, Slice, StageSpec, Window
+from midepoch.state.changing import Convert, LaneContext, needed
+from midepoch.state.matching import CHECKED, Matched, taken_over
+from midepoch.transforms.packing import PackSpec
 
 
 def ns(rows: Any) -> list[int]:
@@ -22,6 +29,173 @@ def ns(rows: Any) -> list[int]:
 
 def copied(state: Any) -> Any:
     return json.loads(json.dumps(state))
+
+
+def always(row: dict[str, Any]) -> bool:
+    return True
+
+
+def as_document(row: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": [row["n"]] * (1 + row["n"] % 5)}
+
+
+def node(ds: midepoch.Dataset) -> Node:
+    return ds.pipeline.node
+
+
+def matched(
+    saved: midepoch.Dataset | dict[str, Any], here: midepoch.Dataset, *allow: str
+) -> tuple[Node, Convert, list[str]]:
+    """The node that is resumed, how its cursors are converted, and what was recorded."""
+    described = saved if isinstance(saved, dict) else copied(describe(node(saved)))
+    changes: list[str] = []
+    return *Matched(allow, changes).match(node(here), described, ""), changes
+
+
+DIFFERENT = {
+    "data": "0" * 24,
+    "rows": 41,
+    "selection": "1:41",
+    "scope": "files",
+    "seed": 2,
+    "window": 9,
+    "pipeline": "map,map",
+    "arguments": "limit=3,-",
+}
+
+
+def test_every_field_but_those_taken_over_is_compared() -> None:
+    assert set(DIFFERENT) == {"data", *CHECKED} - {"aligned"}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_every_field_is_compared_and_may_be_allowed_to_differ(field: str, numbers: Numbers) -> None:
+    ds = numbers(0, 40).shuffle(seed=1, scope="window", window=3)
+    ds = ds.map(fn_kwargs_taken, fn_kwargs={"limit": 2}).filter(always)
+    described = copied(describe(node(ds)))
+    found, _, changes = matched(described, ds)
+    assert describe(found) == described and changes == []
+    saved = {**described, field: DIFFERENT[field]}
+    with pytest.raises(CheckpointMismatchError) as raised:
+        matched(saved, ds)
+    here = described.get(field, DEFAULTS.get(field))
+    assert (raised.value.field, raised.value.saved, raised.value.current) == (field, DIFFERENT[field], here)
+    assert f"allow=['{field}']" in str(raised.value)
+    assert matched(saved, ds, field)[2] == [f"{field}: {DIFFERENT[field]!r} became {here!r}"]
+
+
+def fn_kwargs_taken(row: dict[str, Any], limit: int) -> dict[str, Any]:
+    return {"limit": limit}
+
+
+@pytest.mark.parametrize("kind", ["batch", "shuffle", "pack", "slice", "mix"])
+def test_stages_that_have_cursors_of_their_own_cannot_be_allowed_to_differ(kind: str, numbers: Numbers) -> None:
+    plain = numbers(0, 40).filter(always)
+    other = {
+        "batch": lambda: plain.batch(2),
+        "shuffle": lambda: plain.shuffle(seed=1, window=4),
+        "pack": lambda: plain.map(as_document).pack(7),
+        "slice": lambda: plain.take(9),
+        "mix": lambda: midepoch.mix([plain, plain]),
+    }[kind]()
+    with pytest.raises(CheckpointMismatchError, match="pipeline"):
+        matched(plain, other, "pipeline", "arguments")
+
+
+def test_arguments_are_compared_where_both_sides_have_them_and_the_steps_are_the_same(numbers: Numbers) -> None:
+    ds = numbers(0, 40)
+    three, four = (ds.filter(pc.field("n") > limit) for limit in (3, 4))
+    with pytest.raises(CheckpointMismatchError, match="arguments differs"):
+        matched(three, four)
+    older = {name: value for name, value in describe(node(three)).items() if name != "arguments"}
+    assert matched(older, four)[2] == []
+    assert [change.partition(":")[0] for change in matched(three, four.filter(always), "pipeline")[2]] == ["pipeline"]
+
+
+def test_a_drawn_seed_is_taken_over_and_a_given_one_compared(numbers: Numbers) -> None:
+    ds = numbers(0, 40)
+    saved = ds.shuffle(seed=7)
+    assert matched(saved, ds.shuffle())[0].base.order.shuffle.seed == 7
+    drawn = ds.shuffle()
+    assert matched(saved, drawn, "seed")[0].base.order.shuffle.seed == drawn.pipeline.base.seed
+    with pytest.raises(CheckpointMismatchError, match="seed differs"):
+        matched(saved, ds.shuffle(seed=8))
+    with pytest.raises(CheckpointMismatchError, match="scope differs"):
+        matched(ds, ds.shuffle())
+
+
+def test_settings_of_a_shuffle_that_were_not_given_are_taken_over(numbers: Numbers) -> None:
+    ds = numbers(0, 40)
+    saved = ds.shuffle(seed=7, scope="window", window=3)
+    for here in (ds.shuffle(seed=7), ds.shuffle(seed=7, scope="window"), ds.shuffle(seed=7, window=3)):
+        assert describe(matched(saved, here)[0]) == describe(node(saved))
+        mapped_before = {**describe(node(saved)), "aligned": True}  # where the files were reached in another way
+        assert describe(matched(mapped_before, here)[0]) == mapped_before
+    for here, field in (
+        (ds.shuffle(seed=7, scope="rows"), "scope"),
+        (ds.shuffle(seed=7, scope="window", window=4), "window"),
+    ):
+        leaf = here.pipeline.base
+        if field == "scope":
+            assert taken_over(leaf, {**DEFAULTS, **describe(node(saved))}) is leaf
+        with pytest.raises(CheckpointMismatchError, match=f"{field} differs"):
+            matched(saved, here)
+
+
+IN_LANE = LaneContext(0, Shard(0, 1))
+
+
+def test_the_cursor_of_a_mix_that_is_the_same_stays(numbers: Numbers) -> None:
+    mixed = midepoch.mix({"a": numbers(0, 40), "b": numbers(100, 140)}, [2, 1], seed=3)
+    _, convert, changes = matched(mixed, mixed)
+    cursor = [5, 2, [[0, 0, [3, 0]], [1, 1, [2, 0]]]]
+    assert convert(cursor, 0, IN_LANE) == cursor and changes == []
+
+
+def test_sources_of_a_changed_mix_keep_their_cursors_and_the_schedule_begins_again(numbers: Numbers) -> None:
+    a, b, c = numbers(0, 40), numbers(100, 140), numbers(200, 240)
+    saved = midepoch.mix({"a": a, "b": b}, [2, 1], seed=3)
+    cursor = [5, 2, [[0, 0, [3, 0]], [1, 1, [2, 0]]]]
+    _, convert, changes = matched(saved, midepoch.mix({"b": b, "c": c, "a": a}, [1, 1, 1], seed=3))
+    assert convert(cursor, 0, IN_LANE) == [0, 3, [[1, 1, [2, 0]], [0, 0, [0, 0]], [0, 0, [3, 0]]]]
+    assert changes == [
+        "mix: weights [2.0, 1.0] became [1.0, 1.0, 1.0]; sources [1] joined; sources [1, 0] in this order"
+    ]
+    _, convert, changes = matched(saved, midepoch.mix({"b": b}, seed=3))
+    assert convert(cursor, 0, IN_LANE) == [0, 3, [[1, 1, [2, 0]]]]
+    assert changes == ["mix: weights [2.0, 1.0] became [1.0]; sources [0] left"]
+
+
+def test_a_changed_mix_stays_as_it_was_for_outputs_that_are_still_needed(numbers: Numbers) -> None:
+    a, b = numbers(0, 40), numbers(100, 140)
+    saved = midepoch.mix({"a": a, "b": b}, [1, 1], seed=3)
+    cursor = [4, 0, [[0, 0, [2, 0]], [0, 0, [2, 0]]]]
+    _, convert, _ = matched(saved, midepoch.mix({"b": b, "a": a}, [9, 1], seed=3))
+    assert convert(cursor, 3, IN_LANE) == [4, 0, [[0, 0, [2, 0]], [0, 0, [2, 0]]], [7, [[1.0, 1], [1.0, 0]]]]
+    with pytest.raises(CheckpointMismatchError, match="weights"):
+        convert(cursor, None, IN_LANE)  # how many are needed is not known
+
+
+@pytest.mark.parametrize(
+    ("stage", "skip", "need", "below"),
+    [
+        (Slice(3), 5, 2, 2),
+        (Rebatch(4), 0, 0, 0),
+        (Rebatch(4), 0, 1, 4),
+        (Window(6, 1), 2, 0, 6),
+        (Window(6, 1), 2, 1, 6),
+        (Window(6, 1), 2, 2, None),
+        (Window(6, 1), 0, None, None),
+        (PackSpec(8, "tokens"), 3, 0, 1),
+        (PackSpec(8, "tokens"), 3, 1, None),
+        (PackSpec(8, "tokens", "best_fit", window=5), 1, 0, 5),
+    ],
+    ids=str,
+)
+def test_outputs_below_a_stage_that_must_stay_the_same(
+    stage: StageSpec, skip: int, need: int | None, below: int | None
+) -> None:
+    assert needed(stage, skip, need) == below
 
 
 def test_sources_that_look_the_same_need_names(numbers: Numbers) -> None:
