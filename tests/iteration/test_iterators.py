@@ -61,7 +61,7 @@ def taken_of(shards: list[Any], turns: int, size: int | None) -> list[int]:
     stream=st.booleans(),
     resumed_shards=st.integers(1, 5),
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_any_shards_state_resumes_all_shards_with_every_row_once(
     make_shards: Make,
     rows: int,

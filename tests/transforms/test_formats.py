@@ -1,10 +1,8 @@
-"""What comes out in each format, nulls included."""
+"""What comes out in each format, nulls included. tests/loader/test_jax.py has JAX."""
 
 from __future__ import annotations
 
 import datetime
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,31 +87,6 @@ def test_torch(ds: midepoch.Dataset, rows: list[int]) -> None:
     first = next(iter(ds.with_format("torch")))
     assert first["i"] == torch.tensor(1)
     assert first["fixed"].tolist() == [1.0, 2.0]
-
-
-JAX = """
-import sys, jax, midepoch
-ds = midepoch.from_files(sys.argv[1]).select_columns(["i", "fixed", "s"]).with_format("jax")
-found = ds[0:2]
-assert isinstance(found["i"], jax.Array)
-assert found["fixed"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-assert found["s"] == ["a", None]
-if __name__ == "__main__":
-    for workers in (0, 2):
-        batches = list(ds.loader(3, num_workers=workers))
-        assert all(isinstance(batch["i"], jax.Array) for batch in batches)
-        assert [batch["i"].tolist() for batch in batches] == [[1, 2, 3], [4]], batches
-    print("ok")
-"""
-
-
-def test_jax(tmp_path: Path) -> None:
-    """In a process of its own: JAX's threads and this process's other forks do not go together."""
-    path = write_arrow(tmp_path / "a.arrow", TABLE, 3)
-    (tmp_path / "script.py").write_text(JAX)
-    command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.stdout.strip() == "ok", done.stderr
 
 
 def test_arrow(ds: midepoch.Dataset) -> None:
