@@ -59,9 +59,10 @@ direct._faults = lambda: next(faults)  # a file that is not in memory
 def keep(): ...
 path, folder, kind = sys.argv[1:]
 ds = midepoch.from_files(path, index_dir=folder, cache_dir=folder if kind == "cached" else None).shuffle(seed=1)
+ds = ds.with_format("numpy")  # importing torch would take longer than all the rest
 loaders = {
-    "numbers": lambda: ds.with_format("numpy").loader(2),
-    "cached": lambda: ds.with_format("numpy").loader(2),
+    "numbers": lambda: ds.loader(2),
+    "cached": lambda: ds.loader(2),
     "threads": lambda: ds.map(dict).loader(2),
     "workers": lambda: ds.map(dict).loader(2, num_workers=2),
     "audited": lambda: ds.loader(2, audit=folder + "/ledger"),

@@ -24,7 +24,7 @@ from midepoch.errors import MapError
     ends=st.sampled_from(["drop", "pad", "uneven"]),
     windowed=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_the_length_is_the_number_of_batches_of_each_rank(
     make_files: Callable[..., list[str]],
     sizes: list[int],

@@ -69,12 +69,10 @@ def test_what_is_wrong_shows(labelled_files: str, tmp_path: Path) -> None:
 
 def test_many_ranks_are_shown_together(labelled_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midepoch.audit.ledger._MARK_SECONDS", 0.0)
-    ranks = _MOST_RANKS + 1
+    ranks, ds = _MOST_RANKS + 1, midepoch.from_files(labelled_files)
     for rank in range(ranks):
         ledger = Ledger(tmp_path / "run", attempt="1")
-        loader = midepoch.from_files(labelled_files).loader(
-            2, rank=rank, world_size=ranks, audit=ledger, last_batch="drop"
-        )
+        loader = ds.loader(2, rank=rank, world_size=ranks, audit=ledger, last_batch="drop")
         for _ in range(4):
             next(loader)
     (run,) = collect(tmp_path / "run")["runs"]
