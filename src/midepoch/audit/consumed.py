@@ -136,8 +136,9 @@ class LaneRun:
                 continue  # iterated again: only the first time counts
             rows = (self._total(b) if b.run else b.row + bool(b.part)) - a.row - bool(a.part)
             total += rows
-            if b.kept is not None and not b.run:
-                filtered += max(0, rows - b.kept + a.inside)  # a row in progress is made again on resume
+            kept = b.first if b.run else b.kept
+            if b.kept is not None and kept is not None and kept >= 0:
+                filtered += max(0, rows - kept + a.inside)  # a row in progress is made again on resume
         return total, filtered
 
     def counts(self, passes: Sequence[Generation], lane: int, over: bool) -> LaneCounts:

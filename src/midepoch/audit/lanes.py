@@ -1,9 +1,11 @@
 """The cursors of lanes in a ledger: written as differences from step to step, and read back.
 
-A step of a pipeline whose positions cannot be computed is followed by ``(12,0,-340)``: for each lane of the rank, by
-how much each integer of its cursor has grown; lanes are separated by ``|``, and ``=[[…]]`` is a cursor in full. The
-cursors are those of the state (see ``midepoch.pipeline``), with one integer more where rows may become nothing: how
-many of those before it became something.
+After some steps of a pipeline whose positions cannot be computed stands ``{12,,-340;35,,143}``: for each of them, by
+how much each integer of the cursor of a lane has grown, if it has. Lanes of the rank are separated by ``|``, and
+``=[[…]]`` is a cursor in full. They are written when a lane comes to another chunk, and before a state is saved: so a
+run can only resume where the cursor is recorded. The
+cursors are those of the state (see ``midepoch.pipeline``), with two integers more where rows may become nothing: how
+many of those before it became something, and how many did in the first pass, where a mix iterates a source again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
-from midepoch.pipeline.cursor import At, LaneCursors, RowAt
+from midepoch.pipeline.chunk import at_mark
+from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
 from midepoch.pipeline.passes import BORROWING, place_of
@@ -31,56 +34,87 @@ Int64Array = npt.NDArray[np.int64]
 def nested(at: At) -> At:
     """Return a cursor as lists of numbers, with the count of rows that became something."""
     if isinstance(at, RowAt):
-        return [*at, at.kept]
+        return [*at, at.kept, at.first]
+    if isinstance(at, PartsAt):
+        return [*map(nested, at), list(at.kept)]
     return [nested(inner) for inner in at] if isinstance(at, list) else at
 
 
 def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
+    """Append the numbers of a cursor, and what of its shape may change from step to step: parts, and changed mixes."""
     for inner in at:
         if isinstance(inner, list):
-            shape.append(len(values))
             _flatten(inner, values, shape)
-            shape.append(-1)
         else:
             values.append(inner)
     if isinstance(at, RowAt):
-        values.append(at.kept)
+        values += (at.kept, at.first)
+    elif isinstance(at, PartsAt):
+        shape += (at[0], len(at.kept))
+        values += at.kept
+    elif len(at) > 3:
+        shape.append(len(at))
 
 
 class LaneRecorder:
-    """Writes the cursors of the lanes of a rank as differences."""
+    """Writes the cursors of the lanes of a rank as differences, those of many steps in one call.
+
+    A cursor is computed from the chunk that its last output is of. So steps are kept as marks (a chunk, and a number of
+    its outputs) until a lane comes to another chunk.
+    """
 
     def __init__(self, lanes: LaneCursors | None, numbers: Sequence[int], start: At) -> None:
         known = {} if lanes is None else lanes.by_lane
-        self._numbers = numbers
+        self.numbers = numbers
         self.begin = {number: nested(known[number].cursor if number in known else start) for number in numbers}
-        self._before: dict[int, tuple[list[Any], list[int]]] = {}
-        for number, at in self.begin.items():
-            values: list[Any] = []
-            shape: list[int] = []
-            _flatten(at, values, shape)
-            self._before[number] = (values, shape)
+        self._before: list[tuple[list[Any], list[int]] | None] = [None] * len(numbers)
+        self.pending: list[Sequence[Any]] = []
+        """For each step that is not written yet, the marks of the lanes, in the order of their numbers."""
 
-    def record(self, lanes: LaneCursors) -> bytes:
-        """Return what to write after a step."""
-        texts = []
-        for number in self._numbers:
-            at = lanes.by_lane[number].cursor
-            values: list[Any] = []
-            shape: list[int] = []
-            _flatten(at, values, shape)
-            before, shape_before = self._before[number]
-            if values == before:
-                texts.append("")
-            elif shape == shape_before and len(values) == len(before):
-                texts.append(",".join([str(a - b) for a, b in zip(values, before, strict=True)]))
-            else:
-                texts.append("=" + json.dumps(nested(at), separators=(",", ":")))
-            self._before[number] = (values, shape)
-        return f"({'|'.join(texts)})".encode()
+    def is_due(self, marks: Sequence[Any]) -> bool:
+        """Return whether what is pending is to be written before a step with these marks."""
+        if not self.pending:
+            return False
+        first = self.pending[0]
+        return len(self.pending) >= _MOST_PENDING or any(map(_differ, first, marks))
+
+    def record(self) -> bytes:
+        """Return what to write for all that is pending, and forget it."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return b""
+        texts = (";".join(self._texts(lane, marks)) for lane, marks in enumerate(zip(*pending, strict=True)))
+        return b"{%b}" % "|".join(texts).encode()
+
+    def _texts(self, lane: int, marks: Sequence[Any]) -> list[str]:
+        before, table = self._before[lane], None
+        if before is not None and isinstance(marks[0], tuple) and all(mark[0] is marks[0][0] for mark in marks):
+            table = marks[0][0].table
+        if before is None or table is None or before[1]:
+            return [self._text(lane, at_mark(mark)) for mark in marks]
+        values = table(np.array([outputs for _, outputs in marks], dtype=np.int64), False)
+        if values.shape[1] != len(before[0]):
+            return [self._text(lane, at_mark(mark)) for mark in marks]
+        self._before[lane] = (values[-1].tolist(), [])
+        differences = np.diff(values, axis=0, prepend=np.array([before[0]], dtype=np.int64)).tolist()
+        return [",".join([str(value) if value else "" for value in row]) for row in differences]
+
+    def _text(self, lane: int, at: At) -> str:
+        values: list[Any] = []
+        shape: list[int] = []
+        _flatten(at, values, shape)
+        before, self._before[lane] = self._before[lane], (values, shape)
+        if before is None or len(before[0]) != len(values) or before[1] != shape:
+            return "=" + json.dumps(nested(at), separators=(",", ":"))
+        return ",".join([str(a - b) if a != b else "" for a, b in zip(values, before[0], strict=True)])
 
 
-_STEP = re.compile(rb"-(\d+)\.|(\.)|\(([^)]*)\)|(#)")
+def _differ(mark: Any, other: Any) -> bool:
+    return not (isinstance(mark, tuple) and isinstance(other, tuple) and mark[0] is other[0])
+
+
+_MOST_PENDING = 256
+_STEP = re.compile(rb"-(\d+)\.|(\.)|\{([^}]*)\}|(#)")
 
 
 @dataclass(frozen=True)
@@ -101,15 +135,17 @@ class LaneTrack:
             _flatten(self.begin[number], values, [])
             rows[number] = [values]
             found[number] = [(0, self.begin[number], rows[number])]
-        step, open_step = 0, False
+        step = waiting = 0
         for skipped, dot, cursors, end in _STEP.findall(self.record):
             if skipped or dot or end:
-                if open_step:
-                    _repeat(rows)
-                step, open_step = step + 1, True
-            elif open_step:
-                open_step = False
-                for number, text in zip(numbers, cursors.decode().split("|"), strict=True):
+                waiting += 1
+                continue
+            columns = [text.split(";") for text in cursors.decode().split("|")]
+            if not cursors or len(columns) != len(numbers) or any(len(one) != waiting for one in columns):
+                break  # damaged: what follows cannot be read
+            for texts in zip(*columns, strict=True):
+                step, waiting = step + 1, 0
+                for number, text in zip(numbers, texts, strict=True):
                     if text.startswith("="):
                         template = json.loads(text[1:])
                         values = []
@@ -117,13 +153,9 @@ class LaneTrack:
                         rows[number] = [values]
                         found[number].append((step, template, rows[number]))
                     elif text:
-                        rows[number].append(
-                            [a + int(b) for a, b in zip(rows[number][-1], text.split(","), strict=True)]
-                        )
+                        rows[number].append(_sums(rows[number][-1], text.split(",")))
                     else:
                         rows[number].append(rows[number][-1])
-        if open_step:
-            _repeat(rows)
         return {
             number: [
                 (first, template, np.array(values, dtype=np.float64 if _has_floats(values) else np.int64))
@@ -151,9 +183,8 @@ class LaneTrack:
         raise AssertionError(step)
 
 
-def _repeat(rows: dict[int, list[list[Any]]]) -> None:
-    for values in rows.values():
-        values.append(values[-1])
+def _sums(values: list[Any], differences: list[str]) -> list[Any]:
+    return [a + int(b or 0) for a, b in zip(values, differences, strict=True)]
 
 
 def _has_floats(values: list[list[Any]]) -> bool:
@@ -203,6 +234,8 @@ class LeafPlace(NamedTuple):
     """How often the source was iterated before, in this epoch of the mix."""
     inside: bool = False
     """Whether some of the outputs of the row itself are out."""
+    first: int = -1
+    """Rows that became something in the first pass over the source, where it is iterated again; -1 if not known."""
 
 
 def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[LeafPlace]:
@@ -221,28 +254,34 @@ def _places(
         row, outputs, *kept = at
         if outputs:
             part = (("outputs", int(outputs)), *part)
-        count = (int(kept[0]) if kept else 0) if tree["kept"] else None  # a cursor of a state has no count
-        yield LeafPlace(tree["leaf"], epoch, lane, int(row), count, part, run, outputs > 0)
+        count, first = (int(kept[0]), int(kept[1])) if kept else (0, -1)  # a cursor of a state has no counts
+        yield LeafPlace(
+            tree["leaf"], epoch, lane, int(row), count if tree["kept"] else None, part, run, outputs > 0, first
+        )
     elif "mix" in tree:
         for inner, (again, stage, cursor) in zip(tree["mix"], at[2], strict=True):
             where = place_of(int(again), int(stage), epoch, lane)
             yield from _places(inner, cursor, *where, part, run + int(again) + (stage == BORROWING))
     elif "concat" in tree:
-        number, cursor = int(at[0]), at[1]
+        number, cursor, *before = at
+        kept = iter(before[0] if before else ())
         for other, inner in enumerate(tree["concat"]):
             if other == number:
                 yield from _places(inner, cursor, epoch, lane, part, run)
             else:
-                yield from _whole(inner, epoch, lane, other < number, run)
+                yield from _whole(inner, epoch, lane, other < number, run, kept)
     else:
         for inner, cursor in zip(tree["zip"], at, strict=True):
             yield from _places(inner, cursor, epoch, lane, part, run)
 
 
-def _whole(tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int) -> Iterator[LeafPlace]:
+def _whole(
+    tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int, kept: Iterator[int]
+) -> Iterator[LeafPlace]:
     """Yield the sources of a part that is over, or has not begun. A row of -1 is the end."""
     if "leaf" in tree:
-        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, None, (), run)
+        count = int(next(kept, -1)) if over else 0
+        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, count if count >= 0 else None, (), run)
     for kind in ("mix", "concat", "zip"):
         for inner in tree.get(kind, ()):
-            yield from _whole(inner, epoch, lane, over, run)
+            yield from _whole(inner, epoch, lane, over, run, kept)

@@ -7,8 +7,8 @@ could not be written any further. So the record of a step is a single byte that 
 process, and a million rows in batches of 64 take 16 KB over all ranks. While it is written a file is a page longer than
 what it holds, filled up with zeros. A state that is loaded is a line of JSON as well, with ``"load": true``.
 
-Where positions cannot be computed, the cursors of the lanes stand after every step (``midepoch.audit.lanes``), and
-``#`` and the cursors at the end of an epoch after its last step.
+Where positions cannot be computed, the cursors of the lanes after some steps follow them in braces
+(``midepoch.audit.lanes``); ``#`` is the end of an epoch, with its cursors.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -45,7 +46,7 @@ from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import Share
+from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.open import start
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -183,7 +184,12 @@ class Ledger:
         self._waited = waited
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
 
-    def step(self, skipped: int, waited: float, cursor: Cursor) -> None:
+    def prepare_step(self, cursor: Cursor | StepOutputs) -> None:
+        """Write the cursors of earlier steps that are due, before the step that ends at a cursor is recorded."""
+        if self._lanes is not None and self._lanes.is_due(self._marks(self._lanes, cursor)):
+            self.flush()
+
+    def step(self, skipped: int, waited: float, cursor: Cursor | StepOutputs) -> None:
         """Record that a batch is delivered, without so many of its rows, and the cursor after it.
 
         ``waited``: the seconds that the model has waited since it began.
@@ -191,11 +197,6 @@ class Ledger:
         now = time.monotonic()
         due = now - self._mark >= _MARK_SECONDS
         record = b"." if not skipped else b"-%d." % skipped
-        if self._lanes is not None and cursor.lanes is not None:
-            record += self._lanes.record(cursor.lanes)
-        if not (due or self._beside):
-            self._write(record)
-            return
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile: which is the run?
             self._beside = False
@@ -203,14 +204,37 @@ class Ledger:
             self._mark = now
             record += self._times(now, waited)
         self._write(record)
+        if self._lanes is not None:
+            self._lanes.pending.append(self._marks(self._lanes, cursor))
         if due:
             self.sync()
+
+    def flush(self) -> None:
+        """Write the cursors of the lanes that are pending: a state is saved, or a pass ends."""
+        if self._lanes is not None and self._lanes.pending:
+            self._write(self._lanes.record())
+
+    @staticmethod
+    def _marks(lanes: LaneRecorder, cursor: Cursor | StepOutputs) -> Sequence[Any]:
+        """Return where the lanes are, in the order of their numbers."""
+        if isinstance(cursor, StepOutputs):
+            return cursor.marks
+        assert cursor.lanes is not None
+        return [cursor.lanes.by_lane[number].cursor for number in lanes.numbers]
 
     def _times(self, now: float, waited: float) -> bytes:
         return b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
 
-    def take_back(self, end: int) -> None:
-        """Take back what was recorded from byte ``end`` on: an interrupt came before the batch was delivered."""
+    @property
+    def recorded(self) -> tuple[int, int]:
+        """How much is recorded, for ``take_back``."""
+        return self.end, 0 if self._lanes is None else len(self._lanes.pending)
+
+    def take_back(self, recorded: tuple[int, int]) -> None:
+        """Take back what was recorded after ``recorded``: an interrupt came before the batch was delivered."""
+        end, pending = recorded
+        if self._lanes is not None:
+            del self._lanes.pending[pending:]
         if self._file < 0 or self._owner != os.getpid() or not end <= self._room:
             return
         zeros = bytes(self._room - end)
@@ -223,8 +247,11 @@ class Ledger:
 
     def finish(self, waited: float, end: Cursor) -> None:
         """Record that a pass was iterated to its end."""
+        self.flush()
         if self._lanes is not None and end.lanes is not None:
-            self._write(b"#" + self._lanes.record(end.lanes))
+            self._write(b"#")
+            self._lanes.pending.append(self._marks(self._lanes, end))
+            self.flush()
         self._write(self._times(time.monotonic(), waited))
         self.sync()
 
@@ -326,6 +353,8 @@ class Ledger:
         self._room = room
 
     def _close(self) -> None:
+        if self._owner == os.getpid():
+            self.flush()
         file, self._file, self._pages = self._file, -1, None
         if file >= 0 and self._owner == os.getpid():
             with suppress(OSError):

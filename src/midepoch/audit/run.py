@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def _orders(self) -> dict[str, KnownOrder]:
-        return {one.shape.order: KnownOrder(self.folder, one.shape.order) for one in self.generations}
+        return {one.shape.order: KnownOrder(self.folder, one.shape.order) for one in (*self.every, *self.generations)}
 
     @property
     def order(self) -> KnownOrder:
@@ -196,10 +196,9 @@ class Run:
     def _lane_proof(self, epoch: int, kept: list[Generation], every: list[Generation]) -> EpochProof:
         """Count rows by the cursors of the lanes: each pass must begin where the one before it was left."""
         total = LaneCounts()
-        for lane in range(self.every[-1].lanes):
+        for lane in range(kept[-1].lanes if kept else 0):
             over = any(one.shape.epoch > epoch and self._has_lane(one, lane) for one in self.generations)
-            if kept:
-                total = total.plus(self.lanes_of(kept[-1]).counts(kept, lane, over))
+            total = total.plus(self.lanes_of(kept[-1]).counts(kept, lane, over))
         if not kept and any(one.shape.epoch > epoch for one in self.generations):
             total = total.plus(LaneCounts(never=self.every[-1].rows))
         skipped = sum(one.kept_skipped for one in kept)

@@ -18,7 +18,7 @@ from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_star
 from midepoch.order import Shard
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.rows import Bundle, Made, Sizes, make_good, most_rows
+from midepoch.pipeline.rows import Bundle, FirstPass, Made, Sizes, make_good, most_rows
 from midepoch.transforms import Batch
 from midepoch.transforms.features import Encoded
 
@@ -41,6 +41,7 @@ class BundlePool(Pool):
 
     def __init__(self, leaves: Sequence[Leaf], options: Options, spent: Timings) -> None:
         self._spent, self.skipped = spent, 0
+        self.first_passes: dict[tuple[int, int], FirstPass] = {}
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self._slots = options.prefetch
@@ -52,6 +53,7 @@ class BundlePool(Pool):
     def begin(self) -> None:
         """Forget whatever was asked for: another pass begins."""
         self._lanes.clear()
+        self.first_passes = {}
         self._sent = [deque(None for _ in sent) for sent in self._sent]
 
     def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:

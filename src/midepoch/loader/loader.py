@@ -196,6 +196,8 @@ class Loader(Measured):
         for each lane of this rank.
         """
         self._draw_seed()
+        if self.ledger is not None:
+            self.ledger.flush()
         return states.save(self._spec, self._where())
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:

@@ -15,7 +15,6 @@ from midepoch.loader.options import check_continues
 from midepoch.loader.pinned import pinner
 from midepoch.loader.plans import BatchSource, Made
 from midepoch.pipeline.cursor import Cursor
-from midepoch.pipeline.lanes import StepOutputs
 from midepoch.transforms import finish
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class Pass(HasState):
         if self._over:
             raise StopIteration
         check_continues(self._failure, self._closed)
-        loader, ledger, recorded = self._loader, self._ledger, -1
+        loader, ledger, recorded = self._loader, self._ledger, None
         try:
             while (made := self._next()) is not None:
                 value = None if made.empty else finish(made.value, self._format)
@@ -93,11 +92,11 @@ class Pass(HasState):
                     self._meter.delivered(asked, made.rows, value)
                 cursor = made.cursor
                 if ledger is not None:
-                    if isinstance(cursor, StepOutputs):
-                        cursor = cursor.cursor()
                     if not self.delivered:  # the entries of a pass begin with its first batch
                         loader.begin_record(ledger, self.start)
-                    recorded = ledger.end
+                    if self._plan is None:
+                        ledger.prepare_step(cursor)
+                    recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, cursor)
                 # The cursor moves here and nowhere else: with the batch. Python handles signals at calls, and there is
                 # none from here to the caller's loop, so no interrupt comes between the two.
@@ -107,10 +106,10 @@ class Pass(HasState):
                 loader.how = "on"
                 if not made.empty:
                     return value
-                recorded = -1
+                recorded = None
                 self._refuse_to_drift(made)
         except BaseException as problem:
-            if ledger is not None and recorded >= 0:
+            if ledger is not None and recorded is not None:
                 ledger.take_back(recorded)
             self._fail(problem)
             raise
@@ -177,6 +176,8 @@ class Pass(HasState):
         if self._closed:
             return
         self._closed = True
+        if self._ledger is not None and self.delivered:
+            self._ledger.flush()
         if self.delivered and not self._over and self._namings == self._loader.namings:
             self._leave()
         source, self.source = self.source, None

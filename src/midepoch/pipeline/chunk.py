@@ -183,6 +183,10 @@ class Chunk:
     items: Items
     at: Callable[[int], At]
     before_: Callable[[int], At] | None = None
+    table: Callable[[Int64Array, bool], Int64Array] | None = None
+    """The numbers of many cursors in one call, a row for each: those of ``at``, or of ``before`` if that is True. It is
+    for the ledger, to which a call for each step would cost a tenth of a cheap batch.
+    """
 
     def before(self, outputs: int) -> At:
         return self.at(outputs) if self.before_ is None else self.before_(outputs)

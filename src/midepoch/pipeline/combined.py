@@ -9,7 +9,7 @@ from typing import Any
 
 from midepoch.errors import ColumnError
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, RowRefs, bytes_in, materialize
-from midepoch.pipeline.cursor import At
+from midepoch.pipeline.cursor import At, PartsAt
 from midepoch.pipeline.node import Concat, Mix
 from midepoch.transforms import Batch
 
@@ -55,10 +55,17 @@ def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
 
 
 class Concatenated:
-    """Cursor: [number of the part, its cursor]."""
+    """Cursor: [number of the part, its cursor]. ``kept``: rows of the leaves before a part that became something."""
 
-    def __init__(self, concat: Concat, open_part: Callable[[int, At], Flow], starts: Sequence[At], cursor: At) -> None:
-        self._concat, self._open, self._starts = concat, open_part, starts
+    def __init__(
+        self,
+        concat: Concat,
+        open_part: Callable[[int, At], Flow],
+        starts: Sequence[At],
+        kept: Callable[[int], Sequence[int]],
+        cursor: At,
+    ) -> None:
+        self._concat, self._open, self._starts, self._kept = concat, open_part, starts, kept
         self._number, inner = cursor
         self._flow = open_part(self._number, inner)
 
@@ -66,16 +73,19 @@ class Concatenated:
         while True:
             chunk = self._flow.pull()
             if chunk is not None:
-                return _numbered(chunk, self._concat, self._number)
+                return self._numbered(chunk, self._number, self._kept(self._number))
             if self._number + 1 >= len(self._starts):
                 return None
             self._number += 1
             self._flow = self._open(self._number, self._starts[self._number])
 
-
-def _numbered(chunk: Chunk, concat: Concat, number: int) -> Chunk:
-    items = conformer(concat, number)(chunk.items.with_ordinals(concat.tags[number] << 24))
-    return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
+    def _numbered(self, chunk: Chunk, number: int, kept: Sequence[int]) -> Chunk:
+        items = conformer(self._concat, number)(chunk.items.with_ordinals(self._concat.tags[number] << 24))
+        return Chunk(
+            items,
+            lambda outputs: PartsAt([number, chunk.at(outputs)], kept),
+            lambda outputs: PartsAt([number, chunk.before(outputs)], kept),
+        )
 
 
 class Zipped:

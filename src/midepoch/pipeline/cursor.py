@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,10 +15,22 @@ At = Any
 class RowAt(list[int]):
     """Where a lane is in the rows of a leaf that may drop some: [row, outputs].
 
-    ``kept``: how many rows before it became something, since the lane was opened. It is for the ledger, and not saved.
+    ``kept``: how many rows before it became something, since the lane was opened. ``first``: how many did in the first
+    pass over the lane, where a mix iterates it again; -1 before that. Both are for the ledger, and not saved.
     """
 
-    def __init__(self, at: Iterable[int], kept: int) -> None:
+    def __init__(self, at: Iterable[int], kept: int, first: int = -1) -> None:
+        super().__init__(at)
+        self.kept, self.first = kept, first
+
+
+class PartsAt(list[Any]):
+    """Where a lane is in parts that come one after the other: [number of the part, its cursor].
+
+    ``kept``: for each leaf of the parts before it, how many rows became something; -1 if not known. For the ledger.
+    """
+
+    def __init__(self, at: Iterable[Any], kept: Sequence[int]) -> None:
         super().__init__(at)
         self.kept = kept
 

@@ -109,7 +109,8 @@ class StepOutputs:
         self._epoch, self._before, self._taken = epoch, before, taken
         self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
         self._position = lanes.position
-        self._marks = [intake.mark() for intake in lanes.intakes]
+        self.marks = [intake.mark() for intake in lanes.intakes]
+        """Where each lane is after all of the outputs: a cursor, or a chunk and how many of its outputs come before."""
         self.total = sum(some.count for _, some in taken)
         """Outputs of all processes that share these lanes."""
 
@@ -157,7 +158,7 @@ class StepOutputs:
         stands = {}
         for lane, number in enumerate(self._numbers):
             mine, left = [some for at, some in self._taken if at == lane], done[lane]
-            cursor = mine[0].at(0) if mine else at_mark(self._marks[lane])
+            cursor = mine[0].at(0) if mine else at_mark(self.marks[lane])
             for some in mine:
                 if left:
                     cursor, left = some.at(min(left, some.count)), max(0, left - some.count)

@@ -109,6 +109,12 @@ class Leaf:
         )
 
     @property
+    def only_filters(self) -> bool:
+        """True if every row becomes one row or none: the outputs are as many as the rows that became something."""
+        kinds = (FilterExpression, FilterRows)
+        return all(is_one_to_one(step) or isinstance(step, kinds) for step in self.steps)
+
+    @property
     def one_to_one(self) -> bool:
         """Whether there is a row out for each row in (or, where it fails, none)."""
         return all(is_one_to_one(step) for step in self.steps)

@@ -47,7 +47,12 @@ def open_flow(
         return Mixed(base, open_part, start(spec), epoch, lane, cursor)
     if isinstance(base, Concat):
         starts = [start(part) for part in base.parts]
-        return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, cursor)
+
+        def kept(number: int) -> list[int]:
+            passes = (bundles.first_passes.get((leaf, lane.index)) for leaf in range(firsts[0], firsts[number]))
+            return [-1 if one is None else one.kept for one in passes]
+
+        return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, kept, cursor)
     return Zipped(lambda number, inner: open_part(number, epoch, lane, inner), cursor)
 
 

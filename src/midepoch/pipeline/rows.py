@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -49,12 +49,22 @@ class Made(NamedTuple):
     skipped: int
 
 
+@dataclass
+class FirstPass:
+    """The first pass over a lane of a leaf: its epoch, and the rows that became something in it, once it has ended."""
+
+    epoch: int
+    kept: int = -1
+
+
 class Bundles(Protocol):
     """Makes the bundles of lanes. ``engines``: one for every leaf, of this process. ``skipped``: rows left out so far
     under ``on_error="skip"``, of the bundles that were taken.
     """
 
     skipped: int
+    first_passes: dict[tuple[int, int], FirstPass]
+    """By leaf and lane."""
 
     @property
     def engines(self) -> Sequence[Engine]: ...
@@ -166,9 +176,11 @@ class BundlesHere:
         self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self.skipped = 0
+        self.first_passes: dict[tuple[int, int], FirstPass] = {}
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
+        self.first_passes = {}
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -191,7 +203,9 @@ class Rows:
         spec = bundles.engines[leaf].leaf
         self._total = lane.before(spec.rows)
         self._by_row = spec.group is None  # each row for itself: a resume can begin at any
-        self._kept = 0 if spec.may_drop_rows else None  # rows that something came of, so far
+        self._alone = spec.only_filters  # each row becomes one, or none
+        self._kept = 0 if spec.may_drop_rows else None  # rows that became something, so far
+        self._first = bundles.first_passes.setdefault((leaf, lane.index), FirstPass(epoch))
 
     def pull(self) -> Chunk | None:
         if self._row >= self._total:
@@ -201,32 +215,52 @@ class Rows:
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # of what was delivered before: made of rows of the next bundles
         count = max(0, len(made) - skip)
+        in_first = self._first.kept if self._first.epoch != self._epoch else -1
+        places, alone, total = made.places, self._alone, len(made)
         if kept is not None:
-            self._kept = kept + _distinct(made.places, len(made))
+            self._kept = kept + _distinct(places, total, alone)
+            if stop >= self._total and self._first.epoch == self._epoch:
+                self._first.kept = self._kept
 
         def counted(cursor: At, outputs: int) -> At:
-            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs))
+            return cursor if kept is None else RowAt(cursor, kept + _distinct(places, outputs, alone), in_first)
 
         def at(outputs: int) -> At:
             if outputs == count:
-                return counted([stop, left], len(made))
+                return counted([stop, left], total)
             if not by_row or not outputs:
                 return counted([first, skip + outputs], 0 if not outputs else skip + outputs)
-            return counted(_after(made.places, first, skip + outputs), skip + outputs)
+            if alone:
+                return counted([first + int(places[skip + outputs - 1]) + 1, 0], skip + outputs)
+            return counted(_after(places, first, skip + outputs), skip + outputs)
 
         def before(outputs: int) -> At:
             if not by_row or outputs == count:
                 return at(outputs)
-            row = int(made.places[skip + outputs])
-            begin = int(np.searchsorted(made.places, row))
+            row = int(places[skip + outputs])
+            begin = skip + outputs if alone else int(np.searchsorted(places, row))
             return counted([first + row, skip + outputs - begin], skip + outputs)
 
-        return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
+        def table(outputs: Int64Array, is_before: bool) -> Int64Array:
+            done = skip + outputs
+            if is_before:
+                rows = np.append(places, stop - first)[done] + first
+            else:
+                rows = np.where(done > 0, places[np.maximum(done, 1) - 1] + 1, 0) + first
+                rows[outputs == count] = stop
+            found = np.zeros((len(outputs), 2 if kept is None else 4), np.int64)
+            found[:, 0] = rows
+            if kept is not None:
+                found[:, 2], found[:, 3] = kept + done, in_first
+            return found
+
+        fast = table if alone and by_row and count and not left else None
+        return Chunk(made.slice(skip, len(made)) if skip else made, at, before, fast)
 
 
-def _distinct(places: Int64Array, outputs: int) -> int:
-    """Return how many rows the first outputs came from."""
-    return 0 if not outputs else int(np.count_nonzero(np.diff(places[:outputs]))) + 1
+def _distinct(places: Int64Array, outputs: int, alone: bool) -> int:
+    """Return how many rows the first outputs came from. ``alone``: each has one of its own."""
+    return outputs if alone or not outputs else int(np.count_nonzero(np.diff(places[:outputs]))) + 1
 
 
 def _after(places: Int64Array, first: int, outputs: int) -> At:
@@ -256,4 +290,8 @@ class LazyRows:
         chosen = engine.chosen(self._epoch, positions)
         leaves = np.full(len(chosen), self._leaf)
         refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen))
-        return Chunk(refs, lambda outputs: [first + outputs, 0])
+
+        def table(outputs: Int64Array, _: bool) -> Int64Array:
+            return np.stack([first + outputs, np.zeros(len(outputs), np.int64)], axis=1)
+
+        return Chunk(refs, lambda outputs: [first + outputs, 0], table=table)
