@@ -40,14 +40,14 @@ DIFFERING: dict[str, Make] = {
     "seed": lambda ds, _, odd, n: ds.shuffle(odd).loader(n, last_batch="drop"),
     "pipeline": lambda ds, _, odd, n: (ds.map(even_or_odd) if odd else ds).loader(n, last_batch="drop"),
     "batch size": lambda ds, _, odd, n: ds.loader(n + odd, last_batch="uneven"),
-    "ends": lambda ds, _, odd, n: ds.loader(n, last_batch="pad" if odd else "drop"),
+    "last_batch": lambda ds, _, odd, n: ds.loader(n, last_batch="pad" if odd else "drop"),
     "stream: data": lambda ds, other, odd, n: (other if odd else ds).filter(even).loader(n, last_batch="pad"),
     "stream: pipeline": lambda ds, _, odd, n: (ds.filter(even).filter(threes) if odd else ds.filter(even)).loader(
         n, last_batch="pad"
     ),
     "stream: lanes": lambda ds, _, odd, n: ds.filter(even).with_lanes(4 if odd else 2).loader(n, last_batch="pad"),
     "stream: scope": lambda ds, _, odd, n: (ds if odd else ds.shuffle(1)).filter(even).loader(n, last_batch="pad"),
-    "stream beside a dataset: ends": lambda ds, _, odd, n: (
+    "stream beside a dataset: last_batch": lambda ds, _, odd, n: (
         ds.loader(n, last_batch="drop") if odd else ds.filter(even).loader(n, last_batch="pad")
     ),
     "uneven stream: selection": lambda ds, _, odd, n: (

@@ -96,7 +96,7 @@ def test_contradictions_are_errors(monkeypatch: pytest.MonkeyPatch, small_files:
         midepoch.WorldError, match="torch.distributed says rank 0 of 1, torchrun says rank 1 of 3. Pass rank= and"
     ):
         midepoch.from_files(small_files).loader(4)
-    assert midepoch.from_files(small_files).loader(4, rank=0, world_size=1).cut.count == 1
+    assert midepoch.from_files(small_files).loader(4, rank=0, world_size=1).shard.count == 1
     be(1, 3)
     assert find_world() == World(1, 3)
 
