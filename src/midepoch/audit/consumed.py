@@ -201,15 +201,17 @@ class LaneRun:
                 never += max(1, difference + bool(b.part)) if a.run == b.run else self._total(a) - a.row
         return repeated, never
 
-    def deliveries(self, one: Generation, number: int, step: int) -> Iterator[Delivery]:
-        """Yield the rows of step ``number`` of a pass, which is ``step`` of the run."""
+    def deliveries(
+        self, one: Generation, number: int, step: int, later: Sequence[Generation] = ()
+    ) -> Iterator[Delivery]:
+        """Yield the rows of step ``number`` of a pass, which is ``step`` of the run. ``later``: the passes after it."""
         for lane in range(one.lanes):
             track = self.owner(one, lane)
             if track is None or track.delivered <= number:
                 continue
             rank = next(rank for rank, other in one.tracks.items() if other is track)
             for each in self.intervals(one, lane, number, number + 1):
-                each = self._with_groups(one, lane, each, number + 1)
+                each = self._with_groups(one, lane, each, number + 1, later)
                 positions = each.lane.locals(each.first, each.first + each.touched)
                 rows = self._sources[each.leaf].at(each.epoch).chosen(positions)
                 for i, (position, row) in enumerate(zip(positions.tolist(), rows.tolist(), strict=True)):
@@ -217,21 +219,31 @@ class LaneRun:
                     ends = each.ends if i == each.stop - each.first else ()
                     yield Delivery(step, one.shape.epoch, position, rank, row, each.leaf, _part(begins, ends))
 
-    def _with_groups(self, one: Generation, lane: int, found: Interval, step: int) -> Interval:
-        """Return an interval with all rows of a group that it ends in: any of them may be in its outputs."""
+    def _with_groups(
+        self, one: Generation, lane: int, found: Interval, step: int, later: Sequence[Generation]
+    ) -> Interval:
+        """Return an interval with all rows of a group that it ends in: any of them may be in its outputs.
+
+        The group ends where the next one begins, in this pass or in one that continues it.
+        """
         if not any(kind == "group" for kind, _ in found.ends):
             return found
+        for other in (one, *later):
+            track = self.owner(other, lane) if other.shape.epoch == one.shape.epoch else None
+            if track is None:
+                continue
+            steps = range(step if other is one else 0, track.delivered + track.finished + 1)
+            after = bisect_right(steps, found.stop, key=lambda step: self._row(other, lane, step, found))
+            if after < len(steps):
+                return found._replace(stop=self._row(other, lane, steps[after], found) - 1)
+        return found
+
+    def _row(self, one: Generation, lane: int, step: int, found: Interval) -> int:
+        """Return the row of a source at which a lane is after a step; its end, if it is iterated again by then."""
         track = self.owner(one, lane)
         assert track is not None
-
-        def next_row(step: int) -> int:
-            place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == found.leaf)
-            return place.row if (place.epoch, place.lane) == (found.epoch, found.lane) else self._total(place)
-
-        steps = range(step, track.delivered + track.finished + 1)
-        after = bisect_right(steps, found.stop, key=next_row)
-        end = next_row(steps[after]) if after < len(steps) else found.stop + 1
-        return found._replace(stop=max(end - 1, found.stop))
+        place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == found.leaf)
+        return place.row if (place.epoch, place.lane) == (found.epoch, found.lane) else self._total(place)
 
     def steps_of_row(self, one: Generation, before: int, row: int, source: int) -> Iterator[Delivery]:
         """Yield the steps of a pass that consumed a row. ``before``: steps of the run before the pass."""

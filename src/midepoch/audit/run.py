@@ -253,7 +253,8 @@ class Run:
         number = bisect_right(self._first_steps, step - 1) - 1
         one = self.generations[number]
         if one.lanes:
-            return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step))
+            later = self.generations[number + 1 :]
+            return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step, later))
         first = one.shape.start + (step - 1 - self._first_steps[number]) * one.shape.global_batch
         positions = np.arange(first, min(first + one.shape.global_batch, one.end, one.until))
         ranks = positions % one.shape.ranks

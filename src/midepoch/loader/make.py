@@ -56,7 +56,8 @@ def make_loader(
     if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
         last_batch = "uneven"  # those that train together would wait for one that is left without a batch
     row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
-    ahead = ahead_for((batch_size if spec.has_positions else 1024) * row_bytes) if prefetch is None else prefetch
+    made_rows = batch_size if spec.has_positions and spec.base.group is None else 1024  # in one piece, by a worker
+    ahead = ahead_for(made_rows * row_bytes) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
         num_workers=integer(num_workers, "loader(num_workers=…)"),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
-from midepoch.pipeline.rows import Bundles, bundle_rows
+from midepoch.pipeline.rows import Bundles, bundle_unit
 from midepoch.transforms import Batch, join
 
 Int64Array = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ class GroupedRows:
     def __init__(self, bundles: Bundles, epoch: int, groups: int) -> None:
         self._bundles, self._epoch, self._groups = bundles, epoch, groups
         leaf = bundles.engines[0].leaf
-        self._rows, self._size = leaf.rows, bundle_rows(leaf) or 1
+        self._rows, self._size = leaf.rows, bundle_unit(leaf)
         self._kept: dict[int, tuple[int, int, Batch]] = {}  # by sequence: first number, the one after the last, outputs
 
     def read(self, positions: Int64Array) -> Batch:

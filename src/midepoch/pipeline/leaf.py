@@ -96,6 +96,12 @@ class Leaf:
         return group_of(self.steps)
 
     @property
+    def has_one_group_size(self) -> bool:
+        """True if all batched functions get groups of the same size, or none gets groups."""
+        grouped = (step for step in self.steps if isinstance(step, Function) and step.batched and not _rowwise(step))
+        return len({step.batch_size for step in grouped}) <= 1
+
+    @property
     def can_skip(self) -> bool:
         """Whether rows may be passed over, so that shards that hand out rows one by one drift apart."""
         return self.on_error == "skip" or any(getattr(step, "on_error", "raise") == "skip" for step in self.steps)

@@ -74,28 +74,34 @@ class Bundles(Protocol):
 
 
 class Sizes:
-    """How large the bundles of each source are: fixed where functions get groups, else as large as is quick to make."""
+    """The sizes of bundles, for each leaf: as large as is quick to make, and a multiple of its unit."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._fixed = [bundle_rows(leaf) for leaf in leaves]
+        self._units = [bundle_unit(leaf) for leaf in leaves]
+        self._is_fixed = [not leaf.has_one_group_size for leaf in leaves]
         self._now = [_FIRST_FILTERED if _by_expression(leaf) else _FIRST for leaf in leaves]
 
     def now(self, leaf: int) -> int:
-        return self._fixed[leaf] or self._now[leaf]
+        unit = self._units[leaf]
+        return unit if self._is_fixed[leaf] else unit * max(1, self._now[leaf] // unit)
 
     def took(self, leaf: int, most: int, rows: int, seconds: float) -> None:
         """Rows of a bundle were made in so many seconds; ``most`` rows are a bundle's size at most."""
         now = self._now[leaf] = min(self._now[leaf], max(most, 1))
-        if seconds < _QUICK and rows >= now:
+        if seconds < _QUICK and rows >= self.now(leaf):
             self._now[leaf] = min(2 * now, most)
-        elif seconds > _SLOW and rows <= now:
+        elif seconds > _SLOW and rows <= self.now(leaf):
             self._now[leaf] = max(1, now // 2)
 
 
-def bundle_rows(pipeline: Leaf) -> int | None:
-    """Rows of every bundle, where functions get groups of rows: whole groups, about a thousand rows."""
-    group = pipeline.group
-    return None if group is None else group * max(1, 1024 // group)
+def bundle_unit(leaf: Leaf) -> int:
+    """Return the rows that a bundle must be a multiple of, so that functions get the same groups whatever its size.
+
+    Where functions get groups of different sizes, those of all but the first begin with every bundle: then bundles are
+    all of this size, about a thousand rows.
+    """
+    group = leaf.group or 1
+    return group if leaf.has_one_group_size else group * max(1, 1024 // group)
 
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
