@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import midepoch
+from data import write_parquet
 from midepoch.audit import Ledger
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli.app import app
@@ -158,10 +159,8 @@ def test_plan_says_what_it_cannot_know(
 
 
 def test_plan_of_lanes_gives_each_machine_its_own_blocks(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"id": np.arange(400)}), tmp_path / "x.parquet", row_group_size=10)
+    write_parquet(tmp_path / "x.parquet", np.arange(400), 10)
     ds = midepoch.from_files(tmp_path / "x.parquet").shuffle(seed=1, window=2).with_lanes(4)
     from midepoch.tools.plan import plan_resume
 

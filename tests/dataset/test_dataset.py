@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.fs
-import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_parquet
 
 
 @pytest.fixture
@@ -308,7 +306,7 @@ def test_a_loaded_position_is_not_lost_by_a_later_step(ds: midepoch.Dataset) -> 
 
 
 def test_a_shard_has_the_same_rows_iterated_indexed_and_loaded(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": range(12)}), tmp_path / "a.parquet", row_group_size=3)
+    write_parquet(tmp_path / "a.parquet", range(12), 3)
     for shuffled in (False, True):
         ds = midepoch.from_files(tmp_path / "a.parquet").with_format("numpy")
         ds = ds.shuffle(seed=1) if shuffled else ds

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
-from data import Numbers
+from data import Numbers, write_arrow
 from midepoch.errors import CheckpointMismatchError, MidepochError
 
 Make = Callable[[int, int, int, bool], Any]
@@ -28,8 +28,7 @@ def make_shards(tmp_path_factory: pytest.TempPathFactory) -> Make:
         path: Path = folder / f"{rows}.arrow"
         table = pa.table({"id": range(rows)})
         if not path.exists():
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table, max_chunksize=4)
+            write_arrow(path, table, 4)
         return midepoch.from_files(path)
 
     def make(rows: int, lanes: int, shards: int, stream: bool) -> list[Any]:

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import midepoch
+from data import write_arrow
 from midepoch.testing import same
 
 Make = Callable[[], Any]
@@ -104,8 +105,7 @@ def write(folder: Path, rng: np.random.Generator, rows: int, nulls: bool, *, any
         if parquet:
             pq.write_table(part, folder / f"{number}.parquet", row_group_size=int(rng.integers(3, 20)))
             continue
-        with pa.OSFile(str(folder / f"{number}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(part, max_chunksize=int(rng.integers(3, 20)))
+        write_arrow(folder / f"{number}.arrow", part, int(rng.integers(3, 20)), file_format=True)
     return str(folder)
 
 

@@ -67,6 +67,7 @@ class MadeHere:
     def __init__(self, leaf: Leaf, times: Sequence[int]) -> None:
         self.engines: Any = [SimpleNamespace(leaf=leaf)]
         self.times, self.skipped = times, 0
+        self.first_passes: Any = {}
 
     def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
         stop = min(row + 3, total)

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_parquet
 from forks import forked
 from midepoch.errors import CheckpointMismatchError
 from midepoch.read import cache
@@ -32,7 +33,7 @@ BLOCKS, ROWS = 12, 50
 def lake(tmp_path: Path) -> Path:
     path = tmp_path / "lake" / "a.parquet"
     path.parent.mkdir()
-    pq.write_table(pa.table({"id": np.arange(BLOCKS * ROWS)}), path, row_group_size=ROWS)
+    write_parquet(path, np.arange(BLOCKS * ROWS), ROWS)
     path.chmod(0o600)
     return path
 

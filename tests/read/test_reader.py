@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
-from data import numbered, write_arrow
+from data import numbered, write_arrow, write_parquet
 from forks import forked
 from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read import Reader
@@ -234,7 +234,7 @@ def test_a_fork_reads_on_its_own(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_by_several_threads(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": range(20_000)}), tmp_path / "a.parquet", row_group_size=1000)
+    write_parquet(tmp_path / "a.parquet", range(20_000), 1000)
     ds = midepoch.from_files(tmp_path / "a.parquet", cache_bytes=20_000)  # of which a few blocks are kept at a time
     rng = np.random.default_rng(0)
     asked = [rng.integers(0, 20_000, 8).tolist() for _ in range(400)]

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_arrow
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache
 from midepoch.sources import locks
@@ -84,8 +85,7 @@ def data(tmp_path: Path) -> dict[str, Path]:
     table = pa.table({"id": np.arange(ROWS)})
     paths = {"parquet": tmp_path / "a.parquet", "arrow": tmp_path / "a.arrow"}
     pq.write_table(table, paths["parquet"], row_group_size=100)
-    with pa.OSFile(str(paths["arrow"]), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=100)
+    write_arrow(paths["arrow"], table, 100)
     return paths
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from data import Numbers, numbered, write_arrow
+from data import Numbers, numbered, write_arrow, write_parquet
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.testing import same
 
@@ -339,7 +339,7 @@ def test_check_state_says_what_loading_would(numbers: Numbers) -> None:
 @pytest.fixture
 def lake(tmp_path: Path) -> Path:
     (tmp_path / "lake").mkdir()
-    pq.write_table(pa.table({"id": np.arange(60)}), tmp_path / "lake" / "x.parquet", row_group_size=5)
+    write_parquet(tmp_path / "lake" / "x.parquet", np.arange(60), 5)
     return tmp_path / "lake"
 
 
