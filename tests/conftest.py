@@ -1,4 +1,4 @@
-"""Shared data: small Arrow files made for each test session, and caches that are nobody's but the tests'."""
+"""Shared fixtures: small Arrow files made for each test session, and caches that are nobody's but the tests'."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 import launch
 import midepoch
 import ports
+from data import Numbers, documents, numbered, write_arrow
 from forks import Forks
 from launch import Launch, Program, torchrun
 from midepoch.audit import Ledger
@@ -55,27 +56,6 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
 
 
-def write_arrow(path: Path, table: pa.Table, block: int, *, file_format: bool = False, **options: Any) -> Path:
-    """An Arrow IPC file with record batches of ``block`` rows."""
-    make = pa.ipc.new_file if file_format else pa.ipc.new_stream
-    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, **options) as writer:
-        writer.write_table(table, max_chunksize=block)
-    return path
-
-
-def numbered(start: int, stop: int) -> pa.Table:
-    """Rows that can be told apart, of the common kinds of column."""
-    ids = np.arange(start, stop)
-    return pa.table(
-        {
-            "id": ids,
-            "text": [f"row {i} " + "é" * (i % 5) for i in ids],
-            "score": ids / 2,
-            "tokens": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 4).astype(np.int32)), 4),
-        }
-    )
-
-
 @pytest.fixture(scope="session")
 def make_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """Files of the given numbers of rows, numbered through; blocks of ``block`` rows."""
@@ -95,6 +75,34 @@ def make_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[s
 def small_files(make_files: Callable[..., list[str]]) -> list[str]:
     """37 rows in 5 files of uneven size, in blocks of 4."""
     return make_files([9, 1, 12, 8, 7])
+
+
+@pytest.fixture(scope="session")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """A dataset with the numbers from ``first`` up to ``stop`` in column n."""
+    folder = tmp_path_factory.mktemp("numbers")
+
+    def make(first: int, stop: int) -> midepoch.Dataset:
+        path = folder / f"{first}-{stop}.arrow"
+        if not path.exists():
+            write_arrow(path, pa.table({"n": pa.array(range(first, stop), pa.int64())}), 50)
+        return midepoch.from_files(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def documents_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """300 rows of ``data.documents`` in blocks of 17."""
+    folder = tmp_path_factory.mktemp("documents")
+    write_arrow(folder / "a.arrow", documents(300), 17, file_format=True)
+    return str(folder)
+
+
+@pytest.fixture
+def docs(documents_folder: str) -> midepoch.Dataset:
+    """300 rows with an id, a text and tokens."""
+    return midepoch.from_files(documents_folder)
 
 
 @pytest.fixture(scope="session")

@@ -75,9 +75,9 @@ def soak(files: list[str], seeds: range) -> None:
 
 
 def test_soak(small_files: list[str]) -> None:
-    soak(small_files, range(12))
+    soak(small_files, range(6))
 
 
 @pytest.mark.slow
 def test_long_soak(small_files: list[str]) -> None:
-    soak(small_files, range(12, 600))
+    soak(small_files, range(6, 600))

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+import midepoch
 from fast_hf_loader_simple import CheckpointMismatchError, SimpleArrowIterableDataset
+from midepoch.checkpoint import saving
 from midepoch.errors import StateError
 
 KEYS = ["current_file_index", "current_example_index", "shuffle_seed", "shard_config", "arrow_files", "shuffled_files"]
@@ -32,7 +34,6 @@ def test_documented_keys(small_files: list[str]) -> None:
     assert state["shuffle_seed"] == 42
     assert state["shard_config"] == (2, 1)
     order = ids.shuffled_files
-    import midepoch
 
     rows = list(midepoch.from_files(order[state["current_file_index"]]))
     assert rows[state["current_example_index"]] == last
@@ -236,3 +237,36 @@ def test_workers_get_files_of_their_own(make_files: Callable[..., list[str]]) ->
         owners.setdefault(int(row["id"]) // 6, set()).add(int(row["worker"]))
     assert len(rows) == 48
     assert all(len(workers) == 1 for workers in owners.values())
+
+
+def test_states_of_shards_differ_in_their_own_files_only(small_files: list[str]) -> None:
+    """Their states tell of each shard's own file: that is no difference in where the run stands."""
+    states = []
+    for shard in range(2):
+        ds = SimpleArrowIterableDataset(small_files).shuffle(seed=1).shard(2, shard)
+        rows = iter(ds)
+        for _ in range(6):
+            next(rows)
+        states.append(ds.state_dict())
+    assert states[0] != states[1]
+    assert saving.common_state(states[0], True) == saving.common_state(states[1], True)
+    fresh = SimpleArrowIterableDataset(small_files).shuffle(seed=1).shard(2, 1)
+    fresh.load_state_dict(states)
+
+
+def test_a_list_of_documented_states_at_the_end_of_an_epoch(small_files: list[str]) -> None:
+    documented = []
+    names = (
+        "current_file_index",
+        "current_example_index",
+        "shuffle_seed",
+        "shard_config",
+        "arrow_files",
+        "shuffled_files",
+    )
+    for shard in range(2):
+        ds = SimpleArrowIterableDataset(small_files).shard(2, shard)
+        list(ds)
+        state = ds.state_dict()
+        documented.append({key: state[key] for key in names})
+    SimpleArrowIterableDataset(small_files).shard(2, 0).load_state_dict(documented)

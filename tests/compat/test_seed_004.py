@@ -214,7 +214,7 @@ def test_saving_resuming_and_refusing(
         assert done.returncode in (0, -9), done.stderr[-3000:]
         return done.returncode
 
-    assert run(SAVING) == 0
+    assert run(SAVING, WORKERS="4") == 0
     assert run(SAVING, DIE="1_60", WORKERS="2") == -9
     assert run(MISMATCH) == 0
     for checkpoint, workers, name_it in (("ckpt_0_25.pt", "0", ""), ("ckpt_1_50.pt", "3", "yes")):

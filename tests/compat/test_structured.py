@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -306,7 +307,6 @@ def test_arguments_are_checked_at_once(lake: Path) -> None:
     ):
         with pytest.raises((ValueError, TypeError)):
             make(lake, **arguments)
-    import numpy as np
 
     json.dumps(make(lake, shuffle_seed=np.int64(5))[1].state_dict())
 
@@ -327,3 +327,13 @@ def test_a_dataloader_around_it_says_what_to_do(lake: Path) -> None:
     _, dataset = make(lake)
     with pytest.raises(TypeError, match="Iterate it, or the loader that create_dataloader returned"):
         next(iter(torch.utils.data.DataLoader(dataset)))
+
+
+def test_num_ranks_alone_is_not_rank_0(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="num_ranks=4 needs rank=…, too: 1 ranks were found here"):
+        make(lake, num_ranks=4)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert make(lake, num_ranks=4)[1]._loader.shard.index == 2
+    assert make(lake, num_ranks=2, rank=1)[1]._loader.shard.index == 1
+    assert make(lake, num_ranks=1)[1]._loader.shard.count == 1

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import midepoch
-from conftest import numbered, write_arrow
+from data import numbered, write_arrow
 from midepoch.loader import direct
 
 

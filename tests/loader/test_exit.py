@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data import write_arrow
 from forks import Forks
 
 # Registered before anything else, so called after everything else: what still runs then may be in C++ code when the
@@ -39,8 +40,7 @@ print("ran:", bool([t for t in threading.enumerate() if t.name.startswith("midep
 def test_nothing_reads_on_when_the_process_ends(kind: str, tmp_path: Path) -> None:
     table = pa.table({"id": np.arange(4000)})
     if kind == "touched":
-        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=10)
+        write_arrow(tmp_path / "a.arrow", table, 10)
     else:
         pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     command = [sys.executable, "-c", SCRIPT, kind, str(next(tmp_path.glob("a.*")))]
@@ -59,9 +59,10 @@ direct._faults = lambda: next(faults)  # a file that is not in memory
 def keep(): ...
 path, folder, kind = sys.argv[1:]
 ds = midepoch.from_files(path, index_dir=folder, cache_dir=folder if kind == "cached" else None).shuffle(seed=1)
+ds = ds.with_format("numpy")  # importing torch would take longer than all the rest
 loaders = {
-    "numbers": lambda: ds.with_format("numpy").loader(2),
-    "cached": lambda: ds.with_format("numpy").loader(2),
+    "numbers": lambda: ds.loader(2),
+    "cached": lambda: ds.loader(2),
     "threads": lambda: ds.map(dict).loader(2),
     "workers": lambda: ds.map(dict).loader(2, num_workers=2),
     "audited": lambda: ds.loader(2, audit=folder + "/ledger"),
@@ -81,8 +82,7 @@ KINDS = ["numbers", "cached", "threads", "workers", "audited", "stream", "stream
 def test_an_iterator_that_a_script_leaves_behind_is_silent(suffix: str, tmp_path: Path) -> None:
     table, path = pa.table({"id": np.arange(4000)}), tmp_path / f"a.{suffix}"
     if suffix == "arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=10)
+        write_arrow(path, table, 10)
     else:
         pq.write_table(table, path, row_group_size=10)
     (tmp_path / "script.py").write_text(HELD)

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_parquet
 from forks import forked
 from midepoch._internal import threads
 from midepoch.distributed import keyvalue
@@ -36,7 +35,7 @@ ROWS = 20_000
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    pq.write_table(pa.table({"id": np.arange(ROWS)}), tmp_path / "a.parquet", row_group_size=50)
+    write_parquet(tmp_path / "a.parquet", np.arange(ROWS), 50)
     return str(tmp_path / "a.parquet")
 
 

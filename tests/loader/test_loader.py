@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import midepoch
+from midepoch.errors import MapError, MidepochError
 
 
 @pytest.fixture
@@ -218,7 +220,6 @@ def test_two_loaders_of_one_dataset(ds: midepoch.Dataset) -> None:
 
 
 def test_a_changed_file_is_named_by_the_reading_thread(make_files: Callable[..., list[str]]) -> None:
-    import os
 
     (path,) = make_files([40])
     ds = midepoch.from_files(path)
@@ -249,3 +250,25 @@ def test_a_loader_may_be_collected_in_its_own_reading_thread(ds: midepoch.Datase
     assert ended
     source._thread = first
     loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_function_that_stops_is_an_error_and_one_that_returns_none_is_not(
+    ds: midepoch.Dataset, workers: int
+) -> None:
+    def stops(rows: list[Any]) -> Any:
+        return next(iter([])) if rows[0]["id"] >= 20 else rows
+
+    with pytest.raises(MapError, match="collate_fn failed on a batch of 10 rows"):
+        list(ds.loader(10, num_workers=workers, collate_fn=stops))
+    for made in (ds, ds.filter(lambda row: row["id"] >= 0)):
+        assert list(made.loader(10, num_workers=workers, collate_fn=lambda rows: None)) == [None] * 4
+
+
+def test_a_second_iteration_does_not_end_the_first_silently(ds: midepoch.Dataset) -> None:
+    loader = ds.loader(5)
+    first = iter(loader)
+    next(first)
+    next(iter(loader))
+    with pytest.raises(MidepochError, match="another iter"):
+        next(first)

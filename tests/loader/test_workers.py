@@ -189,3 +189,25 @@ def test_no_descriptor_leaks(ds: midepoch.Dataset) -> None:
         list(ds.map(big, batched=True).loader(5, num_workers=2))
         ds.shuffle(seed=1).map(double)
     assert count() <= before + 1
+
+
+def exits(row: dict[str, Any]) -> dict[str, Any]:
+    sys.exit(0)
+
+
+def test_exit_in_a_worker_does_not_end_the_training(ds: midepoch.Dataset) -> None:
+    with pytest.raises(WorkerError, match="stopped by SystemExit"):
+        list(ds.map(exits).loader(5, num_workers=1))
+
+
+def handler_in_place(row: dict[str, Any]) -> dict[str, Any]:
+    return {"own": callable(signal.getsignal(signal.SIGTERM))}
+
+
+def test_handlers_of_the_script_do_not_run_in_workers(ds: midepoch.Dataset) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        batches = list(ds.map(handler_in_place).loader(20, num_workers=1, multiprocessing_context="fork"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not any(bool(value) for batch in batches for value in batch["own"])

@@ -39,7 +39,7 @@ def test_tables_and_hashing_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(Bijection(10**6, derive(1, 0, "rows"))(x), with_tables)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_small_permutations_are_equally_likely(n: int) -> None:
     draws = 400 * math.factorial(n)
     counts = Counter(tuple(Bijection(n, derive(s, 0, "rows"))(np.arange(n)).tolist()) for s in range(draws))

@@ -46,7 +46,7 @@ def orders(draw: st.DrawFn) -> tuple[Order, Layout, int]:
 
 
 @given(orders())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_every_selected_row_once(case: tuple[Order, Layout, int]) -> None:
     order, layout, epoch = case
     rows = order.at(epoch, layout).rows(np.arange(len(order)))
@@ -55,7 +55,7 @@ def test_every_selected_row_once(case: tuple[Order, Layout, int]) -> None:
 
 
 @given(orders(), st.data())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_seek_equals_skip(case: tuple[Order, Layout, int], data: st.DataObject) -> None:
     order, layout, epoch = case
     n = len(order)
@@ -67,7 +67,7 @@ def test_seek_equals_skip(case: tuple[Order, Layout, int], data: st.DataObject) 
 
 
 @given(orders())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_position_inverts_sequence(case: tuple[Order, Layout, int]) -> None:
     order, layout, epoch = case
     bound = order.at(epoch, layout)
@@ -76,7 +76,7 @@ def test_position_inverts_sequence(case: tuple[Order, Layout, int]) -> None:
 
 
 @given(orders(), st.integers(1, 6), st.integers(1, 6), st.integers(0, 400))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_cuts_are_disjoint_and_complete(case: tuple[Order, Layout, int], ranks: int, workers: int, start: int) -> None:
     """From any position, for any world and workers: all shares together are the rest of the epoch, once."""
     n = len(case[0])
@@ -166,7 +166,7 @@ def test_order_is_pinned_for_ever() -> None:
 
 
 @given(orders())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_positions_undo_chosen(case: tuple[Order, Layout, int]) -> None:
     order, layout, epoch = case
     here, positions = order.at(epoch, layout), np.arange(len(order))

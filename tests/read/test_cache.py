@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_parquet
 from forks import forked
+from midepoch.errors import CheckpointMismatchError
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache
 from midepoch.sources.source import CacheSpec
@@ -30,7 +33,7 @@ BLOCKS, ROWS = 12, 50
 def lake(tmp_path: Path) -> Path:
     path = tmp_path / "lake" / "a.parquet"
     path.parent.mkdir()
-    pq.write_table(pa.table({"id": np.arange(BLOCKS * ROWS)}), path, row_group_size=ROWS)
+    write_parquet(path, np.arange(BLOCKS * ROWS), ROWS)
     path.chmod(0o600)
     return path
 
@@ -130,7 +133,6 @@ def test_a_full_disk_is_said_once(lake: Path, tmp_path: Path, caplog: pytest.Log
     assert ds.pipeline.source.fetch(0, ["id"]).num_rows == ROWS
 
     def read() -> bool:
-        import signal
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # every write fails
@@ -218,3 +220,21 @@ def test_a_block_that_is_written_to_while_it_is_mapped_is_noticed(lake: Path, tm
         with pytest.raises(midepoch.DataChangedError, match="was written to while it was in use"):
             list(batches)
     assert [int(each) for batch in ds.loader(25) for each in batch["id"]] == list(range(BLOCKS * ROWS))
+
+
+def test_a_rewritten_file_is_not_served_from_the_cache(tmp_path: Path) -> None:
+    """Same footer, same size, other values."""
+    path, values = tmp_path / "a.parquet", list(range(100))
+
+    def write() -> midepoch.Dataset:
+        pq.write_table(pa.table({"x": values}), path, compression="none", use_dictionary=False, row_group_size=50)
+        return midepoch.from_files(path, cache_dir=tmp_path / "c")
+
+    ds = write()
+    assert [row["x"] for row in ds] == values
+    state = ds.state_dict()
+    values[10:40] = values[10:40][::-1]
+    ds = write()
+    assert [row["x"] for row in ds] == values
+    with pytest.raises(CheckpointMismatchError):
+        ds.load_state_dict(state)

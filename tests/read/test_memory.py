@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import midepoch
+from data import write_arrow
 from midepoch.read import memory as memory_module
 from midepoch.read.memory import HeldBuffers, Memory, _Group, grouped
 
@@ -179,3 +183,21 @@ def test_wide_rows_are_read_in_any_order(tmp_path: Path, width: int, format: str
     ids = np.concatenate([batch["id"] for batch in seen])
     assert sorted(ids.tolist()) == list(range(12))
     assert np.array_equal(np.concatenate([batch["tokens"] for batch in seen]), values.reshape(12, -1)[ids])
+
+
+def ids(batches: Any, name: str = "id") -> list[Any]:
+    return [value for batch in batches for value in batch[name].tolist()]
+
+
+def test_a_mapped_file_that_was_replaced_is_noticed(tmp_path: Path) -> None:
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"id": range(40)}), 10)
+    ds = midepoch.from_files(path).with_format("numpy")
+    other = write_arrow(tmp_path / "b.arrow", pa.table({"id": range(7000, 7040)}), 10)
+    assert other.stat().st_size == path.stat().st_size
+    os.utime(other, ns=(1, 1))
+    os.replace(other, path)
+    with pytest.raises(midepoch.DataChangedError, match="its contents differ"):
+        list(ds.loader(4))
+    write_arrow(path, pa.table({"id": range(40)}), 10)
+    os.utime(path, ns=(2, 2))  # copied, or touched: the same data
+    assert ids(ds.loader(4)) == list(range(40))

@@ -6,16 +6,21 @@ import decimal
 import errno
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import numbered, write_arrow
+import midepoch
+from data import numbered, write_arrow, write_parquet
+from forks import forked
 from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read import Reader
 from midepoch.sources import Source
@@ -214,3 +219,29 @@ def test_a_shortage_of_the_machine_is_not_damage(tmp_path: Path, monkeypatch: py
     failures[0] = 100
     with pytest.raises(OSError, match="Too many open files"):
         reader_of(path, skip_corrupt=skip).read(np.array([7, 3, 51]))
+
+
+def test_a_fork_reads_on_its_own(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(10_000)}), tmp_path / "a.parquet", row_group_size=100)
+    ds = midepoch.from_files(tmp_path)
+    assert ds[0]["x"] == 0
+    rows = iter(ds)
+    next(rows)
+    for _ in range(3):
+        read = lambda: ds[9_999]["x"] == 9_999 and [row["x"] for row in ds.take(500)] == list(range(500))  # noqa: E731
+        assert forked(read) == 0
+    assert next(rows)["x"] == 1
+
+
+def test_rows_are_read_by_several_threads(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", range(20_000), 1000)
+    ds = midepoch.from_files(tmp_path / "a.parquet", cache_bytes=20_000)  # of which a few blocks are kept at a time
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(0, 20_000, 8).tolist() for _ in range(400)]
+    with ThreadPoolExecutor(4) as pool:
+        assert [found["id"] for found in pool.map(ds.__getitem__, asked)] == asked
+
+        def asks(row: dict[str, Any]) -> dict[str, Any]:  # another thread, and waits for it
+            return {"next": pool.submit(ds.__getitem__, row["id"] + 1).result(60)["id"]}
+
+        assert ds.map(asks)[7]["next"] == 8

@@ -13,7 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "demo", "cli"}
-PAGES = {"midepoch/report/page.html"}
+PAGES = {"midepoch/tools/report/page.html"}
 
 
 def metadata(wheel: Path) -> Message:

@@ -106,3 +106,35 @@ def test_missing_files_of_a_web_server_are_named_as_such(web: WebServer) -> None
             read(address)
     with pytest.raises(DataNotFoundError, match=r"/no\.zip does not exist"):
         read(f"zip://a.parquet::{user}/no.zip")
+
+
+@pytest.mark.parametrize(
+    ("url", "inner"),
+    [
+        ("s3://b/data#v2.parquet", "b/data#v2.parquet"),
+        ("s3://b/run#1/", "b/run#1"),
+        ("s3://b/a?b=c.parquet", "b/a?b=c.parquet"),
+        ("s3://b/me@home/x.parquet", "b/me@home/x.parquet"),
+        ("s3://key:secret@b/x?endpoint_override=h:1&scheme=http", "b/x"),
+    ],
+)
+def test_keys_may_hold_anything(url: str, inner: str) -> None:
+    assert resolve(url)[1] == inner
+
+
+def test_secrets_of_a_refused_address_are_not_shown(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    for paths in (
+        [tmp_path / "a.parquet", "s3://AKIA1234:TOPSECRET77@b/x.parquet"],
+        "s3://AKIA1234:TOP/SECRET77@b/x.parquet",
+    ):
+        with pytest.raises(ValueError) as raised:
+            midepoch.from_files(paths)  # type: ignore[arg-type]
+        assert "SECRET77" not in str(raised.value)
+
+
+def test_a_query_that_is_no_signature_is_refused_and_not_shown() -> None:
+    for url in ("https://h/x.parquet?id=TOPSECRET77", "zip://a::https://me:TOPSECRET77@h/x.zip?key=TOPSECRET77"):
+        with pytest.raises(midepoch.MidepochError, match="has a query that is not a signature.*storage_options") as e:
+            midepoch.from_files(url)
+        assert "TOPSECRET77" not in str(e.value)

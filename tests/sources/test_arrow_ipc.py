@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import midepoch
-from conftest import numbered, write_arrow
-from midepoch.errors import FormatError
+from data import numbered, write_arrow
+from midepoch.errors import CheckpointMismatchError, FormatError
 from midepoch.sources.arrow_batches import BatchReader
 from midepoch.sources.arrow_ipc import scan
 
@@ -276,3 +276,32 @@ def test_each_dictionary_message_is_read_once(tmp_path: Path, deltas: bool) -> N
         batch = reader.read(found.offsets[number], None, found.dictionaries)
         assert batch.column("w").to_pylist() == words[number]
     assert bodies < 2.2 * len(data)
+
+
+def test_columns_of_one_name_and_dictionaries_in_unions_are_refused(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    with pytest.raises(FormatError, match="several columns are named 'a'"):
+        midepoch.from_files(write_arrow(tmp_path / "a.arrow", twice, 1))
+    inner = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array(["x"]).dictionary_encode()])
+    with pytest.raises(FormatError, match="dictionary-encoded values inside"):
+        midepoch.from_files(write_arrow(tmp_path / "b.arrow", pa.table({"s": inner}), 1))
+
+
+def test_joined_streams_and_files_without_a_footer_are_refused(tmp_path: Path) -> None:
+    stream = write_arrow(tmp_path / "a.arrow", numbered(0, 9), 3).read_bytes()
+    (tmp_path / "joined.arrow").write_bytes(stream + stream)
+    with pytest.raises(FormatError, match="as if files had been concatenated"):
+        midepoch.from_files(tmp_path / "joined.arrow")
+    whole = write_arrow(tmp_path / "b.arrow", numbered(0, 9), 3, file_format=True).read_bytes()
+    (tmp_path / "cut.arrow").write_bytes(whole[:-6])
+    with pytest.raises(FormatError, match="footer is missing"):
+        midepoch.from_files(tmp_path / "cut.arrow")
+
+
+def test_a_changed_middle_column_is_other_data(tmp_path: Path) -> None:
+    def make(name: str, value: int) -> midepoch.Dataset:
+        table = pa.table({"id": range(20_000), "label": [value] * 20_000, "text": ["x" * 40] * 20_000})
+        return midepoch.from_files(write_arrow(tmp_path / name, table, 1000))
+
+    with pytest.raises(CheckpointMismatchError, match="data"):
+        make("b.arrow", 1).load_state_dict(make("a.arrow", 0).state_dict())

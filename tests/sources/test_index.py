@@ -10,14 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 
-from conftest import numbered, write_arrow
+import midepoch
+from data import numbered, write_arrow
 from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
+from midepoch.sources import lake as lake_module
 from midepoch.sources.index import Index, open_index
 
 
@@ -163,3 +169,53 @@ def test_killed_builder_leaves_nothing_to_trip_over(make_files: Callable[..., li
         assert opened(paths, tmp_path).starts[-1] == 8000
     opened(paths, tmp_path, force=True)
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_two_that_index_again_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": [1, 2]}), path)
+    first = midepoch.from_files(path, force_reindex=True)
+    second = midepoch.from_files(path, force_reindex=True)
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "b.parquet")
+    midepoch.from_files(tmp_path)
+    assert list(second) == list(first) == [{"x": 1}, {"x": 2}]
+
+
+KILLED = """
+import os, signal, sys
+import midepoch
+from midepoch.sources import lake
+lake.atomic_write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+midepoch.from_files(sys.argv[1], index_dir=sys.argv[2], force_reindex=True)
+"""
+
+
+def test_killed_while_indexing_again(tmp_path: Path) -> None:
+    path, folder = tmp_path / "a.parquet", tmp_path / "ix"
+    pq.write_table(pa.table({"x": [1, 2]}), path)
+    midepoch.from_files(path, index_dir=folder)
+    pq.write_table(pa.table({"x": [5, 6, 7]}), path)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(folder)], check=False, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    assert [row["x"] for row in midepoch.from_files(path, index_dir=folder)] == [5, 6, 7]
+    assert hasattr(lake_module, "atomic_write")
+
+
+def ids(batches: Any, name: str = "id") -> list[Any]:
+    return [value for batch in batches for value in batch[name].tolist()]
+
+
+def test_an_index_that_was_left_over_decides_nothing(tmp_path: Path) -> None:
+    """The folder once held Parquet: what is mapped without that index is mapped with it, and in the same order."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pq.write_table(pa.table({"id": range(12)}), folder / "a.parquet")
+    midepoch.from_files(folder, index_dir=tmp_path / "old")
+    (folder / "a.parquet").unlink()
+    write_arrow(folder / "a.arrow", pa.table({"id": range(12)}), 3)
+    found = [
+        ids(midepoch.from_files(folder, index_dir=tmp_path / name).shuffle(seed=1).loader(2, rank=0, world_size=2))
+        for name in ("old", "new")
+    ]
+    assert found[0] == found[1]
+    assert len(midepoch.from_files(folder, index_dir=tmp_path / "old", validate=False)) == 12

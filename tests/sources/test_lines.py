@@ -146,7 +146,7 @@ def test_resumes_exactly_without_broken_lines(kind: str, tmp_path: Path) -> None
     path = tmp_path / f"a.{kind}"
     path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
     ds = midepoch.from_files(path, on_error="skip").shuffle(seed=3)
-    assert_resumes_exactly(lambda: ds.loader(5))
+    assert_resumes_exactly(lambda: ds.loader(5), steps=[0, 1, 3, 4, 7, 8, 9, 10], tail=4)
     expected = [batch["id"].tolist() for batch in ds.loader(5)]
     assert [batch["id"].tolist() for batch in ds.loader(5, num_workers=2)] == expected
     ranks = [list(ds.with_lanes(2).loader(5, rank=rank, world_size=2)) for rank in range(2)]

@@ -18,11 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from data import write_arrow
 from midepoch.read import cache
 from midepoch.read.cache import BlockCache
 from midepoch.sources import locks
 from midepoch.sources.locks import LockFile
 from midepoch.sources.source import CacheSpec
+from midepoch.sources.storage import locked
 
 ROWS = 500
 HOLDERS = {
@@ -83,8 +85,7 @@ def data(tmp_path: Path) -> dict[str, Path]:
     table = pa.table({"id": np.arange(ROWS)})
     paths = {"parquet": tmp_path / "a.parquet", "arrow": tmp_path / "a.arrow"}
     pq.write_table(table, paths["parquet"], row_group_size=100)
-    with pa.OSFile(str(paths["arrow"]), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=100)
+    write_arrow(paths["arrow"], table, 100)
     return paths
 
 
@@ -187,3 +188,36 @@ def test_a_process_that_ends_leaves_no_lock(short: None, held: Held, tmp_path: P
     holder.kill()
     holder.wait()
     assert lock.acquire(5, "it", wait=False)
+
+
+def test_a_lock_is_not_inherited_by_a_forked_child(tmp_path: Path) -> None:
+    """A pool of ``datasets`` outlives a killed parent: what it inherited must not block the next run."""
+    code = (
+        "import os, sys, time; from pathlib import Path; from midepoch.sources.storage import locked\n"
+        "with locked(Path(sys.argv[1]), 'it'):\n"
+        "    if os.fork() == 0: time.sleep(600); os._exit(0)\n"
+        "    print('held', flush=True); time.sleep(600)\n"
+    )
+    target = tmp_path / "x"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(target)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        waiter = "import sys; from pathlib import Path; from midepoch.sources.storage import locked\n"
+        waiter += "with locked(Path(sys.argv[1]), 'it'): print('free')"
+        done = subprocess.run(
+            [sys.executable, "-c", waiter, str(target)], capture_output=True, text=True, timeout=120, check=True
+        )
+        assert done.stdout.strip() == "free"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+    with locked(target, "it") as place:
+        assert place.keep(lambda: target.write_bytes(b"kept"))

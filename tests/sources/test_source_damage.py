@@ -22,7 +22,7 @@ import pytest
 from pyarrow import orc
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from forks import forked
 from midepoch.errors import CorruptBlockError, DataChangedError, FetchError, MapError, MidepochError
 from midepoch.sources.damage import is_damage
@@ -106,8 +106,7 @@ def written(folder: Path, kind: str, rows: int = 60) -> Path:
     path, table = folder / f"a.{kind}", pa.table({"x": range(rows)})
     if kind.endswith("arrow"):
         options = pa.ipc.IpcWriteOptions(compression="zstd" if "zstd" in kind else None)
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=10)
+        write_arrow(path, table, 10, options=options)
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=10)
     elif kind == "orc":

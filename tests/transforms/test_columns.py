@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from midepoch.errors import ColumnError
 from midepoch.testing import assert_resumes_exactly
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 import midepoch
-from conftest import write_arrow
-from midepoch.errors import CheckpointMismatchError, ColumnError
+from data import write_arrow
+from midepoch.errors import CheckpointMismatchError, ColumnError, MapError
 from midepoch.testing import assert_resumes_exactly
 
 ROWS = 60
@@ -66,3 +68,35 @@ def test_states_keep_their_text(ds: midepoch.Dataset) -> None:
     assert ds.unbatch("tokens").state_dict()["pipeline"] == "unbatch[tokens]"
     with pytest.raises(CheckpointMismatchError):
         ds.unbatch("tokens").load_state_dict(ds.unbatch().state_dict())
+
+
+def test_outputs_are_in_the_order_of_the_rows_they_are_made_of(docs: midepoch.Dataset) -> None:
+    stream = docs.flat_map(lambda row: [{"id": row["id"], "k": k} for k in range(row["id"] % 4)])
+    assert [(row["id"], row["k"]) for row in stream] == [(i, k) for i in range(300) for k in range(i % 4)]
+    rows = list(docs.select_columns(["id", "tokens"]).unbatch("tokens"))
+    expected = [(row["id"], token) for row in docs for token in row["tokens"] or []]
+    assert [(row["id"], row["tokens"]) for row in rows] == expected
+
+
+def test_a_batched_map_may_return_any_number_of_rows(docs: midepoch.Dataset) -> None:
+    def pairs(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"pair": [batch["id"][i : i + 2] for i in range(0, len(batch["id"]), 2)]}
+
+    assert [row["pair"] for row in docs.map(pairs, True, 5, one_to_one=False)][:4] == [[0, 1], [2, 3], [4], [5, 6]]
+    with pytest.raises(MapError, match="one_to_one=False"):
+        list(docs.map(pairs, True, 5))
+    with pytest.raises(MapError, match="different lengths"):
+        list(docs.map(lambda batch: {"a": [1], "b": [1, 2]}, True, 5, one_to_one=False))
+
+
+def test_arrays_of_features_are_batched_and_unbatched(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"m": datasets.Array2D((2, 2), "int64"), "n": datasets.Value("int64")})
+    made = datasets.Dataset.from_dict(
+        {"m": [[[i, i], [i, i]] for i in range(6)], "n": list(range(6))}, features=features
+    )
+    made.save_to_disk(str(tmp_path / "hf"))
+    ds = midepoch.load_from_disk(str(tmp_path / "hf"))
+    batch = next(iter(ds.batch(3)))
+    assert np.asarray(batch["m"]).tolist() == [[[i, i], [i, i]] for i in range(3)]
+    assert [np.asarray(row["m"]).tolist() for row in ds.take(2).unbatch("m")] == [[0, 0], [0, 0], [1, 1], [1, 1]]

@@ -1,20 +1,20 @@
-"""What comes out in each format, nulls included."""
+"""What comes out in each format, nulls included. tests/loader/test_jax.py has JAX."""
 
 from __future__ import annotations
 
 import datetime
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import midepoch
-from conftest import write_arrow
+from data import write_arrow
 from midepoch.testing import same
 
 TABLE = pa.table(
@@ -89,31 +89,6 @@ def test_torch(ds: midepoch.Dataset, rows: list[int]) -> None:
     assert first["fixed"].tolist() == [1.0, 2.0]
 
 
-JAX = """
-import sys, jax, midepoch
-ds = midepoch.from_files(sys.argv[1]).select_columns(["i", "fixed", "s"]).with_format("jax")
-found = ds[0:2]
-assert isinstance(found["i"], jax.Array)
-assert found["fixed"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
-assert found["s"] == ["a", None]
-if __name__ == "__main__":
-    for workers in (0, 2):
-        batches = list(ds.loader(3, num_workers=workers))
-        assert all(isinstance(batch["i"], jax.Array) for batch in batches)
-        assert [batch["i"].tolist() for batch in batches] == [[1, 2, 3], [4]], batches
-    print("ok")
-"""
-
-
-def test_jax(tmp_path: Path) -> None:
-    """In a process of its own: JAX's threads and this process's other forks do not go together."""
-    path = write_arrow(tmp_path / "a.arrow", TABLE, 3)
-    (tmp_path / "script.py").write_text(JAX)
-    command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.stdout.strip() == "ok", done.stderr
-
-
 def test_arrow(ds: midepoch.Dataset) -> None:
     assert ds.with_format("arrow")[[3, 0]].equals(TABLE.take([3, 0]).combine_chunks())
     assert next(iter(ds.with_format("arrow"))).to_pylist() == TABLE.slice(0, 1).to_pylist()
@@ -142,3 +117,25 @@ def test_writing_to_what_was_handed_out_changes_nothing_else(tmp_path: Path) -> 
             for batch, values in zip(loader, expected, strict=True):
                 assert batch["x"].tolist() == values.tolist()
                 batch["x"].zero_()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_an_empty_list_of_lists_has_nothing_in_it(kind: str, tmp_path: Path) -> None:
+    values = [[], [[1, 2]], [[]], None, [[3], []]]
+    pq.write_table(pa.table({"x": pa.array(values, pa.list_(pa.list_(pa.int64())))}), tmp_path / "a.parquet")
+    ds = midepoch.from_files(tmp_path / "a.parquet").with_format(kind)
+    found = [None if row["x"] is None else [list(map(int, inner)) for inner in row["x"]] for row in ds]
+    assert found == values
+
+
+def test_empty_lists_of_a_map_are_arrays(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(4)}), tmp_path / "a.parquet")
+    ds = midepoch.from_files(tmp_path / "a.parquet").map(lambda row: {"y": [1.5] * (row["x"] % 3)})
+    assert [value.tolist() for value in next(iter(ds.loader(4)))["y"]] == [[], [1.5], [1.5, 1.5], []]
+    assert ds.with_format("numpy")[0]["y"].shape == (0,)
+
+
+def test_integers_that_no_array_holds_stay(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(2)}), tmp_path / "a.parquet")
+    ds = midepoch.from_files(tmp_path / "a.parquet").with_format("numpy").map(lambda row: {"y": [2**63 + 1, -1]})
+    assert [list(row["y"]) for row in ds] == [[2**63 + 1, -1]] * 2

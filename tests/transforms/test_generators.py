@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
+from data import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*")
 
@@ -231,3 +233,51 @@ def test_generators_of_a_dataset_by_itself_are_pinned(ds: midepoch.Dataset) -> N
 
     once = ds.shuffle(seed=3).map(noise, with_generator=True)
     assert [int(row["noise"]) for row in once][:3] == [978179047, 295177527, 1873006166]
+
+
+def odd(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2)
+
+
+def test_generators_depend_on_seed_epoch_and_row_only(docs: midepoch.Dataset) -> None:
+    def noisy(row: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+        return {"noise": generator.random()}
+
+    noise = {row["id"]: row["noise"] for row in docs.shuffle(seed=5).map(noisy, with_generator=True)}
+    kept = docs.shuffle(seed=5).filter(odd).map(noisy, with_generator=True)
+    plain = {
+        row["id"]: row["noise"] for row in docs.shuffle(seed=5).filter(lambda r: True).map(noisy, with_generator=True)
+    }
+    for lanes, workers in ((1, 0), (3, 0), (2, 2)):
+        found = [row for batch in kept.with_lanes(lanes).loader(8, workers, collate_fn=list) for row in batch]
+        assert len(found) == 150
+        assert all(row["noise"] == plain[row["id"]] for row in found)
+    assert len(set(noise.values())) == 300
+    twice = docs.flat_map(lambda row: [row, row]).map(noisy, with_generator=True)
+    assert len({row["noise"] for row in twice}) == 600, "rows made of one row draw other numbers"
+
+
+def test_generators_differ_between_passes_and_sources(numbers: Numbers) -> None:
+    def noisy(row: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+        return {"noise": generator.random()}
+
+    forever = midepoch.mix([numbers(0, 5), numbers(100, 105)], seed=1, stop="never").map(noisy, with_generator=True)
+    assert len({row["noise"] for row in islice(forever, 60)}) == 60
+    both = midepoch.concat([numbers(0, 5), numbers(100, 105)]).map(noisy, with_generator=True)
+    assert len({row["noise"] for row in both}) == 10
+    twice: Any = numbers(0, 1)
+    for _ in range(6):
+        twice = twice.flat_map(lambda row: [row, row])
+    assert len({row["noise"] for row in twice.map(noisy, with_generator=True)}) == 64
+
+
+def test_generators_do_not_depend_on_the_order_of_the_sources(numbers: Numbers) -> None:
+    def noisy(row: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+        return {"noise": generator.random()}
+
+    parts = {"a": numbers(0, 30), "b": numbers(1000, 1030)}
+    one = midepoch.mix(parts, seed=1, stop="all").map(noisy, with_generator=True)
+    other = midepoch.mix(dict(reversed(parts.items())), seed=1, stop="all").map(noisy, with_generator=True)
+    first = {row["n"]: row["noise"] for row in reversed(list(one))}
+    second = {row["n"]: row["noise"] for row in reversed(list(other))}
+    assert first == second and len(first) == 60

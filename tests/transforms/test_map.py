@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -225,3 +228,37 @@ def test_arrow_tables_in_and_out(ds: midepoch.Dataset) -> None:
         list(arrow.map(lambda table: table.slice(1), batched=True, batch_size=4))
     with pytest.raises(MapError, match="a table for some rows and a dict for others"):
         list(arrow.map(lambda t: t if t["id"][0].as_py() < 8 else t.to_pydict(), batched=True, batch_size=4).loader(16))
+
+
+def ids(batches: Any, name: str = "id") -> list[Any]:
+    return [value for batch in batches for value in batch[name].tolist()]
+
+
+def test_what_a_map_writes_into_its_input_shows_nowhere(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(12)}), tmp_path / "a.parquet")
+
+    def made(batch: Any) -> Any:
+        return {"y": batch["x"] * 10}
+
+    def writes(batch: Any) -> Any:
+        batch["y"] += 1
+        if (batch["y"] >= 100).any():
+            raise ValueError("too large")
+        return {"z": batch["y"].copy()}
+
+    ds = midepoch.from_files(tmp_path / "a.parquet").with_format("numpy").map(made, batched=True)
+    for size in (4, 6, 12):
+        mapped = ds.map(writes, batched=True, on_error="skip", batch_size=size)
+        batches = list(mapped.loader(size))
+        assert ids(batches, "z") == [10 * i + 1 for i in range(10)], size
+        assert ids(batches, "y") == [10 * i for i in range(10)], size
+
+    def appends(row: Any) -> bool:
+        row["words"].append(0)
+        if row["x"] == 11:
+            raise ValueError("the last one")
+        return len(row["words"]) == 2
+
+    rows = midepoch.from_files(tmp_path / "a.parquet").with_format("python").map(lambda row: {"words": [row["x"]]})
+    kept = rows.filter(appends, on_error="skip")
+    assert [(row["x"], row["words"]) for row in kept] == [(i, [i]) for i in range(11)]

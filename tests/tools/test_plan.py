@@ -1,0 +1,53 @@
+"""Plans of a resume: what they accept and refuse, and what each rank would get."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Any
+
+import midepoch
+from midepoch.tools.plan import plan_resume
+
+
+def odd(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2)
+
+
+def test_plan_says_which_lanes_a_rank_runs_and_what_is_left(docs: midepoch.Dataset) -> None:
+    kept = docs.shuffle(seed=1).filter(odd).with_lanes(4)
+    loader = kept.loader(5)
+    for _ in islice(loader, 6):
+        pass
+    plan = plan_resume(loader.state_dict(), kept, world_size=2, batch_size=4, machines=2)
+    assert plan.accepted and plan.checked == "dataset" and (plan.epoch, plan.position) == (0, 30)
+    assert plan.lanes == ((0, 2), (1, 3)) and plan.global_batch == 8
+    rows = [entry[3][0] for entry in json.loads(loader.state_dict()["flow"])]
+    assert [machine.rows for machine in plan.machines] == [150 - rows[0] - rows[2], 150 - rows[1] - rows[3]]
+    assert all(machine.blocks and machine.bytes for machine in plan.machines)
+    assert 10 <= plan.steps_left <= 20, "an estimate of (150 - 30) / 8"
+    uneven = plan_resume(loader.state_dict(), kept, world_size=3, batch_size=4)
+    assert uneven.accepted and any("do not divide" in note for note in uneven.notes)
+    refused = plan_resume(loader.state_dict(), docs.shuffle(seed=1), world_size=2, batch_size=4)
+    assert not refused.accepted and "pipeline differs" in str(refused.problem)
+    alone = plan_resume(loader.state_dict(), world_size=2, batch_size=4)
+    assert not alone.accepted and "Pass it" in str(alone.problem)
+
+
+def test_plans_refuse_what_loaders_refuse(small_files: list[str]) -> None:
+    ds = midepoch.from_files(small_files).shuffle(seed=1)
+    state = ds.state_dict()
+    bad: dict[str, dict[str, Any]] = {
+        "worker": {"worker": 0, "workers": 2},
+        "shard": {"shard": 0, "shards": 2},
+        "position": {"position": 99},
+        "selection": {"selection": "0:5"},
+        "scope": {"scope": "bogus"},
+    }
+    for name, change in bad.items():
+        for dataset in (None, ds):
+            plan = plan_resume({**state, **change}, dataset, world_size=2, batch_size=3)
+            assert not plan.accepted and plan.problem, name
+    plan = plan_resume(state, ds, world_size=30, batch_size=4, last_batch="drop")
+    assert not plan.accepted and "no batch would be left" in str(plan.problem)
+    assert plan_resume(state, ds.loader(4, last_batch="pad"), world_size=3, batch_size=4).padded == 11
