@@ -62,7 +62,7 @@ def test_audit(run: Path) -> None:
     assert len(rows) == 9 and {row["rank"] for row in rows} == {0, 1, 2} and rows[0]["position"] == 18
     assert rows[0]["place"].startswith("row ") and ".arrow" in rows[0]["place"]
     assert of_json("audit", run / "run", "--row", rows[0]["row"])[0]["step"] == 4
-    assert "where it lies" in call("audit", run / "run", "--row", 5).output
+    assert "where it is" in call("audit", run / "run", "--row", 5).output
     assert of_json("audit", run / "run", "--against", run / "run") == {"first": 37, "second": 37, "both": 37}
     assert "37" in call("audit", run / "run", "--against", run / "run").output
 
@@ -148,7 +148,7 @@ def test_plan_says_what_it_cannot_know(
     picked = midepoch.from_files(small_files).select([3, 1, 2]).loader(1).state_dict()
     (tmp_path / "picked.json").write_text(json.dumps(picked))
     told = of_json("plan", "--checkpoint", tmp_path / "picked.json", *options)
-    assert not told["batches"] and any("give the dataset" in note for note in told["notes"])
+    assert not told["batches"] and any("Pass the dataset" in note for note in told["notes"])
     assert (
         call(
             "plan", "--checkpoint", run / "state.json", "--world-size", 3, "--batch-size", 1, "--machines", 2

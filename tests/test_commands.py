@@ -77,7 +77,7 @@ def test_info_of_what_datasets_saved(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"a": [1, 2, 3]})}).save_to_disk(tmp_path / "saved")
     assert of_json("info", tmp_path / "saved", "--split", "train")["rows"] == 3
-    assert "choose one" in refused("info", tmp_path / "saved")
+    assert "Choose one" in refused("info", tmp_path / "saved")
 
 
 def test_peek_shows_what_training_gets(files: list[Path]) -> None:
@@ -139,7 +139,7 @@ def test_diff(state: Path, files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "later.json").write_text(json.dumps({**json.loads(state.read_text()), "position": 90}))
     found = call("diff", state, tmp_path / "later.json")
     assert found.exit_code == 0 and "does not matter" in found.output
-    assert call("diff", state, state).output.startswith("the same place")
+    assert call("diff", state, state).output.startswith("the same position")
     (tmp_path / "other.json").write_text(json.dumps(ds.shuffle(seed=2, scope="rows").loader(1).state_dict()))
     told = of_json("diff", state, tmp_path / "other.json")
     assert not told["resumes"] and "another seed" in told["problem"]
@@ -196,8 +196,8 @@ def test_bench(files: list[Path], tmp_path: Path) -> None:
         "bench", "--dataset", f"{tmp_path / 'make.py'}:make", "--workers", 0, "--seconds", 0.1, "--batch-size", 8
     )
     assert shown.exit_code == 0 and "recommended: loader(batch_size=8, num_workers=0)" in shown.output
-    assert "--workers takes whole numbers" in refused("bench", *files, "--workers", "x")
-    assert "give the data" in refused("bench")
+    assert "--workers takes integers" in refused("bench", *files, "--workers", "x")
+    assert "pass the data" in refused("bench")
 
 
 def test_bench_recommends_the_fewest_workers_that_are_as_fast() -> None:

@@ -90,7 +90,7 @@ def test_shards(ds: midepoch.Dataset) -> None:
             assert sorted(sum(parts, [])) == list(range(37))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
             assert [len(ds.shard(count, i, mode=mode)) for i in range(count)] == list(map(len, parts))
-    with pytest.raises(ValueError, match="37 rows cannot be cut into 38 shards"):
+    with pytest.raises(ValueError, match="37 rows cannot be split into 38 shards"):
         ds.shard(38, 0)
     with pytest.raises(ValueError, match=r"\[0, 2\)"):
         ds.shard(2, 2)

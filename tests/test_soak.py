@@ -35,7 +35,7 @@ def random_pipeline(draw: random.Random, files: list[str]) -> Callable[[], midep
                     lambda ds: ds.map(noise, with_generator=True),
                     lambda ds: ds.map(not_sevens, on_error="skip"),
                     lambda ds: (
-                        ds.remove_columns("score") if "score" in ds.schema.names and not ds.pipeline.tail else ds
+                        ds.remove_columns("score") if "score" in ds.schema.names and not ds.pipeline.base.tail else ds
                     ),
                 ]
             )

@@ -1,10 +1,10 @@
-"""midepoch: training data from where it lies, resumed exactly, at once, on any shape of cluster.
+"""midepoch: training data in place, resumed exactly and immediately, on any cluster size.
 
 ds = midepoch.load_dataset("parquet", data_files="*.parquet", split="train")
 loader = ds.shuffle(seed=42).loader(batch_size=64, num_workers=4)
 for batch in loader: ...
 state = loader.state_dict()          # < 1 KB, JSON-able
-loader.load_state_dict(state)        # in another process, on another number of workers, ranks, rows a batch
+loader.load_state_dict(state)        # in another process, with other numbers of workers, ranks, rows per batch
 """
 
 from __future__ import annotations

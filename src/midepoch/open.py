@@ -48,20 +48,22 @@ def from_files(
     validate: bool = True,
     on_error: str = "raise",
 ) -> Dataset:
-    """A dataset of files where they lie: a file, a list, a glob (``**`` crosses folders), or a folder.
+    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), or a folder.
 
     Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
-    ``gs://``, ``az://``) or anywhere fsspec reaches. A folder or glob is sorted by path; a list keeps its order. Arrow
-    files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are decoded
-    once and ``cache_bytes`` of them kept: in memory, or, with worker processes or ranks to share them with, or if it is
-    given, in ``cache_dir``.
+    ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by path; a list keeps its order.
+    Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
+    decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
+    if it is given, in ``cache_dir``.
 
-    ``format`` is found from the files when not given. ``columns`` that are not named are never read. ``filters`` is a
-    pyarrow expression, or a list as Parquet readers take it: ``[("label", "in", [1, 2])]``; blocks whose statistics
-    exclude it are never fetched. ``partitioning="hive"`` makes columns of folders called ``key=value``.
-    ``storage_options`` (or a ``filesystem`` of pyarrow or fsspec) hold credentials, which are written nowhere.
-    ``validate=False`` trusts the index without listing the files. ``on_error="skip"`` goes on without blocks that
-    cannot be read.
+    - ``format``: default: detected from the files
+    - ``columns``: others are never read
+    - ``filters``: a pyarrow expression, or a list as in Parquet readers: ``[("label", "in", [1, 2])]``; blocks whose
+      statistics exclude it are never fetched
+    - ``partitioning="hive"``: folders called ``key=value`` become columns
+    - ``storage_options`` (or a ``filesystem`` of pyarrow or fsspec): credentials, which are written nowhere
+    - ``validate=False``: trust the index without listing the files
+    - ``on_error="skip"``: skip blocks that cannot be read
     """
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
@@ -84,12 +86,12 @@ def from_files(
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
     if can_be_mapped(request, folder, force=force_reindex, validate=validate):
-        # Files of different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
+        # Files with different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
         with suppress(DifferentSchemasError, EncodedError):
             files = [Path(entry.path) for entry in find().entries]
             index = _index(files, index_dir, force_reindex, on_error, as_mapped=True)
             source = Source((index,))
-            with suppress(OSError):  # one of other files that were here: nobody would make it anew
+            with suppress(OSError):  # an index of other files that were here: nobody would recreate it
                 request.index_path(folder).unlink(missing_ok=True)
     if source is None:
         with shown("indexing", "files") as report:
@@ -118,9 +120,9 @@ def load_from_disk(
     force_reindex: bool = False,
     on_error: str = "raise",
 ) -> Dataset:
-    """A dataset written by ``datasets``' ``save_to_disk``. ``split`` may slice: ``"train[:90%]"``.
+    """Return a dataset written by ``datasets``' ``save_to_disk``. ``split`` may slice: ``"train[:90%]"``.
 
-    A dataset dict needs a split; a single dataset needs none (to slice it, any name will do).
+    A dataset dict needs a split; a single dataset needs none (to slice it, use any name).
     """
     folder = _local(check_path(path), "path")
     splits = saved_splits(folder)
@@ -128,10 +130,12 @@ def load_from_disk(
         files = saved_files(folder)
         parts = parse_split(split) if split is not None else (SplitPart("train"),)
         if len({part.split for part in parts}) > 1:
-            raise DataNotFoundError(f"{folder} holds a single dataset without splits; split={split!r} names several.")
+            raise DataNotFoundError(
+                f"{folder} contains a single dataset without splits, but split={split!r} names several. Omit the split."
+            )
         return _of_splits(parts, {part.split: files for part in parts}, index_dir, force_reindex, on_error)
     if split is None:
-        raise ValueError(f"{folder} holds the splits {', '.join(splits)}: choose one with split=…")
+        raise ValueError(f"{folder} contains the splits {', '.join(splits)}. Choose one with split=…")
     parts = expand_all(parse_split(split), list(splits))
     check_splits(parts, splits, str(folder))
     return _of_splits(parts, splits, index_dir, force_reindex, on_error)
@@ -151,11 +155,11 @@ def load_dataset(
     on_error: str = "raise",
     **load_dataset_kwargs: Any,
 ) -> Dataset:
-    """A Hugging Face dataset, by hub name, script of formats ("parquet", "json", …) or local folder.
+    """Return a Hugging Face dataset, by hub name, format ("parquet", "json", …) or local folder.
 
-    The first time this runs ``datasets.load_dataset`` and indexes the Arrow files it leaves in its cache; later it
-    reads the index and asks nobody. Changed local files are noticed; for a hub dataset that has a new version pass
-    ``force_reindex=True``. ``split`` takes the whole notation: ``"train[:90%]"``, ``"train[10:20]+test"``.
+    The first call runs ``datasets.load_dataset`` and indexes the Arrow files in its cache. Later calls read the index,
+    without network access. Changed local files are detected; for a new version of a hub dataset pass
+    ``force_reindex=True``. ``split`` takes the full notation: ``"train[:90%]"``, ``"train[10:20]+test"``.
     """
     parts = parse_split(split)
     request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
@@ -174,11 +178,11 @@ def _of_splits(
     force: bool,
     on_error: str,
 ) -> Dataset:
-    """One source of all splits named, and of it the rows that the slices mean. Slices share the split's index."""
+    """Return one source of all named splits, and the rows that the slices select. Slices share the split's index."""
     names = list(dict.fromkeys(part.split for part in parts))
     for name in names:
         if not splits[name]:
-            raise DataNotFoundError(f"split {name!r} holds no rows.")
+            raise DataNotFoundError(f"split {name!r} has no rows.")
     indexes = {name: _index(splits[name], index_dir, force, on_error) for name in names}
     first, starts = 0, {}
     for name in names:
@@ -207,7 +211,7 @@ def _check_on_error(on_error: str) -> None:
 
 
 def _make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
-    """All rows of a source (or those selected), in the order in which they lie."""
+    """Return all rows of a source (or those selected), in the order of the files."""
     filtered = source.access is not None and source.access.filter is not None
     where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
     if not source.rows and not filtered:

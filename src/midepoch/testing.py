@@ -1,4 +1,4 @@
-"""Holding a pipeline to G1: a resumed run yields precisely what the uninterrupted run would have yielded.
+"""Test of a pipeline against guarantee G1: a resumed run yields exactly what the uninterrupted run would have.
 
 from midepoch.testing import assert_resumes_exactly
 
@@ -28,11 +28,15 @@ def assert_resumes_exactly(
 ) -> int:
     """Save at every moment of ``epochs`` epochs, resume each state in a fresh object, and compare what follows.
 
-    The moments are before the first item, behind each one, and behind each end of an epoch; what follows goes into one
-    epoch more. ``make`` returns a fresh loader or dataset (anything that iterates an epoch and has ``state_dict`` and
-    ``load_state_dict``). ``resume_with`` are other makers that must go on in the same way (another ``num_workers``).
-    ``steps``: only these moments, counted over all epochs. ``tail``: compare only so many items after a resume. Every
-    state goes through JSON, and every resume is resumed again one item later. Returns the number of resumes checked.
+    The moments are before the first item, after each item, and after the end of each epoch; what follows extends into
+    one more epoch. Every state is converted to JSON and back, and every resume is resumed again one item later. Returns
+    the number of resumes checked.
+
+    - ``make`` returns a fresh loader or dataset (anything that iterates an epoch and has ``state_dict`` and
+      ``load_state_dict``)
+    - ``resume_with``: other makers that must continue in the same way (another ``num_workers``)
+    - ``steps``: only these moments, counted over all epochs
+    - ``tail``: compare only this many items after a resume
     """
     cuts, items = _uninterrupted(make, epochs)
     wanted = range(len(cuts)) if steps is None else [step for step in steps if step < len(cuts)]
@@ -54,9 +58,9 @@ def assert_resumes_exactly(
 
 
 def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]], list[Any]]:
-    """(items before it, state, whether at an end) of every moment to save; and the items, of one epoch more.
+    """Return (items before it, state, True at an end) of every moment to save, and the items, of one more epoch.
 
-    The moments: before the first item, behind each item, and behind each StopIteration.
+    The moments: before the first item, after each item, and after each StopIteration.
     """
     source = make()
     cuts: list[tuple[int, Any, bool]] = [(0, _through_json(source.state_dict()), False)]
@@ -73,7 +77,7 @@ def _uninterrupted(make: Make, epochs: int) -> tuple[list[tuple[int, Any, bool]]
             cuts.append((len(items), _through_json(source.state_dict()), False))
     _close(source)
     plain = make()
-    _compare(items, [item for _ in range(epochs + 1) for item in plain], "a run whose state was never asked for")
+    _compare(items, [item for _ in range(epochs + 1) for item in plain], "a run whose state was never requested")
     _close(plain)
     return cuts, items
 
@@ -87,7 +91,7 @@ def _resumed(make: Make, state: Any, count: int, at_end: bool) -> list[Any]:
 
 
 def _state_after_one(make: Make, state: Any) -> Any:
-    """Load, save at once, load that, take one item, save: the ways in which resumes of a resume go wrong."""
+    """Load, save immediately, load that, take one item, and save: the ways in which resumes of a resume go wrong."""
     first = make()
     first.load_state_dict(state)
     again = _through_json(first.state_dict())
@@ -103,7 +107,7 @@ def _state_after_one(make: Make, state: Any) -> Any:
 
 
 def _passes(source: Any, at_end: bool) -> Iterable[Any]:
-    """Pass after pass. Only a state saved behind the last item of an epoch may begin with an empty pass."""
+    """Yield pass after pass. Only a state saved after the last item of an epoch may begin with an empty pass."""
     allowed = 1 if at_end else 0
     while True:
         empty = True
@@ -135,7 +139,7 @@ def _compare(expected: Sequence[Any], found: Sequence[Any], when: str) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two items hold the same values, in arrays, tensors, Arrow data and nested containers alike."""
+    """Return True if two items have the same values, in arrays, tensors, Arrow data and nested containers."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 import midepoch
 from midepoch.audit import Ledger, read_run
 from midepoch.audit.coverage import Piece, count, covers
+from midepoch.loader.plans import Plan
+from midepoch.pipeline.cursor import Cursor
 
 ORDERS: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
     "in order": lambda ds: ds,
@@ -104,7 +106,7 @@ def test_rows_and_steps_are_named_as_they_were(small_files: list[str], tmp_path:
         found.rows_of_step(1000)
     with pytest.raises(midepoch.DataNotFoundError, match="there is no row 99"):
         found.steps_of_row(99)
-    assert "row" in found.order.place(0) and ".arrow" in found.order.place(0)
+    assert "row" in found.order.source.place(0) and ".arrow" in found.order.source.place(0)
 
 
 @settings(max_examples=60)
@@ -275,17 +277,16 @@ def test_a_ledger_is_small(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger", attempt="x")
     ledger.begin(
         ds.pipeline,
+        Cursor(),
         how="fresh",
-        stood=(0, 0),
-        epoch=0,
-        start=0,
-        end=4_000_000,
-        global_batch=4_000_000 // 8000,
+        origin=Cursor(),
+        end=Plan.of(0, 0, 4_000_000, 4_000_000 // 8000, "drop"),
+        batch_size=4_000_000 // 8000,
         last_batch="drop",
         workers=0,
     )
     for _ in range(8000):
-        ledger.step()
+        ledger.step(0, 0.0, Cursor())
     size = sum(path.stat().st_size for path in (tmp_path / "ledger").iterdir())
     assert read_run(tmp_path).epochs[0].complete
     assert size < 16_000
@@ -308,8 +309,8 @@ def test_what_cannot_be_recorded_or_read_is_said(
     with pytest.raises(ValueError, match="set MIDEPOCH_RUN_ID for all ranks"):
         ds.loader(4, rank=0, world_size=2, audit=tmp_path)
     monkeypatch.setenv("MIDEPOCH_RUN_ID", "by hand")
-    assert ds.loader(4, rank=0, world_size=2, audit=tmp_path).cut.count == 2
-    with pytest.raises(ValueError, match="give a folder"):
+    assert ds.loader(4, rank=0, world_size=2, audit=tmp_path).shard.count == 2
+    with pytest.raises(ValueError, match="Pass a local folder"):
         ds.loader(4, audit="s3://bucket/run")
     with pytest.raises(midepoch.DataNotFoundError, match="there is no ledger in"):
         read_run(tmp_path / "nothing")
@@ -334,7 +335,7 @@ def test_a_full_disk_ends_the_ledger_and_not_the_run(
     batches = iter(loader)
     next(batches)
     next(batches)
-    record = loader._ledger
+    record = loader.ledger
     assert record is not None and (record._pages is not None) == mapped
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(os, "pwrite", full)

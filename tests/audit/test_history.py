@@ -190,11 +190,11 @@ def test_loaders_of_the_same_rows_need_names(ds: midepoch.Dataset, tmp_path: Pat
         list(passing)
 
     train(tmp_path / "a")
-    assert "give them names" in read_run(tmp_path / "a").problems[0]
+    assert "name them" in read_run(tmp_path / "a").problems[0]
     train(tmp_path / "b", train="train", test="test")
     assert all(run.exact and told(run)[0] == 40 for run in read_runs(tmp_path / "b"))
     assert read_run(tmp_path / "b", "train").steps == 10 and read_run(tmp_path / "b", "test").steps == 5
-    with pytest.raises(midepoch.DataNotFoundError, match="there are: train, test"):
+    with pytest.raises(midepoch.DataNotFoundError, match="The recorded ones are: train, test"):
         read_run(tmp_path / "b", "other")
 
 
@@ -308,7 +308,7 @@ def test_a_ledger_that_fails_does_not_end_the_run(
     (tmp_path / "run").touch()
     assert len(list(passing)) == 10
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the run goes on" in caplog.text
+    assert "The run continues" in caplog.text
     (tmp_path / "run").unlink()
     list(loader)
     run = read_run(tmp_path / "run")
@@ -333,7 +333,9 @@ def test_torchrun_on_one_machine_names_its_starts(ds: midepoch.Dataset, tmp_path
     (path,) = tmp_path.glob("*.ledger")
     assert f"-{os.getppid()}." in json.loads(path.read_bytes().split(b"\n")[1])["attempt"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="initialise torch.distributed or jax.distributed before the loader is made"):
+    with pytest.raises(
+        ValueError, match="Initialise torch.distributed or jax.distributed before the loader is created"
+    ):
         ds.loader(4, last_batch="drop", audit=tmp_path)
 
 
@@ -410,6 +412,7 @@ def test_a_second_loader_between_two_passes_is_noticed(ds: midepoch.Dataset, tmp
 def test_one_rank_that_repeats_is_noticed(ds: midepoch.Dataset, tmp_path: Path) -> None:
     loaders = [ds.loader(4, rank=r, world_size=2, audit=Ledger(tmp_path, attempt="1")) for r in range(2)]
     take(loaders[0], 3)
+    loaders[0].set_epoch(0)  # begins it again
     for loader in loaders:
         list(loader)
     assert told(read_run(tmp_path))[:2] == (28, 12)

@@ -2,7 +2,7 @@
 
 Random pipelines, every third one a filter, packing or mix; each is run on 1 to 6 ranks with 0 to 4 workers, killed (a
 rank, a worker, or all of them, by SIGKILL) at a random moment, and started again in another shape, until its epochs are
-over. Then a log of all that was delivered, and for datasets the ledger, have to prove, each on its own, that nothing
+over. Then a log of all that was delivered, and the ledger, have to prove, each on its own, that nothing
 was lost or repeated and that the order is that of an uninterrupted run. The seed is printed: with it, the same pipelines, shapes and victims are drawn again (moments are the machine's).
 """
 

@@ -96,7 +96,7 @@ def _check_order(pipeline: Pipeline, history: dict[int, Any], starts: list[Start
 
 def _check_rest(left: int, starts: list[Start], epoch: int) -> None:
     """Rows may be left over at the end of an epoch only if they are no whole batch of a start that drops such."""
-    dropped = any(start.ends == "drop" and left < start.world * start.batch for start in starts)
+    dropped = any(start.last_batch == "drop" and left < start.world * start.batch for start in starts)
     assert left == 0 or dropped, f"epoch {epoch}: {left} rows lost"
 
 
@@ -118,7 +118,7 @@ def _check_ledger(history: dict[int, Any], folder: Path, again: int, starts: lis
         start, ranks = history[step]
         found: dict[int, list[int]] = {rank: [] for rank in range(start.world)}
         for one in run.rows_of_step(step):
-            found[one.rank].append(int(run.order.in_source(_array(one.row))[0]))
+            found[one.rank].append(int(run.order.source.in_source(_array(one.row))[0]))
             assert step in [other.step for other in run.steps_of_row(one.row)]
         assert found == {rank: ranks.get(rank, (0, []))[1] for rank in range(start.world)}
 

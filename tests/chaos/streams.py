@@ -5,7 +5,6 @@ Ranks are connected by torch.distributed, as ranks that run lanes of their own a
 
 from __future__ import annotations
 
-import os
 import random
 from collections import defaultdict
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 import midepoch
 from chaos.trial import EPOCHS, Logs, Start
+from midepoch.audit import Run, read_run
 
 Output = tuple[int, ...]
 
@@ -111,8 +111,7 @@ class StreamPipeline:
 
         store = f"file://{folder / f'store-{start.number:04}'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=start.world)
-        os.environ.pop("MIDEPOCH_RUN_ID")
-        return self.open(folder / "data").loader(start.batch, start.workers, last_batch="pad")
+        return self.open(folder / "data").loader(start.batch, start.workers, last_batch="pad", audit=folder / "ledger")
 
     def outputs(self, batch: Any) -> list[Output]:
         """What tells the outputs of a batch apart: ids, or the tokens of a sequence."""
@@ -144,7 +143,27 @@ class StreamPipeline:
                     next_of[lane] += len(numbers)
             assert sum(next_of.values()) == len(places), f"epoch {epoch}: {len(places) - sum(next_of.values())} lost"
             kept_outputs += len(places)
+        self._check_ledger(read_run(folder), history)
         return kept_outputs, made - kept_outputs
+
+    def _check_ledger(self, run: Run, history: dict[int, Any]) -> None:
+        """The ledger alone proves the same, and names the rows of a step."""
+        assert run.exact and all(epoch.complete for epoch in run.epochs), (run.problems, run.epochs)
+        assert run.steps == len(history), (run.steps, len(history))
+        rows = sum(self.files)
+        assert all(epoch.once + epoch.dropped == rows for epoch in run.epochs), run.epochs
+        if "mix" not in self.kind:
+            assert all(epoch.once == rows for epoch in run.epochs), run.epochs
+        if self.kind == "filter":
+            filtered = rows // 3
+            assert all(epoch.filtered == filtered for epoch in run.epochs), (filtered, run.epochs)
+        for step in sorted(history)[:: max(1, len(history) // 4)]:
+            named = {one.row + 1 for one in run.rows_of_step(step)}
+            for _, outputs in history[step][1].values():
+                if self.kind == "filter":
+                    assert {output[0] for output in outputs} <= named, f"step {step}"
+                elif self.kind in ("concat", "best_fit"):
+                    assert {token // 10 for output in outputs for token in output} <= named, f"step {step}"
 
     def _places(self, folder: Path, lanes: int, epoch: int) -> dict[Output, tuple[int, int]]:
         """The lane of every output, and its number there, by an uninterrupted run of each lane by itself."""

@@ -81,7 +81,7 @@ class Pipeline:
 
     def open(self, folder: Path) -> midepoch.Dataset:
         ds = midepoch.from_files(folder, index_dir=folder.parent / "index", cache_dir=folder.parent / "blocks")
-        ds = ds.slice(*self.shard)
+        ds = ds.slice(*self.cut)
         if self.scope is not None:
             ds = ds.shuffle(self.seed, self.scope, self.window)
         if self.lanes is not None:
@@ -96,7 +96,12 @@ class Pipeline:
 
     def loader(self, start: Start, rank: int, folder: Path) -> Any:
         return self.open(folder / "data").loader(
-            start.batch, start.workers, rank=rank, world_size=start.world, ends=start.ends, audit=folder / "ledger"
+            start.batch,
+            start.workers,
+            rank=rank,
+            world_size=start.world,
+            last_batch=start.last_batch,
+            audit=folder / "ledger",
         )
 
     def outputs(self, batch: Any) -> list[int]:
@@ -114,7 +119,7 @@ class Start:
     workers: int
     batch: int
     interval: int
-    ends: str
+    last_batch: str
     mode: str
 
     @staticmethod
@@ -125,7 +130,7 @@ class Start:
             workers=random_.choice([0, 0, random_.randint(*WORKERS)]),
             batch=random_.randint(*BATCHES),
             interval=random_.randint(*INTERVALS),
-            ends=random_.choice(["pad", "pad", "drop"]),
+            last_batch=random_.choice(["pad", "pad", "drop"]),
             mode=random_.choice(["sync", "sync", "async"]),
         )
 

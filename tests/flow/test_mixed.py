@@ -126,7 +126,7 @@ def test_weights_of_zero_are_spans_of_the_others() -> None:
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1]])
 def test_a_mix_needs_a_weight_above_zero(numbers: Numbers, weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="0 or more, and one of them above 0"):
+    with pytest.raises(ValueError, match="0 or more, and at least one above 0"):
         midepoch.mix([numbers(0, 5), numbers(10, 5)], weights)
 
 

@@ -131,7 +131,7 @@ def test_a_source_cannot_be_removed_in_the_middle_of_a_window(numbers: Numbers) 
     loader = midepoch.mix([a, b], seed=1).shuffle(seed=1, window=20).loader(1, collate_fn=ns)
     list(islice(loader, 5))
     other = midepoch.mix([a], seed=1).shuffle(seed=1, window=20).loader(1, collate_fn=ns)
-    with pytest.raises(CheckpointMismatchError, match="in the middle of what they make"):
+    with pytest.raises(CheckpointMismatchError, match="delivered only a part of their results"):
         other.load_state_dict(loader.state_dict())
 
 
@@ -140,7 +140,7 @@ def test_sources_that_look_the_same(numbers: Numbers) -> None:
     even, odd = a.filter(lambda row: row["n"] % 2 == 0), a.filter(lambda row: row["n"] % 2 == 1)
     loader = midepoch.mix([even, odd], weights=[3, 1], seed=1, stop="all").loader(1, collate_fn=ns)
     list(islice(loader, 20))
-    with pytest.raises(CheckpointMismatchError, match="give the sources names"):
+    with pytest.raises(CheckpointMismatchError, match="name the sources"):
         midepoch.mix([odd], seed=1, stop="all").loader(1).load_state_dict(loader.state_dict())
     named = midepoch.mix({"even": even, "odd": odd}, {"odd": 1, "even": 3}, seed=1, stop="all").loader(1, collate_fn=ns)
     seen = [n for batch in islice(named, 20) for n in batch]
@@ -275,7 +275,7 @@ def test_pack_checks_what_it_puts_in(tmp_path: Path) -> None:
         list(short.pack(2, eos=70000))
     with pytest.raises(ColumnError, match="-1 does not fit"):
         list(short.pack(2, pad=-1))
-    with pytest.raises(TypeError, match="whole number"):
+    with pytest.raises(TypeError, match="an integer"):
         short.pack(2, pad=0.5)  # type: ignore[arg-type]
     nulls = tabled(tmp_path / "nulls", pa.table({"input_ids": [[1, 2], [3], [4, None]]}))
     assert [row["input_ids"] for row in nulls.take(2).pack(2)] == [[1, 2], [3, 0]]
@@ -510,7 +510,7 @@ def test_windows_over_what_holds_a_changed_mix(numbers: Numbers) -> None:
         for _ in range(cut):
             next(passing)
         state = copied(stream.state_dict())
-        with pytest.raises(CheckpointMismatchError, match="in the middle of what they make"):
+        with pytest.raises(CheckpointMismatchError, match="delivered only a part of their results"):
             make([1, 9]).load_state_dict(state)
         make([1, 1]).load_state_dict(state)
 
@@ -558,7 +558,7 @@ def test_a_tokenizer_that_was_used_with_padding(tmp_path: Path) -> None:
 
 def test_more_plain_mistakes(numbers: Numbers) -> None:
     a, b = numbers(0, 5), numbers(10, 15)
-    with pytest.raises(TypeError, match="need sources by name"):
+    with pytest.raises(TypeError, match="require sources by name"):
         midepoch.mix([a, b], {"a": 1, "b": 2})
     with pytest.raises(TypeError, match=r"zip\(\[a, b\]\)"):
         midepoch.zip(a, b)
@@ -590,7 +590,7 @@ def test_nothing_to_load(numbers: Numbers, caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(midepoch.DataNotFoundError, match="source 1 has no rows"):
         midepoch.mix([numbers(0, 9), numbers(0, 9).take(0)])
     assert list(numbers(0, 9).filter(lambda row: False).loader(4)) == []
-    assert "has nothing in it" in caplog.text
+    assert "is empty. Check that its filters" in caplog.text
 
 
 def test_check_state_says_what_loading_would(numbers: Numbers) -> None:

@@ -150,13 +150,13 @@ def test_padding_counts_for_nothing_on_resume(small_files: list[str]) -> None:
 
 def test_what_contradicts_or_is_in_the_way_is_refused(small_files: list[str]) -> None:
     ds = midepoch.from_files(small_files)
-    with pytest.raises(ValueError, match="ends must be one of 'drop', 'pad', 'uneven', got 'loop'"):
+    with pytest.raises(ValueError, match="last_batch must be one of 'drop', 'pad', 'uneven', got 'loop'"):
         ds.loader(4, last_batch="loop")
     with pytest.raises(ValueError, match="drop_last=True and last_batch='pad' contradict"):
         ds.loader(4, drop_last=True, last_batch="pad")
-    with pytest.raises(ValueError, match="there is a column 'is_padding' already"):
+    with pytest.raises(ValueError, match="the dataset has a column 'is_padding'"):
         ds.rename_columns({"id": "is_padding"}).loader(4, last_batch="pad")
-    with pytest.raises(midepoch.MapError, match="a map made a column 'is_padding'"):
+    with pytest.raises(midepoch.MapError, match="a map created a column 'is_padding'"):
         next(iter(ds.map(lambda row: {"is_padding": 1}).loader(4, last_batch="pad")))
     assert len(ds.loader(4, drop_last=True, last_batch="drop")) == 9
 

@@ -23,7 +23,7 @@ import pytest
 import midepoch
 from forks import forked
 from midepoch._internal import threads
-from midepoch.distributed import rendezvous
+from midepoch.distributed import keyvalue
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import passes as loader_module
 from midepoch.loader.equal import EqualSteps
@@ -56,7 +56,7 @@ def test_workers_that_nobody_listens_to(path: str) -> None:
 
     def passes() -> bool:
         next(iter(loader))
-        for mine in loader._pool._mine:
+        for mine in loader._sources._pool._mine:
             with socket.socket(fileno=os.dup(mine.fileno())) as end:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # it would take hundreds of passes
         found = [next(iter(loader))["id"] for _ in range(40)]
@@ -78,7 +78,9 @@ def test_an_interrupt_between_a_message_and_its_book_keeping(
 ) -> None:
     loader = kinds(path, kind).loader(100, num_workers=1, persistent_workers=True)
     expected = ids(loader)
-    owner: Any = Receiver if where == "received" else type(loader._pool if kind == "rows" else loader._bundles)
+    owner: Any = (
+        Receiver if where == "received" else type(loader._sources._pool if kind == "rows" else loader._sources._bundles)
+    )
     name = "receive" if where == "received" else "_tell"
     calls, call = iter(range(100_000)), getattr(owner, name)
 
@@ -199,12 +201,13 @@ def test_what_was_left_behind_is_not_used_again(path: str, monkeypatch: pytest.M
     """A reader that comes back would put its block where the next pass looks for another one."""
     loader = kinds(path, "rows").loader(100)
     ids(loader, 2)
-    maker = loader._maker
-    assert loader._maker is maker is not None
+    maker = loader._sources._maker
+    assert loader._sources._maker is maker is not None
     monkeypatch.setattr("midepoch.loader.threads.join", lambda threads: False)
     ids(loader, 2)
-    assert loader._maker is None
+    assert loader._sources._maker is None
     monkeypatch.undo()
+    loader.set_epoch(0)
     assert ids(loader, 2) == list(range(200))
 
 
@@ -266,7 +269,7 @@ def test_what_ranks_have_said_does_not_fill_the_store(monkeypatch: pytest.Monkey
     from torch.distributed import HashStore
 
     store = HashStore()
-    monkeypatch.setattr(rendezvous, "_store", lambda: store)
+    monkeypatch.setattr(keyvalue, "_store", lambda: store)
     steps = EqualSteps(Shard(0, 1), {"data": "data"}, "", lambda: None)
     for _ in range(3):
         steps.begin()

@@ -97,14 +97,14 @@ def test_tells_waiting_from_working(clock: Clock) -> None:
 
 
 def test_a_model_that_waits_is_told_once(clock: Clock, caplog: Any) -> None:
-    clock.meter.spent.functions = 1.0
+    clock.meter.timings.functions = 1.0
     with caplog.at_level(logging.WARNING, "midepoch"):
         clock.batches(5, waits=1.0, works=2.0)
         assert not caplog.records  # too early to tell
         clock.batches(100, waits=1.0, works=2.0)
     (record,) = caplog.records
     assert "the model waits for data 33 % of the time (3 rows/s)" in record.getMessage()
-    assert "running your functions: give num_workers=" in record.getMessage()
+    assert "running your functions: use num_workers=" in record.getMessage()
 
 
 @pytest.mark.parametrize(("waits", "works"), [(0.1, 2.0), (1.0, 0.01)])
@@ -139,7 +139,7 @@ def test_hooks(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
     next(batches)
     next(batches)
     assert seen[-1] == (100, 11)
-    with pytest.raises(TypeError, match="a hook must be a function"):
+    with pytest.raises(TypeError, match="expected a hook, a function"):
         loader.on_stats("tensorboard")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every"):
         loader.on_stats(print, every=-1)

@@ -40,7 +40,7 @@ DIFFERING: dict[str, Make] = {
     "seed": lambda ds, _, odd, n: ds.shuffle(odd).loader(n, last_batch="drop"),
     "pipeline": lambda ds, _, odd, n: (ds.map(even_or_odd) if odd else ds).loader(n, last_batch="drop"),
     "batch size": lambda ds, _, odd, n: ds.loader(n + odd, last_batch="uneven"),
-    "ends": lambda ds, _, odd, n: ds.loader(n, last_batch="pad" if odd else "drop"),
+    "last_batch": lambda ds, _, odd, n: ds.loader(n, last_batch="pad" if odd else "drop"),
     "stream: data": lambda ds, other, odd, n: (other if odd else ds).filter(even).loader(n, last_batch="pad"),
     "stream: pipeline": lambda ds, _, odd, n: (ds.filter(even).filter(threes) if odd else ds.filter(even)).loader(
         n, last_batch="pad"

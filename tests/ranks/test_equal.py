@@ -28,7 +28,7 @@ def test_ranks_that_differ_are_refused(data: tuple[str, str], tmp_path: Path, la
         field = field.removeprefix("stream beside a dataset: ").removesuffix(" of another kind")
         for rank in range(2):
             text = told[rank][name]
-            assert text.startswith("the ranks do not load the same: "), (name, rank, text)
+            assert text.startswith("the ranks do not load the same data: "), (name, rank, text)
             assert f"{field} is " in text and "on rank 0 and " in text and "on rank 1" in text, (name, rank, text)
     assert [one["alike"] for one in told] == ["nothing was raised"] * 2
     assert [one["shifted dataset"] for one in told] == [[6, 6], [6]]

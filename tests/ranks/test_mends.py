@@ -113,7 +113,7 @@ def test_states_of_shards_that_skip_are_for_those_shards(small_files: list[str])
     second = make().shard(2, 1)
     second.load_state_dict(states)
     assert second.state_dict()["position"] == states[1]["position"]
-    with pytest.raises(midepoch.CheckpointMismatchError, match="each shard has a place of its own"):
+    with pytest.raises(midepoch.CheckpointMismatchError, match="each shard has its own position"):
         make().loader(4, rank=1, world_size=2).load_state_dict(states)
     with pytest.raises(midepoch.CheckpointMismatchError, match="states of different runs"):
         second.load_state_dict([states[0], {**states[1], "data": "x"}])

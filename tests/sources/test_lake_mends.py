@@ -198,7 +198,7 @@ def test_errors_name_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="neither its name nor its first bytes.*format=…: 'arrow', 'parquet'"):
         midepoch.from_files(tmp_path / "notes.txt")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "there.parquet")
-    with pytest.raises(midepoch.StateError, match="Pass what state_dict"):
+    with pytest.raises(midepoch.StateError, match="Pass the dict that state_dict"):
         midepoch.from_files(tmp_path / "there.parquet").loader(1).load_state_dict({"model": 1, "data": {}})
     with pytest.raises(midepoch.MidepochError, match="s3://, gs:// and az:// are read natively"):
         midepoch.from_files("blah://x/y")

@@ -42,7 +42,7 @@ def test_lists_are_found_by_their_type(ds: midepoch.Dataset) -> None:
 
 def test_names_are_asked_for_where_types_do_not_tell(ds: midepoch.Dataset) -> None:
     for made in (ds.map(lambda row: {"x": [1]}), ds.flat_map(lambda row: [row]), ds.batch(2).map(lambda row: row)):
-        with pytest.raises(ColumnError, match=r"unbatch: which columns hold lists is not known .* Name them"):
+        with pytest.raises(ColumnError, match=r"unbatch: the columns that contain lists are not known .* Name them"):
             made.unbatch()
     with pytest.raises(ColumnError, match="none of the columns id, text holds lists"):
         ds.remove_columns("tokens").unbatch()

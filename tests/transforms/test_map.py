@@ -167,12 +167,12 @@ def test_bad_arguments(ds: midepoch.Dataset) -> None:
 
 
 def test_columns_that_are_not_needed_are_not_read(ds: midepoch.Dataset) -> None:
-    assert ds.select_columns(["id"]).pipeline.head == {"id": "id"}
-    assert ds.rename_columns({"id": "n"}).remove_columns(["text", "tokens"]).pipeline.head == {
+    assert ds.select_columns(["id"]).pipeline.base.head == {"id": "id"}
+    assert ds.rename_columns({"id": "n"}).remove_columns(["text", "tokens"]).pipeline.base.head == {
         "n": "id",
         "score": "score",
     }
-    assert list(ds.map(double).select_columns("double").pipeline.head) == ["id", "text", "score", "tokens"]
+    assert list(ds.map(double).select_columns("double").pipeline.base.head) == ["id", "text", "score", "tokens"]
     assert ds.rename_columns({"id": "n"}).schema.names == ["n", "text", "score", "tokens"]
     assert [row["n"] for row in ds.rename_columns({"id": "n", "score": "id"}).select_columns(["n"])] == list(range(37))
 
@@ -202,7 +202,7 @@ def test_a_last_group_that_is_not_full_can_be_left_out(ds: midepoch.Dataset) -> 
     for workers in (0, 2):
         assert [int(i) for batch in make().loader(4, workers) for i in batch["id"]] == list(range(35))
     assert_resumes_exactly(lambda: make(ds.filter(lambda row: row["id"] % 2)).loader(4, collate_fn=list), tail=2)
-    with pytest.raises(ValueError, match="needs batched=True"):
+    with pytest.raises(ValueError, match="requires batched=True"):
         ds.map(double, drop_last_batch=True)
     with pytest.raises(CheckpointMismatchError):
         ds.map(double_all, True, 5, one_to_one=False).load_state_dict(make().state_dict())

@@ -40,8 +40,8 @@ class Timings:
 class TimingReports:
     """Timings that a worker sends with its batches, at most ten times a second."""
 
-    def __init__(self, spent: Timings) -> None:
-        self._spent, self._due = spent, 0.0
+    def __init__(self, timings: Timings) -> None:
+        self._timings, self._due = timings, 0.0
 
     def take(self) -> Timings | None:
         """Return the timings since they were last sent. None if it is too early to send."""
@@ -49,4 +49,4 @@ class TimingReports:
         if now < self._due:
             return None
         self._due = now + _SEND_SECONDS
-        return self._spent.taken()
+        return self._timings.taken()

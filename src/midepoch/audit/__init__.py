@@ -1,12 +1,12 @@
-"""The ledger of a run: what was handed to which rank, and the proof that every row was seen once.
+"""The ledger of a run: the rows delivered to each rank, and the proof that every row was seen once.
 
-loader = ds.loader(64, audit="runs/7")              # while training: one byte a step and rank
+loader = ds.loader(64, audit="runs/7")          # while training: one byte for each step and rank
 
 from midepoch.audit import read_run
-run = read_run("runs/7")                             # afterwards, or meanwhile; also `midepoch audit runs/7`
-run.epochs[0].never, run.epochs[0].repeated          # 0, 0
-run.rows_of_step(1000)                               # which rows fed step 1,000
-run.steps_of_row(123456)                             # which steps saw a row
+run = read_run("runs/7")                        # afterwards, or meanwhile; also `midepoch audit runs/7`
+run.epochs[0].never, run.epochs[0].repeated     # 0, 0
+run.rows_of_step(1000)                          # the rows of step 1,000
+run.steps_of_row(123456)                        # the steps that saw a row
 """
 
 from midepoch.audit.consumed import Delivery

@@ -1,7 +1,7 @@
-"""What passes over lanes have consumed of their sources, and the proof that what they consumed tiles the data.
+"""Rows consumed by passes over lanes, and the proof that they tile the data.
 
-In every lane, a pass consumes the rows from the cursor where it began to the cursor after its last step. The run is
-exact if each pass begins where the pass before it was left: then the intervals tile the lane.
+In every lane, a pass consumes the rows from its first cursor to the cursor after its last step. The run is exact if
+each pass begins where the pass before it was left: then the intervals tile the lane.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from midepoch.pipeline.cursor import At
 
 
 class Delivery(NamedTuple):
-    """A row at a step: which rank got it, at which position of which epoch.
+    """A row of a step: its rank, position and epoch.
 
-    Of several sources, ``source`` is the number of its own. ``part``: which tokens or outputs of the row, if not all.
-    Rows that became nothing are among those of the step that looked at them.
+    ``source``: number of the source, if there are several. ``part``: the tokens or outputs of the row, if not all. A
+    row that yielded no output belongs to the step that consumed it.
     """
 
     step: int
@@ -36,9 +36,9 @@ class Delivery(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Rows of one source that were consumed: those with the numbers ``first`` to ``stop`` of a lane, in an epoch of it.
+    """Consumed rows of one source: rows ``first`` to ``stop`` of a lane, in an epoch of the source.
 
-    ``begins``, ``last_batch``: what was out of the first row (or group) before, and is out of the row after the last.
+    ``begins``, ``ends``: parts already delivered of the first row (or group), and of the row after the last.
     """
 
     leaf: int
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
     @property
     def touched(self) -> int:
-        """Rows that something was made of, those in progress included."""
+        """Rows of which outputs were made, including those in progress."""
         return self.stop - self.first + bool(self.ends)
 
 
@@ -79,12 +79,12 @@ class LaneRun:
         self._rows = [source.rows for source in order.sources]
 
     def owner(self, one: Generation, lane: int) -> LaneTrack | None:
-        """Return the record of a lane: of the ranks that share it, the one that came farthest."""
+        """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
         tracks = [track for track in one.tracks.values() if lane in track.begin]
         return max(tracks, key=lambda track: track.delivered, default=None)
 
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
-        """Return where a cursor is in each source."""
+        """Return the place of a cursor in each source."""
         found = places(self._tree, at, one.shape.epoch, Shard(lane, one.lanes))
         return [place if place.row >= 0 else place._replace(row=self._total(place)) for place in found]
 
@@ -92,7 +92,7 @@ class LaneRun:
         return place.lane.before(self._rows[place.leaf])
 
     def intervals(self, one: Generation, lane: int, first: int, stop: int) -> Iterator[Interval]:
-        """Yield what the steps number first to stop of a pass consumed in a lane."""
+        """Yield the rows that steps ``first`` to ``stop`` of a pass consumed in a lane."""
         track = self.owner(one, lane)
         if track is None:
             return
@@ -103,12 +103,12 @@ class LaneRun:
                 if a[3:6] != b[3:6]:
                     yield Interval(a.leaf, a.epoch, a.lane, a.row, b.row, a.part, b.part)
                 continue
-            # The source was iterated again in between, once: mixes draw a chunk at a time.
+            # The source was iterated again in between, once: mixes draw one chunk at a time.
             yield Interval(a.leaf, a.epoch, a.lane, a.row, self._total(a), a.part)
             yield Interval(b.leaf, b.epoch, b.lane, 0, b.row, (), b.part)
 
     def rows_before(self, one: Generation) -> int:
-        """Return the rows of the sources that come before the beginning of a pass, in all lanes."""
+        """Return the rows of the sources before the beginning of a pass, in all lanes."""
         found = 0
         for lane in range(one.lanes):
             if (track := self.owner(one, lane)) is not None:
@@ -117,13 +117,13 @@ class LaneRun:
         return found
 
     def rows_of(self, one: Generation, steps: int) -> int:
-        """Return the rows that the first steps of a pass consumed, in all lanes."""
+        """Return the number of rows that the first steps of a pass consumed, in all lanes."""
         return sum(self._consumed(one, lane, steps)[0] for lane in range(one.lanes))
 
     def _consumed(self, one: Generation, lane: int, steps: int) -> tuple[int, int]:
-        """Return the rows that the first steps of a pass consumed in a lane, and how many of them became nothing.
+        """Return the number of rows that the first steps of a pass consumed in a lane, and of those without an output.
 
-        Of sources that a mix iterates again, the first time is counted.
+        If a mix iterates a source again, the first time is counted.
         """
         track = self.owner(one, lane)
         if track is None:
@@ -136,14 +136,15 @@ class LaneRun:
                 continue  # iterated again: only the first time counts
             rows = (self._total(b) if b.run else b.row + bool(b.part)) - a.row - bool(a.part)
             total += rows
-            if b.kept is not None and not b.run:
-                filtered += max(0, rows - b.kept + a.inside)  # a row in progress is made again on resume
+            kept = b.first if b.run else b.kept
+            if b.kept is not None and kept is not None and kept >= 0:
+                filtered += max(0, rows - kept + a.inside)  # a row in progress is computed again on resume
         return total, filtered
 
     def counts(self, passes: Sequence[Generation], lane: int, over: bool) -> LaneCounts:
-        """Count the rows of a lane in an epoch, by the passes that are kept.
+        """Count the rows of a lane in an epoch, over the passes that are kept.
 
-        ``over``: the run has gone on to another epoch, so that what is left will not come.
+        ``over``: the run has continued with another epoch, so that the remaining rows will not be delivered.
         """
         once = repeated = never = dropped = filtered = 0
         before: list[LeafPlace] | None = None
@@ -168,7 +169,7 @@ class LaneRun:
             return LaneCounts()
         one, track, steps = last
         if track.finished and steps == track.delivered:
-            # What was consumed after the last batch became nothing, or was too little for a batch.
+            # Rows consumed after the last batch yielded no output, or too few for a batch.
             rest, nothing = (
                 a - b
                 for a, b in zip(self._consumed(one, lane, steps + 1), self._consumed(one, lane, steps), strict=True)
@@ -183,12 +184,12 @@ class LaneRun:
         return LaneCounts(once, repeated, never + (left if over else 0), dropped, 0 if over else left, filtered)
 
     def _left(self, one: Generation, lane: int, at: At) -> int:
-        """Return the rows of a lane that come after a cursor, of sources that are not iterated again."""
+        """Return the rows of a lane after a cursor, of sources that are not iterated again."""
         found = self.places(one, lane, at)
         return sum(self._total(place) - place.row - bool(place.part) for place in found if not place.run)
 
     def _joint(self, one: Generation, lane: int, before: list[LeafPlace], at: At) -> tuple[int, int]:
-        """Return the rows repeated and left out between where a lane was and where a pass begins."""
+        """Return the rows repeated and left out between the end of a pass in a lane and the beginning of the next."""
         repeated = never = 0
         for a, b in zip(before, self.places(one, lane, at), strict=True):
             if (a.run, a.row, a.part) == (b.run, b.row, b.part):
@@ -217,7 +218,7 @@ class LaneRun:
                     yield Delivery(step, one.shape.epoch, position, rank, row, each.leaf, _part(begins, ends))
 
     def _with_groups(self, one: Generation, lane: int, found: Interval, step: int) -> Interval:
-        """Return an interval with all rows of a group that it ends in: any of them may be in its outputs."""
+        """Return an interval with all rows of the group in which it ends: any of them may be in its outputs."""
         if not any(kind == "group" for kind, _ in found.ends):
             return found
         track = self.owner(one, lane)
@@ -269,7 +270,7 @@ class LaneRun:
 
 
 def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]) -> str:
-    """Say which part of a row a step got."""
+    """Describe the part of a row that a step got."""
     first = dict(begins)
     last = dict(ends)
     found = []

@@ -1,4 +1,4 @@
-"""How often each position of an epoch was handed over, by arithmetic on ranges: not by listing 10⁹ of them."""
+"""Counts of deliveries of each position of an epoch, by arithmetic on ranges instead of lists of 10⁹ positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 20
 
 
 class Piece(NamedTuple):
-    """The positions in [start, stop) that are one of ``residues`` modulo ``modulus``; all, if None."""
+    """The positions in [start, stop) that are one of ``residues`` modulo ``modulus``, or all if None."""
 
     start: int
     stop: int
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of some positions: handed over once, more than once, never; and the first few of the latter two."""
+    """Numbers of positions delivered once, more than once, never; and the first few of the latter two."""
 
     once: int
     repeated: int
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 
 def pieces_of(generation: Generation) -> Iterator[Piece]:
-    """What the ranks of a pass were handed: one range as far as all of them came, and the rest rank by rank."""
+    """Yield the positions delivered to the ranks of a pass: one range for all of them, and the rest rank by rank."""
     start, common, ranks = generation.shape.start, generation.common, generation.shape.ranks
     if common > start:
         yield Piece(start, common)
@@ -47,11 +47,11 @@ def pieces_of(generation: Generation) -> Iterator[Piece]:
 
 
 def count(pieces: Iterable[Piece], start: int, stop: int, examples: int = 10) -> Counts:
-    """How often the positions of [start, stop) are covered."""
-    mine = [piece for piece in pieces if piece.start < stop and piece.stop > start]
-    edges = sorted({start, stop, *(min(max(edge, start), stop) for piece in mine for edge in piece[:2])})
-    begin = sorted(mine, key=lambda piece: piece.start)
-    finish = sorted(mine, key=lambda piece: piece.stop)
+    """Count the deliveries of the positions [start, stop)."""
+    inside = [piece for piece in pieces if piece.start < stop and piece.stop > start]
+    edges = sorted({start, stop, *(min(max(edge, start), stop) for piece in inside for edge in piece[:2])})
+    begin = sorted(inside, key=lambda piece: piece.start)
+    finish = sorted(inside, key=lambda piece: piece.stop)
     active: list[Piece] = []
     once = repeated = never = at_begin = at_finish = 0
     found: list[int] = []
@@ -69,18 +69,18 @@ def count(pieces: Iterable[Piece], start: int, stop: int, examples: int = 10) ->
 
 
 def _count_evenly(active: list[Piece], low: int, high: int, examples: int) -> Counts:
-    """Within [low, high), where the same pieces are active throughout."""
+    """Count within [low, high), in which the same pieces are active."""
     if len(active) == 1 and active[0].residues is None:
         return Counts(high - low, 0, 0)
     moduli = {piece.modulus for piece in active if piece.residues is not None}
-    if len(moduli) > 1:  # only where two worlds of different sizes were at the same rows
+    if len(moduli) > 1:  # only if two worlds of different sizes had the same rows
         return _count_one_by_one(active, low, high, examples)
     modulus = next(iter(moduli), 1)
     times = np.zeros(modulus, dtype=np.int64)
     for piece in active:
         times[slice(None) if piece.residues is None else list(piece.residues)] += 1
     residue = np.arange(modulus)
-    # How many positions of each residue lie in [low, high).
+    # Number of positions of each residue in [low, high).
     sizes = (high - residue + modulus - 1) // modulus - (low - residue + modulus - 1) // modulus
     bad = np.flatnonzero(times != 1)
     span = modulus * np.arange(min(max(0, examples), -(-(high - low) // modulus)))
@@ -107,13 +107,13 @@ def _count_one_by_one(active: list[Piece], low: int, high: int, examples: int) -
 
 
 def covers(piece: Piece, positions: Int64Array) -> npt.NDArray[np.bool_]:
-    """Which of the positions are in a piece."""
+    """Return a mask of the positions in a piece."""
     inside = (positions >= piece.start) & (positions < piece.stop)
     return inside if piece.residues is None else inside & np.isin(positions % piece.modulus, piece.residues)
 
 
 def positions_in(pieces: Iterable[Piece]) -> Iterator[Int64Array]:
-    """All positions of the pieces, in chunks."""
+    """Yield all positions of the pieces, in chunks."""
     for piece in pieces:
         for begin in range(piece.start, piece.stop, _CHUNK):
             positions = np.arange(begin, min(begin + _CHUNK, piece.stop))

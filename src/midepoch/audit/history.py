@@ -1,10 +1,9 @@
-"""What the weights have seen: the passes of a run, each up to where a later one took over.
+"""The history that the weights have: the passes of a run, each up to the point where a later one took over.
 
-A fresh loader, and one into which a state was loaded, take the run back to where they stand: what was recorded after
-that is not in the weights any more. A pass that continues takes nothing back. Rows that are delivered again without
-that are repeated. A pass of no more than one batch may be a look, as at a sample to build the model from: it counts
-only if the run resumes from after it, or if nothing follows. A state that was loaded counts if nothing follows that was
-loaded or begun from the start: where the run ended, or will resume.
+A fresh loader, or one into which a state was loaded, takes the run back to its position: later records are not in the
+weights any more. A pass that continues takes nothing back; rows that it delivers again are repeated. A pass of one
+batch may be a look, such as a sample to build the model from: it counts only if the run resumes after it, or if nothing
+follows. A loaded state counts if no other one and no fresh start follows: it is where the run ended, or will resume.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from midepoch.audit.records import Place
 
 
 class History:
-    """``kept`` are passes in the order of their places; ``repeats`` delivered what had been delivered."""
+    """The history of a run. ``kept``: passes in the order of their positions. ``repeats``: passes of repeated rows."""
 
     def __init__(self, passes: list[Generation]) -> None:
         self.kept: list[Generation] = []
@@ -24,22 +23,22 @@ class History:
         look: Generation | None = None
         load: Generation | None = None
         for one in passes:
-            if one.is_load:  # of several the last one counts
+            if one.is_load:  # of several, the last one counts
                 load = one
                 continue
-            if look is not None and one.how == "loaded" and look.place < one.stood <= look.behind:
+            if look is not None and one.how == "loaded" and look.place < one.origin <= look.after:
                 self._add(look)
             elif look is not None and load is None:
                 one = _after_look(one, look)
             if load is not None and one.how == "on":
-                self._back_to(load.stood, load)
+                self._back_to(load.origin, load)
             load, look = None, one if one.is_look else None
             if look is None:
                 self._add(one)
-        if look is not None and (load is None or look.place < load.stood <= look.behind):
+        if look is not None and (load is None or look.place < load.origin <= look.after):
             self._add(look)
         if load is not None:
-            self._back_to(load.stood, load)
+            self._back_to(load.origin, load)
 
     @property
     def all(self) -> list[Generation]:
@@ -47,14 +46,17 @@ class History:
 
     def _add(self, one: Generation) -> None:
         if one.how != "on":
-            self._back_to(one.stood, one)
-        if self.kept and one.place < self.kept[-1].behind:
+            self._back_to(one.origin, one)
+        if self.kept and one.place < self.kept[-1].after:
             self.repeats.append(one)
         else:
             self.kept.append(one)
 
     def _back_to(self, place: Place, by: Generation) -> None:
-        """What lies behind a place is not in the weights, but for ranks of the same start that just went on."""
+        """Take the run back to a place.
+
+        Later records are not in the weights, except for ranks of the same start that continued.
+        """
         epoch, position = place
         while self.kept and self.kept[-1].place >= place:
             gone = self.kept.pop()
@@ -70,8 +72,10 @@ class History:
 
 
 def _after_look(one: Generation, look: Generation) -> Generation:
-    """A pass of ranks that went on after a look: they came to it as they came to the look."""
+    """Return a pass that continued after a look, with the way in which its ranks came to the look."""
     on = [rank for rank, how in one.hows.items() if how == "on" and look.hows.get(rank, "on") != "on"]
     if not on or one.shape.attempt != look.shape.attempt:
         return one
-    return replace(one, hows={**one.hows, **{rank: look.hows[rank] for rank in on}}, stood=min(one.stood, look.stood))
+    return replace(
+        one, hows={**one.hows, **{rank: look.hows[rank] for rank in on}}, origin=min(one.origin, look.origin)
+    )

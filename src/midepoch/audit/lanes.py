@@ -1,9 +1,9 @@
 """The cursors of lanes in a ledger: written as differences from step to step, and read back.
 
-A step of a pipeline whose positions cannot be computed is followed by ``(12,0,-340)``: for each lane of the rank, by
-how much each integer of its cursor has grown; lanes are separated by ``|``, and ``=[[…]]`` is a cursor in full. The
-cursors are those of the state (see ``midepoch.pipeline``), with one integer more where rows may become nothing: how
-many of those before it became something.
+If positions cannot be computed, each step is followed by ``(12,0,-340)``: for each lane of the rank, the increase of
+each integer of its cursor. Lanes are separated by ``|``, and ``=[[…]]`` is a complete cursor. The cursors are those of
+the state (see ``midepoch.pipeline``), with two more integers if rows may yield no output: the number of rows before it
+that did, and the number that did in the first pass, if a mix iterates the source again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
-from midepoch.pipeline.cursor import At, LaneCursors, RowAt
+from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
 from midepoch.pipeline.passes import BORROWING, place_of
@@ -29,9 +29,11 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def nested(at: At) -> At:
-    """Return a cursor as lists of numbers, with the count of rows that became something."""
+    """Return a cursor as lists of numbers, with the count of rows that yielded outputs."""
     if isinstance(at, RowAt):
-        return [*at, at.kept]
+        return [*at, at.kept, at.first]
+    if isinstance(at, PartsAt):
+        return [*map(nested, at), list(at.kept)]
     return [nested(inner) for inner in at] if isinstance(at, list) else at
 
 
@@ -44,7 +46,11 @@ def _flatten(at: At, values: list[Any], shape: list[int]) -> None:
         else:
             values.append(inner)
     if isinstance(at, RowAt):
-        values.append(at.kept)
+        values += (at.kept, at.first)
+    elif isinstance(at, PartsAt):
+        shape.append(len(values))
+        values += at.kept
+        shape.append(-1)
 
 
 class LaneRecorder:
@@ -62,7 +68,7 @@ class LaneRecorder:
             self._before[number] = (values, shape)
 
     def record(self, lanes: LaneCursors) -> bytes:
-        """Return what to write after a step."""
+        """Return the bytes to write after a step."""
         texts = []
         for number in self._numbers:
             at = lanes.by_lane[number].cursor
@@ -85,7 +91,7 @@ _STEP = re.compile(rb"-(\d+)\.|(\.)|\(([^)]*)\)|(#)")
 
 @dataclass(frozen=True)
 class LaneTrack:
-    """The cursors of the lanes of a rank over the steps of a pass. ``begin``: by lane, where it began."""
+    """The cursors of the lanes of a rank over the steps of a pass. ``begin``: the first cursor of each lane."""
 
     begin: Mapping[int, At]
     record: bytes
@@ -139,11 +145,11 @@ class LaneTrack:
 
     @property
     def finished(self) -> bool:
-        """True if the end of the epoch was reached: its cursors are those after one step more."""
+        """True if the end of the epoch was reached: its cursors are those of one additional step."""
         return b"#" in self.record
 
     def at(self, lane: int, step: int) -> At:
-        """Return the cursor of a lane after so many steps."""
+        """Return the cursor of a lane after a number of steps."""
         for first, template, values in reversed(self._segments[lane]):
             if first <= step:
                 row = iter(values[min(step - first, len(values) - 1)].tolist())
@@ -187,10 +193,10 @@ def _kind(stage: Any) -> str:
 
 
 class LeafPlace(NamedTuple):
-    """Where a lane is in one source: the epoch and the lane of the source, the row, and what was taken of the row.
+    """Position of a lane in one source: the epoch and lane of the source, the row, and the delivered part of the row.
 
-    ``kept``: rows that became something since the pass began, where some may become nothing. ``part``: what is out of
-    the row, or of the group that begins with it, by the kind of stage.
+    ``kept``: rows that have yielded outputs since the pass began, if some may not. ``part``: delivered part of the row,
+    or of the group that begins with it, by the kind of stage.
     """
 
     leaf: int
@@ -200,13 +206,15 @@ class LeafPlace(NamedTuple):
     kept: int | None
     part: tuple[tuple[str, int], ...]
     run: int = 0
-    """How often the source was iterated before, in this epoch of the mix."""
+    """Number of times the source was iterated before, in this epoch of the mix."""
     inside: bool = False
-    """Whether some of the outputs of the row itself are out."""
+    """True if some of the outputs of the row itself have been delivered."""
+    first: int = -1
+    """Rows that yielded outputs in the first pass over the source, if it is iterated again; -1 if unknown."""
 
 
 def places(tree: Mapping[str, Any], at: At, epoch: int, lane: Shard) -> list[LeafPlace]:
-    """Return where a cursor is in each source of a pipeline."""
+    """Return the place of a cursor in each source of a pipeline."""
     return list(_places(tree, at, epoch, lane, (), 0))
 
 
@@ -221,28 +229,34 @@ def _places(
         row, outputs, *kept = at
         if outputs:
             part = (("outputs", int(outputs)), *part)
-        count = (int(kept[0]) if kept else 0) if tree["kept"] else None  # a cursor of a state has no count
-        yield LeafPlace(tree["leaf"], epoch, lane, int(row), count, part, run, outputs > 0)
+        count, first = (int(kept[0]), int(kept[1])) if kept else (0, -1)  # a cursor of a state has no counts
+        yield LeafPlace(
+            tree["leaf"], epoch, lane, int(row), count if tree["kept"] else None, part, run, outputs > 0, first
+        )
     elif "mix" in tree:
         for inner, (again, stage, cursor) in zip(tree["mix"], at[2], strict=True):
             where = place_of(int(again), int(stage), epoch, lane)
             yield from _places(inner, cursor, *where, part, run + int(again) + (stage == BORROWING))
     elif "concat" in tree:
-        number, cursor = int(at[0]), at[1]
+        number, cursor, *before = at
+        kept = iter(before[0] if before else ())
         for other, inner in enumerate(tree["concat"]):
             if other == number:
                 yield from _places(inner, cursor, epoch, lane, part, run)
             else:
-                yield from _whole(inner, epoch, lane, other < number, run)
+                yield from _whole(inner, epoch, lane, other < number, run, kept)
     else:
         for inner, cursor in zip(tree["zip"], at, strict=True):
             yield from _places(inner, cursor, epoch, lane, part, run)
 
 
-def _whole(tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int) -> Iterator[LeafPlace]:
-    """Yield the sources of a part that is over, or has not begun. A row of -1 is the end."""
+def _whole(
+    tree: Mapping[str, Any], epoch: int, lane: Shard, over: bool, run: int, kept: Iterator[int]
+) -> Iterator[LeafPlace]:
+    """Yield the sources of a part that is complete or has not begun. A row of -1 is the end."""
     if "leaf" in tree:
-        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, None, (), run)
+        count = int(next(kept, -1)) if over else 0
+        yield LeafPlace(tree["leaf"], epoch, lane, -1 if over else 0, count if count >= 0 else None, (), run)
     for kind in ("mix", "concat", "zip"):
         for inner in tree.get(kind, ()):
-            yield from _whole(inner, epoch, lane, over, run)
+            yield from _whole(inner, epoch, lane, over, run, kept)

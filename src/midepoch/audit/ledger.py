@@ -1,14 +1,14 @@
-r"""Writing the ledger: a file for each loader of each process, appended to as batches are handed over.
+"""Writing the ledger: a file for each loader of each process, appended to as batches are delivered.
 
-A pass over (the rest of) an epoch is a line of JSON that says which positions its steps have and where the run stood
-before it, and behind it one byte for each step: ``.``, or ``-3.`` if three rows of it were passed over; now and then
-``@1500,20;``, the milliseconds since the pass began, and those of them that the model waited for data; ``~`` where it
-could not be written any further. So the record of a step is a single byte that is there or is not, whatever kills the
-process, and a million rows in batches of 64 take 16 KB over all ranks. While it is written a file is a page longer than
-what it holds, filled up with zeros. A state that is loaded is a line of JSON as well, with ``"load": true``.
+A pass over (the rest of) an epoch is a line of JSON with the positions of its steps and the position of the run before
+it. It is followed by one byte for each step: ``.``, or ``-3.`` if three of its rows were skipped; occasionally
+``@1500,20;``, the milliseconds since the pass began, and those in which the model waited for data; and ``~`` after a
+write failure. The record of a step is thus a single byte that exists or does not, whatever kills the process, and a
+million rows in batches of 64 take 16 KB over all ranks. While it is written, a file is up to a page longer than its
+records, filled with zeros. A loaded state is a line of JSON as well, with ``"load": true``.
 
-Where positions cannot be computed, the cursors of the lanes stand after every step (``midepoch.audit.lanes``), and
-``#`` and the cursors at the end of an epoch after its last step.
+If positions cannot be computed, every step is followed by the cursors of the lanes (``midepoch.audit.lanes``), and the
+last step of an epoch by ``#`` and the cursors at its end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from midepoch.audit.records import (
     read_passes,
     steps_in,
 )
-from midepoch.distributed.rendezvous import start_name
+from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard
@@ -53,9 +53,9 @@ _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
 _PAGE = mmap.PAGESIZE
 _MOST_FILES = 16
-"""Looked into at most, to find the process of this rank before this one."""
-_numbers = count(1)  # of the passes of this process
-_latest: dict[tuple[str, int], Ledger] = {}  # who began the last pass of a stream and rank in this process
+"""Maximum number of files searched for the previous process of this rank."""
+_numbers = count(1)  # passes of this process
+_latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
 
 
 class Ending(Protocol):
@@ -66,19 +66,21 @@ class Ending(Protocol):
 
 
 class Ledger:
-    """Where a run's ledger is kept, and which start of the run this is.
+    """The folder of a run's ledger, and the name of this start of the run.
 
-    ``name`` tells loaders of the same rows apart that record in one folder (training and evaluation). ``attempt`` is a
-    name that all ranks of this start have in common and no other start has. It is found by itself under torchrun,
-    SLURM, MPI, Ray Train, torch.distributed and JAX; who starts ranks in another way sets ``MIDEPOCH_RUN_ID``, or gives
-    it here.
+    ``name`` separates loaders of the same rows that record in one folder (training and evaluation). ``attempt`` is a
+    name that all ranks of this start share and no other start has. It is found automatically under torchrun, SLURM,
+    MPI, Ray Train, torch.distributed and JAX. If you start ranks in another way, set ``MIDEPOCH_RUN_ID``, or pass it
+    here.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, name: str = "", attempt: str | None = None) -> None:
         text = os.fspath(folder)
         refuse_lost_slash(folder)
         if "://" in text:
-            raise ValueError(f"a ledger is appended to at every step, which {Address(text)} cannot be: give a folder.")
+            raise ValueError(
+                f"a ledger is appended to at every step, which {Address(text)} does not support. Pass a local folder."
+            )
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._mark = self._began = self._waited = 0.0
@@ -90,9 +92,9 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({str(self.folder)!r}{f', name={self.name!r}' if self.name else ''})"
 
-    def prepare(self, cut: Shard) -> None:
-        """Raise now, before anything is delivered, what keeps a ledger from being written at all."""
-        self._attempt = self.attempt(cut)  # for good: the process group may be gone when a pass begins
+    def prepare(self, shard: Shard) -> None:
+        """Raise errors that prevent a ledger before anything is delivered."""
+        self._attempt = self.attempt(shard)  # fixed now: the process group may be gone when a pass begins
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
@@ -101,17 +103,17 @@ class Ledger:
             text = f"the ledger cannot be kept in {self.folder}: {problem.strerror}"
             raise OSError(problem.errno, text) from None
 
-    def attempt(self, cut: Shard) -> str:
-        """The name of this start. Raises where the ranks have none in common."""
+    def attempt(self, shard: Shard) -> str:
+        """Return the name of this start. Raises if the ranks have none in common."""
         if self._attempt is not None:
             return self._attempt
-        if found := start_name(World(cut.index, cut.count)).strip("-"):
+        if found := start_name(World(shard.index, shard.count)).strip("-"):
             return found
-        if cut.count == 1:
+        if shard.count == 1:
             return _process()
         raise ValueError(
-            f"a ledger of {cut.count} ranks needs a name that all ranks of this start share and no other start has, "
-            "and none was found: initialise torch.distributed or jax.distributed before the loader is made, set "
+            f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
+            "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
             "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
         )
 
@@ -121,7 +123,7 @@ class Ledger:
         cursor: Cursor,
         *,
         how: str,
-        stood: Cursor,
+        origin: Cursor,
         end: Ending | None,
         batch_size: int,
         last_batch: str | None,
@@ -131,29 +133,29 @@ class Ledger:
     ) -> None:
         """Record that a pass begins at a cursor.
 
-        Its steps are the positions [start + g·B, start + (g+1)·B) up to the end, or, where positions cannot be computed
+        Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.
 
-        ``stood``: where the run stood before. ``how``: it is a "fresh" loader, a state was "loaded", or it goes "on".
-        ``load``: no pass is begun yet; the state alone was loaded, so that the run stands there now.
+        ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
+        "on" if the run continues. ``load``: a state was loaded, and no pass is begun yet.
         """
-        cut = spec.shard
-        self._rows = (stream_name(spec, self.name), cut.index)
+        shard = spec.shard
+        self._rows = (stream_name(spec, self.name), shard.index)
         header = {
             "midepoch_ledger": VERSION if end is None else VERSION_OF_POSITIONS,
-            "attempt": self.attempt(cut),
+            "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "order": order_name(spec),
             "name": self.name,
             "how": how,
-            "stood": stood[:2],
-            "rank": cut.index,
-            "ranks": cut.count,
+            "stood": origin[:2],
+            "rank": shard.index,
+            "ranks": shard.count,
             "epoch": cursor.epoch,
             "start": cursor.position,
             "end": UNKNOWN if end is None else end.end,
             "rows": spec.rows,
-            "global_batch": batch_size * cut.count,
+            "global_batch": batch_size * shard.count,
             "ends": last_batch or "uneven",
             "workers": workers,
             "number": next(_numbers),
@@ -163,11 +165,11 @@ class Ledger:
         }
         self._lanes = None
         if end is None:
-            numbers = Share.of(spec.lanes, cut).lanes.positions(0, spec.lanes).tolist()
+            numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
             self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
             header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items())}
         try:
-            header |= self._open(header["attempt"], cut)
+            header |= self._open(header["attempt"], shard)
             save_order(self.folder, spec)
         except OSError as problem:
             self._lose(problem)
@@ -178,15 +180,15 @@ class Ledger:
         before, _latest[self._rows] = _latest.get(self._rows), self
         self._beside = how == "on" and before not in (None, self)
         if before is not None and before is not self:
-            before._beside = True  # if it goes on with its own pass after this
+            before._beside = True  # if it continues with its own pass after this
         self._began = self._mark = time.monotonic()
         self._waited = waited
         self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
 
     def step(self, skipped: int, waited: float, cursor: Cursor) -> None:
-        """Record that a batch is delivered, without so many of its rows, and the cursor after it.
+        """Record that a batch is delivered without ``skipped`` of its rows, and the cursor after it.
 
-        ``waited``: the seconds that the model has waited since it began.
+        ``waited``: seconds that the model has waited since the pass began.
         """
         now = time.monotonic()
         due = now - self._mark >= _MARK_SECONDS
@@ -197,7 +199,7 @@ class Ledger:
             self._write(record)
             return
         if self._beside:
-            record += b"!"  # another loader of the same rows has begun a pass meanwhile: which is the run?
+            record += b"!"  # another loader of the same rows has begun a pass meanwhile
             self._beside = False
         if due:
             self._mark = now
@@ -210,7 +212,7 @@ class Ledger:
         return b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
 
     def take_back(self, end: int) -> None:
-        """Take back what was recorded from byte ``end`` on: an interrupt came before the batch was delivered."""
+        """Discard records from byte ``end`` on: an interrupt came before the batch was delivered."""
         if self._file < 0 or self._owner != os.getpid() or not end <= self._room:
             return
         zeros = bytes(self._room - end)
@@ -229,39 +231,39 @@ class Ledger:
         self.sync()
 
     def sync(self) -> None:
-        """Have it on disk. (A process that dies loses nothing of it in any case; a machine may.)"""
+        """Write the ledger to disk. (A process that dies loses nothing without it, but a machine may.)"""
         if self._file >= 0 and self._owner == os.getpid():
             try:
                 os.fsync(self._file)
             except OSError as problem:
                 self._lose(problem)
 
-    def _open(self, attempt: Any, cut: Shard) -> dict[str, Any]:
-        """Open a file of its own, unless it is open; return what to say of it in its first line."""
+    def _open(self, attempt: Any, shard: Shard) -> dict[str, Any]:
+        """Open a file of its own if necessary, and return the fields of its first line."""
         if self._file >= 0 and self._owner == os.getpid():
             return {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Starts are numbered by what they find in the folder, not by clocks, which differ between machines.
+        # Starts are numbered by the files in the folder, not by clocks, which differ between machines.
         mark = hashlib.blake2b(str(attempt).encode(), digest_size=5).hexdigest()
         known = [(*found, path) for path in self.folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
-        mine = max((number for number, other, _ in known if other == mark), default=0)
+        current = max((number for number, other, _ in known if other == mark), default=0)
         last = max((number for number, _, _ in known), default=0)
-        number = mine if mine and mine == last else last + 1
+        number = current if current and current == last else last + 1
         previous = [
-            *self._last([one for one in known if one[1] == mark], cut),
-            *self._last([one for one in known if one[1] != mark], cut),
+            *self._last([one for one in known if one[1] == mark], shard),
+            *self._last([one for one in known if one[1] != mark], shard),
         ]
-        name = f"{number:06}-{mark}-rank{cut.index:05}of{cut.count:05}-{secrets.token_hex(4)}{SUFFIX}"
+        name = f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}"
         self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
         return {"previous": previous}
 
-    def _last(self, known: list[tuple[int, str, Path]], cut: Shard) -> list[tuple[str, int]]:
-        """Of these files, the last one of the same rows and rank by another process, and the steps that it holds now.
+    def _last(self, known: list[tuple[int, str, Path]], shard: Shard) -> list[tuple[str, int]]:
+        """Return the last of these files of the same rows and rank by another process, and the number of its steps.
 
-        A later one names those before it, so it is the one that none of the others names.
+        A later file names those before it, so the last one is named by none of the others.
         """
-        paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{cut.index:05}of" in path.name]
+        paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{shard.index:05}of" in path.name]
         files: dict[str, int] = {}
         named: set[str] = set()
         for path in paths[:_MOST_FILES]:
@@ -277,14 +279,14 @@ class Ledger:
     def _write(self, record: bytes) -> None:
         if self._file < 0:
             return
-        if self._owner != os.getpid():  # a fork: what it is handed is not what its parent is handed
+        if self._owner != os.getpid():  # a fork: its batches are not those of its parent
             os.close(self._file)
             self._file, self._pages = -1, None
-            _log.error("what a forked process is handed by its parent's loader is not recorded in %s", self.folder)
+            _log.error("batches of a forked process from its parent's loader are not recorded in %s", self.folder)
             return
         end = self.end + len(record)
         try:
-            if end >= self._room:  # a byte is left over for LOST
+            if end >= self._room:  # one byte is reserved for LOST
                 self._grow(end + 1)
             if self._pages is not None:
                 self._pages[self.end : end] = record
@@ -296,12 +298,13 @@ class Ledger:
         self.end = end
 
     def _lose(self, problem: OSError) -> None:
-        """Stop recording this pass. What is not recorded will show as not delivered, never as proven: that is not worth
-        the run's life.
+        """Stop recording this pass.
+
+        Steps without a record count as not delivered, never as proven. A failure of the ledger does not stop the run.
         """
         _log.warning(
-            "the ledger in %s cannot be written (%s): the run goes on, and midepoch audit will call its record "
-            "incomplete. Recording is tried again with the next pass.",
+            "the ledger in %s cannot be written (%s). The run continues, and midepoch audit will report its record "
+            "as incomplete. Recording is tried again with the next pass.",
             self.folder, problem.strerror or problem,
         )  # fmt: skip
         if self._file >= 0 and self._owner == os.getpid():
@@ -314,11 +317,13 @@ class Ledger:
         self._close()
 
     def _grow(self, end: int) -> None:
-        """Room for more, on disk and mapped: a store into memory takes a tenth of the time of a system call, and is as
-        safe from the death of the process. Where files cannot be mapped they are written to.
+        """Allocate more space, on disk and mapped.
+
+        A store into memory takes a tenth of the time of a system call, and survives the death of the process as well.
+        Files that cannot be mapped are written to.
         """
         room = -(-end // _PAGE) * _PAGE
-        os.posix_fallocate(self._file, self._room, room - self._room)  # or a full disk would be a fatal signal later
+        os.posix_fallocate(self._file, self._room, room - self._room)  # else a full disk would be a fatal signal later
         try:
             self._pages = mmap.mmap(self._file, room)
         except (OSError, ValueError):
@@ -345,12 +350,12 @@ _births: dict[int, str] = {}
 
 
 def _process() -> str:
-    """A name that this process has, and no other, nor a fork of it."""
+    """Return a name of this process that no other has, nor a fork of it."""
     return f"{socket.gethostname()}-{os.getpid()}-{_births.setdefault(os.getpid(), secrets.token_hex(4))}"
 
 
 def ledger_of(given: Any) -> Ledger | None:
-    """The argument ``audit`` of a loader (a folder, a Ledger, or None) as a ledger with a file of its own."""
+    """Return the argument ``audit`` of a loader (a folder, a Ledger, or None) as a ledger with a file of its own."""
     if given is None:
         return None
     return _ledger(given.folder, given.name, given._attempt) if isinstance(given, Ledger) else Ledger(given)

@@ -1,7 +1,7 @@
-"""The order of the rows of a run, kept beside the ledger: enough to say years later which row stood at a position.
+"""The order of the rows of a run, stored beside the ledger: enough to find the row at a position years later.
 
-A few hundred bytes for each source; for shuffles by window or file, also where blocks or files begin. The data itself
-is not needed.
+It takes a few hundred bytes for each source and, for shuffles by window or file, the first rows of blocks or files. The
+data itself is not needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_NAMES = 10_000
 
 
 def stream_name(spec: PipelineSpec, name: str) -> str:
-    """Return a name of the rows that a loader iterates: the same on every start, whatever seed and lanes it has."""
+    """Return a name of the rows that a loader iterates: the same on every start, for any seed and lanes."""
     fields = {key: value for key, value in spec.identity.items() if key not in ("seed", "lanes")}
     return _name({**fields, "name": name})
 
@@ -50,7 +50,7 @@ def _name(identity: Mapping[str, Any]) -> str:
 
 
 def save_order(folder: Path, spec: PipelineSpec) -> None:
-    """Write down the order of a pipeline, unless it is there."""
+    """Store the order of a pipeline, unless it is stored already."""
     path = folder / f"{order_name(spec)}{SUFFIX}"
     if path.exists() and path.stat().st_size:
         return
@@ -72,7 +72,7 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
         file.write(buffer.getvalue())
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)  # by all ranks, the same
+    os.replace(temporary, path)  # by all ranks, equal
 
 
 def _arrays(leaf: Leaf) -> dict[str, Int64Array]:
@@ -111,7 +111,7 @@ class KnownSource:
 
     @cached_property
     def order(self) -> Order:
-        """The order: which row stands at a position of an epoch."""
+        """The order: the row at each position of an epoch."""
         if "picks" in self._arrays:
             return order_of(self.about, Selection(picks=self._arrays["picks"]))
         ranges = [(int(a), int(b)) for a, b in self._arrays["ranges"]]
@@ -119,7 +119,7 @@ class KnownSource:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where files begin, and blocks, where the order needs them."""
+        """The first rows of files, and of blocks if the order needs them."""
         files = np.cumsum(self._arrays["file_starts"])
         return Layout(np.cumsum(self._arrays.get("block_starts", self._arrays["file_starts"])), files)
 
@@ -129,15 +129,15 @@ class KnownSource:
 
     @property
     def source_rows(self) -> int:
-        """All rows of the files, selected or not."""
+        """Number of all rows of the files, selected or not."""
         return self.layout.rows
 
     def in_source(self, chosen: Int64Array) -> Int64Array:
-        """Return row numbers of the dataset as rows of its files."""
+        """Return the rows of the files for row numbers of the dataset."""
         return self.order.selection.source_rows(chosen)
 
     def place(self, row: int) -> str:
-        """Return the file of a row of the dataset, and its number there, in words."""
+        """Return the file of a row of the dataset, and its number in that file, in words."""
         source_row = int(self.in_source(np.array([row]))[0])
         starts, files = self.layout.file_starts, self.about["files"]
         number = int(np.searchsorted(starts, source_row, side="right")) - 1
@@ -146,7 +146,7 @@ class KnownSource:
 
 
 class KnownOrder:
-    """The order of a run, read from beside its ledger: that of one source, or of several in a tree."""
+    """The order of a run, read from beside its ledger: that of one source, or a tree of several."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._path = name, folder / f"{name}{SUFFIX}"
@@ -158,7 +158,7 @@ class KnownOrder:
                 found = {key: stored[key] for key in stored.files}
             return {**found, "about": json.loads(found["about"].tobytes())}
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as problem:
-            raise StateError(f"{self._path} cannot be read, so rows cannot be named: {problem}") from None
+            raise StateError(f"{self._path} cannot be read, so rows cannot be identified: {problem}") from None
 
     @property
     def about(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class KnownOrder:
 
     @property
     def tree(self) -> dict[str, Any] | None:
-        """The shape of the cursors of lanes; None where positions can be computed."""
+        """The shape of the cursors of lanes, or None if positions can be computed."""
         return self.about.get("tree")
 
     @cached_property
@@ -187,5 +187,5 @@ class KnownOrder:
     def source(self) -> KnownSource:
         """The only source. Raises StateError if there are several."""
         if len(self.sources) > 1:
-            raise StateError("the run has several sources: this is known for one source only.")
+            raise StateError("the run has several sources, but this is known for one source only.")
         return self.sources[0]

@@ -1,4 +1,4 @@
-"""Reading the ledger: the passes of every process, and which of them belong together."""
+"""Reading the ledger: the passes of every process, and their grouping over ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _OTHER_CLOCK = 300.0
 
 @dataclass
 class Generation:
-    """All ranks' records of one pass. ``until`` is where the run left it: what lies behind was made again later."""
+    """The records of one pass on all ranks.
+
+    ``until``: position at which the run left the pass; later rows were delivered again.
+    """
 
     shape: Shape
     beginning: tuple[int, int, int, int]
-    """What passes are ordered by: the number of the start, how often its name was used before, and the largest and
-    least number of the pass in its processes.
-    """
+    """Sort key: the number of the start, earlier uses of its name, and the largest and least number of the pass."""
     hows: dict[int, str]
-    """How each rank came to it: with a "fresh" loader, a "loaded" state, or going "on"."""
-    stood: Place
+    """The way in which each rank came to it: with a "fresh" loader, a "loaded" state, or continuing ("on")."""
+    origin: Place
     end: int
     rows: int
     name: str
@@ -36,24 +37,24 @@ class Generation:
     beside: bool = False
     missing: tuple[int, ...] = field(default=())
     is_load: bool = False
-    """Whether a state was loaded, and no pass begun yet."""
+    """True if a state was loaded, and no pass is begun yet."""
     reused: bool = False
-    """Whether another start had the same name."""
+    """True if another start had the same name."""
     lost: tuple[int, ...] = ()
     """Ranks whose ledger could not be written any further in this pass."""
     overtaken: bool = False
-    """Whether an earlier start went on after this one had begun to record."""
+    """True if an earlier start continued after this one had begun to record."""
     times: tuple[float, float] = (0.0, 0.0)
-    """When something was recorded first and last, as far as that is told."""
+    """Times of the first and the last record, as far as they are known."""
     tracks: dict[int, LaneTrack] = field(default_factory=dict)
-    """By rank, the cursors of its lanes, where positions cannot be computed."""
+    """By rank, the cursors of its lanes, if positions cannot be computed."""
     lanes: int = 0
     marks: dict[int, tuple[float, tuple[tuple[int, int, int], ...]]] = field(default_factory=dict)
-    """By rank, when it began, and (steps so far, milliseconds since, milliseconds waited for data), now and then."""
+    """By rank, the time of its beginning, and occasional (steps so far, milliseconds since, milliseconds waited)."""
 
     @property
     def how(self) -> str:
-        """How the run came to it: if one rank loaded a state, all are taken to have."""
+        """The way in which the run came to it: if one rank loaded a state, all are assumed to have."""
         return next(how for how in ("loaded", "fresh", "on") if how in self.hows.values())
 
     @property
@@ -61,58 +62,58 @@ class Generation:
         return (self.shape.epoch, self.shape.start)
 
     @property
-    def behind(self) -> Place:
-        """The place behind all that was kept of it."""
+    def after(self) -> Place:
+        """The place after all rows that were kept of it."""
         return (self.shape.epoch, self.frontier)
 
     @property
     def is_look(self) -> bool:
-        """Whether no rank was handed more than a first batch, of several."""
+        """True if no rank received more than a first batch, of several."""
         return max(self.steps.values()) <= 1 and self.shape.start + self.shape.global_batch < self.end
 
     def made(self, rank: int) -> int:
-        """The position up to which a rank was handed its rows, whether the run kept them or not."""
+        """Return the position up to which a rank received its rows, whether the run kept them or not."""
         return min(self.shape.start + self.steps.get(rank, 0) * self.shape.global_batch, self.end)
 
     def reached(self, rank: int) -> int:
-        """The position up to which a rank got its rows, as the run went on."""
+        """Return the position up to which a rank received the rows that the run kept."""
         return min(self.made(rank), self.until)
 
     @property
     def common(self) -> int:
-        """The position up to which all ranks got their rows."""
+        """The position up to which all ranks received their rows."""
         return self.shape.start if self.missing else min(map(self.reached, self.steps))
 
     @property
     def frontier(self) -> int:
-        """The position that the rank ahead of all others reached."""
+        """The position of the rank with the most steps."""
         return max(map(self.reached, self.steps))
 
     @property
     def kept_steps(self) -> int:
-        """Steps that were made, up to where the run left the pass."""
+        """Number of steps up to the position at which the run left the pass."""
         return -(-(self.frontier - self.shape.start) // self.shape.global_batch)
 
     @property
     def kept_skipped(self) -> int:
-        """Rows passed over in those."""
+        """Number of rows skipped in those."""
         return sum(rows for of_rank in self.skipped.values() for step, rows in of_rank if step < self.kept_steps)
 
 
 def ledger_folder(run: str | Path) -> Path:
-    """The folder with the ledger of a run: itself, or ``ledger`` in it."""
+    """Return the folder with the ledger of a run: itself, or ``ledger`` in it."""
     given = Path(run).expanduser()
     for folder in (given, given / "ledger"):
         if any(folder.glob(f"*{SUFFIX}")):
             return folder
     if is_address(given):
-        raise DataNotFoundError(f"{Address(str(run))} is an address, and ledgers are in local folders. Name a folder.")
+        raise DataNotFoundError(f"{Address(str(run))} is an address, but ledgers are in local folders. Pass a folder.")
     name = Address(str(given)).public
-    raise DataNotFoundError(f"there is no ledger in {name}: make loaders with audit={name!r} to keep one.")
+    raise DataNotFoundError(f"there is no ledger in {name}. Create loaders with audit={name!r} to keep one.")
 
 
 def read_generations(folder: Path) -> list[Generation]:
-    """All passes over all processes and starts, and all states loaded, in the order in which they were begun."""
+    """Return all passes of all processes and starts, and all loaded states, in the order of their beginnings."""
     files = {path.name: read_passes(path) for path in sorted(folder.glob(f"*{SUFFIX}"))}
     uses = _uses(files)
     of_process: dict[tuple[str, int], list[Passed]] = defaultdict(list)
@@ -128,7 +129,7 @@ def read_generations(folder: Path) -> list[Generation]:
         passes.sort(key=lambda one: one.beginning)
         left = Counter((one.shape, one.is_load) for one in passes)
         for one in passes:
-            # Counted from the last: a rank may have had a look at the first batch that the others did not have.
+            # Counted from the last: possibly only some of the ranks looked at the first batch.
             left[one.shape, one.is_load] -= 1
             groups[one.shape, one.is_load, left[one.shape, one.is_load]].append(one)
     found = [_together(shape, passes, uses, files) for (shape, _, _), passes in groups.items()]
@@ -136,17 +137,18 @@ def read_generations(folder: Path) -> list[Generation]:
 
 
 def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:
-    """How often the name of its start was used before, by process: as MIDEPOCH_RUN_ID is by a job that is queued again.
+    """Return by process how often the name of its start was used before.
 
-    Two processes of one rank and name are of one start if both went on (tensor parallelism), else of two.
+    A job that is queued again uses the same MIDEPOCH_RUN_ID. Two processes of one rank and name are of one start if
+    both continued (tensor parallelism), else of two.
     """
     before: dict[str, tuple[str, bool]] = {}
     for passes in files.values():
         for one in passes:
             for name, seen in one.previous:
-                if (theirs := files.get(name)) and theirs[0].shape.attempt == one.shape.attempt:
-                    over = 0 < seen == steps_in(theirs, one.shape.stream)
-                    before[one.process] = (theirs[0].process, over)
+                if (previous := files.get(name)) and previous[0].shape.attempt == one.shape.attempt:
+                    over = 0 < seen == steps_in(previous, one.shape.stream)
+                    before[one.process] = (previous[0].process, over)
     found: dict[str, int] = {}
     for process in before:
         chain = [process]
@@ -157,14 +159,16 @@ def _uses(files: dict[str, list[Passed]]) -> dict[str, int]:
 
 
 def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
-    """Whether another start went on after this one had begun to record: told by what was there to be seen, not by
-    clocks. Between machines, where what is written may show up late, clocks must say so as well.
+    """Return True if another start continued after this one had begun to record.
+
+    This is decided by the files that were visible, not by clocks. Between machines, where writes may become visible
+    late, clocks must confirm it.
     """
     for name, seen in one.previous:
-        theirs = files.get(name)
-        if not theirs or theirs[0].shape.attempt == one.shape.attempt or steps_in(theirs, one.shape.stream) <= seen:
+        passes = files.get(name)
+        if not passes or passes[0].shape.attempt == one.shape.attempt or steps_in(passes, one.shape.stream) <= seen:
             continue
-        if _host(theirs[0]) == _host(one) or max(map(_last_time, theirs)) > one.beginning[2] + _OTHER_CLOCK:
+        if _host(passes[0]) == _host(one) or max(map(_last_time, passes)) > one.beginning[2] + _OTHER_CLOCK:
             return True
     return False
 
@@ -190,7 +194,7 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         shape,
         (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),
         {rank: one.how for rank, one in of_rank.items()},
-        min(one.stood for one in passes),
+        min(one.origin for one in passes),
         end,
         passes[0].rows,
         passes[0].name,

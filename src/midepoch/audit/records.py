@@ -13,12 +13,12 @@ from midepoch.errors import StateError
 
 VERSION = 2
 VERSION_OF_POSITIONS = 1
-"""Passes over positions are written as version 1 has them."""
+"""Version of the records of passes over positions."""
 UNKNOWN = 2**62
 """The end of an epoch whose outputs have no positions, until it is reached."""
 SUFFIX = ".ledger"
 LOST = b"~"
-"""Recorded where the ledger could not be written any further."""
+"""Recorded when the ledger could not be written any further."""
 
 Place = tuple[int, int]
 """An epoch and a position."""
@@ -27,7 +27,7 @@ _TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\([^)]*\)")
 
 
 class Shape(NamedTuple):
-    """What the ranks of one pass have in common."""
+    """Fields that the ranks of one pass have in common."""
 
     attempt: str
     stream: str
@@ -41,50 +41,50 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Passed:
-    """What one process recorded of one pass: so many steps delivered, some with rows skipped."""
+    """The record of one pass by one process: the number of steps delivered, and rows skipped in them."""
 
     shape: Shape
     beginning: tuple[int, int, float]
     """The number of the start, of the pass in its process, and the time."""
     process: str
     how: str
-    stood: Place
+    origin: Place
     rank: int
     end: int
     rows: int
     name: str = ""
     steps: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
-    """(step, rows skipped), where there were any."""
+    """(step, rows skipped), for steps with skipped rows."""
     beside: bool = False
-    """Whether another loader of the same rows recorded at the same time."""
+    """True if another loader of the same rows recorded at the same time."""
     marks: tuple[tuple[int, int, int], ...] = ()
-    """(steps so far, milliseconds since the beginning, milliseconds waited for data), now and then."""
+    """Occasional (steps so far, milliseconds since the beginning, milliseconds waited for data)."""
     is_load: bool = False
-    """Whether a state was loaded, and nothing else: no pass was begun yet."""
+    """True if only a state was loaded, and no pass is begun yet."""
     reused: bool = False
-    """Whether another start had the same name."""
+    """True if another start had the same name."""
     lost: bool = False
-    """Whether the ledger could not be written any further in this pass."""
+    """True if the ledger could not be written any further in this pass."""
     track: LaneTrack | None = None
-    """The cursors of the lanes, where positions cannot be computed."""
+    """The cursors of the lanes, if positions cannot be computed."""
     lanes: int = 0
     finished: bool = False
-    """Whether the end of the epoch was reached, where that shows in no position."""
+    """True if the end of the epoch was reached, for passes without positions."""
     previous: tuple[tuple[str, int], ...] = ()
-    """Files of earlier processes of this rank, and how many steps they held when this process began to record: the last
-    one of a start of the same name, and the last one of another start.
+    """Files of earlier processes of this rank, and the number of their steps when this process began to record: the
+    last one of a start of the same name, and the last one of another start.
     """
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
-    """Return the number of the start that a file is of, and the mark of its name."""
+    """Return the number of the start of a file, and the mark in its name."""
     found = re.match(r"(\d+)-([0-9a-f]{10})-rank", path.name)
     return (int(found[1]), found[2]) if found else None
 
 
 def read_passes(path: Path) -> list[Passed]:
-    """The passes in one file. What a dying machine left after the last complete record is not counted."""
+    """Return the passes in one file. An incomplete record at the end, after the death of a machine, is ignored."""
     found: list[Passed] = []
     header: dict[str, Any] | None = None
     for line in path.read_bytes().split(b"\n"):
@@ -93,7 +93,7 @@ def read_passes(path: Path) -> list[Passed]:
             if header is not None and header.get("load"):
                 found.append(_passed(header, b"", path))
                 header = None
-        elif (record := line.split(b"\0")[0]) and header is not None:  # zeros follow what was written
+        elif (record := line.split(b"\0")[0]) and header is not None:  # zeros follow the records
             found.append(_passed(header, record, path))
             header = None
     return found
@@ -108,11 +108,11 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
     try:
         header = json.loads(line.split(b"\0")[0])
     except ValueError:
-        return None  # cut short, so nothing can follow
+        return None  # truncated, so nothing can follow
     if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
         raise StateError(f"{path} is not a ledger of midepoch.")
     if header["midepoch_ledger"] > VERSION:
-        raise StateError(f"{path} was written by a newer midepoch: upgrade to read it.")
+        raise StateError(f"{path} was written by a newer midepoch. Upgrade midepoch to read it.")
     return header
 
 
@@ -136,7 +136,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             beginning=(number, header["number"], header["time"]),
             process=header["process"],
             how=header["how"],
-            stood=(header["stood"][0], header["stood"][1]),
+            origin=(header["stood"][0], header["stood"][1]),
             rank=header["rank"],
             end=header["end"],
             rows=header["rows"],

@@ -1,4 +1,4 @@
-"""The history of a run: what its weights have seen, over all restarts and world sizes, and what can be proven of it."""
+"""The history of a run: the rows that its weights have seen, over all restarts and world sizes, and its proof."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class EpochProof:
-    """How often the rows of an epoch were handed over, in the history that the weights have.
+    """Counts of deliveries of the rows of an epoch, in the history that the weights have.
 
-    ``never``: rows that were left out. ``dropped``: rows behind the last whole batch under ``last_batch="drop"``.
-    ``pending``: rows that have not come yet. ``skipped``: rows that were passed over under ``on_error="skip"``, which
-    count as handed over. ``again``: rows handed over by a start that crashed, and once more after the resume.
+    - ``never``: rows that were left out
+    - ``dropped``: rows after the last full batch under ``last_batch="drop"``
+    - ``pending``: rows that are not delivered yet
+    - ``skipped``: rows skipped under ``on_error="skip"``, which count as delivered
+    - ``again``: rows delivered by a start that crashed, and again after the resume
     """
 
     epoch: int
@@ -44,23 +46,23 @@ class EpochProof:
     again: int
     steps: int
     examples: tuple[int, ...] = ()
-    """The first positions that were delivered more than once or never, where positions can be computed."""
+    """The first positions that were delivered more than once or never, if positions can be computed."""
     filtered: int = 0
-    """Rows that were looked at and became nothing, as by a filter. They count as delivered once."""
+    """Rows that were consumed without an output, as by a filter. They count as delivered once."""
 
     @property
     def exact(self) -> bool:
-        """Whether nothing was lost and nothing repeated, so far."""
+        """True if no row was lost or repeated, so far."""
         return not self.repeated and not self.never
 
     @property
     def complete(self) -> bool:
-        """Whether the epoch is over and every row of it (but for dropped ones) came exactly once."""
+        """True if the epoch is over and every row of it (except for dropped ones) was delivered exactly once."""
         return self.exact and not self.pending
 
 
 class Overlap(NamedTuple):
-    """Rows of the files that two runs have seen: by the first, by the second, by both."""
+    """Numbers of rows of the files that two runs have seen: the first, the second, both."""
 
     first: int
     second: int
@@ -70,8 +72,8 @@ class Overlap(NamedTuple):
 class Run:
     """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
-    Steps are counted from 1 over the whole run, as its weights have seen them: one that was lost with a crash and made
-    again counts once. Rows are numbers in the dataset before it was shuffled.
+    Steps are counted from 1 over all starts, as the weights have seen them: a step that was lost in a crash and
+    repeated counts once. Rows are numbers in the dataset before shuffling.
     """
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
@@ -82,7 +84,7 @@ class Run:
         self.streams = {one.shape.stream: one.name for one in generations}
         """All loaders that recorded in the folder, with the names that were given to them."""
         self.generations = History(self._all).all
-        """The passes that the weights have seen, each up to where a later one took over."""
+        """The passes that the weights have seen, each up to the point where a later one took over."""
 
     @cached_property
     def _orders(self) -> dict[str, KnownOrder]:
@@ -90,7 +92,7 @@ class Run:
 
     @property
     def order(self) -> KnownOrder:
-        """The order of the rows, as of the last pass. (Another one may stand before a start from the beginning.)"""
+        """The order of the rows in the last pass. (Passes before a fresh start may have another.)"""
         return self._orders[self.generations[-1].shape.order]
 
     @cached_property
@@ -104,12 +106,12 @@ class Run:
 
     @property
     def attempts(self) -> int:
-        """How many times the run was started."""
+        """The number of starts of the run."""
         return len({one.shape.attempt for one in self._all})
 
     @property
     def worlds(self) -> list[int]:
-        """The numbers of ranks, one after the other."""
+        """The world sizes, in the order of the passes."""
         sizes = [one.shape.ranks for one in self._all]
         return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
 
@@ -120,7 +122,7 @@ class Run:
 
     @cached_property
     def problems(self) -> list[str]:
-        """What keeps the ledger from proving anything, in words; none, if all is well."""
+        """Reasons why the ledger does not prove anything, in words. Empty if there are none."""
         found = [
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
@@ -129,25 +131,26 @@ class Run:
         ]
         if any(one.beside for one in self.every):
             found.append(
-                "two loaders of the same rows recorded at the same time, so their records cannot be told apart: give "
-                'them names, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
+                "two loaders of the same rows recorded at the same time, so their records cannot be separated: name "
+                'them, loader(audit=midepoch.audit.Ledger(folder, name="train"))'
             )
         found += [
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: the record is incomplete, because the ledger "
-            f"of rank {', '.join(map(str, one.lost[:8]))} could not be written. Rows counted as never may have come"
+            f"of rank {', '.join(map(str, one.lost[:8]))} could not be written. Rows counted as never may have been "
+            "delivered"
             for one in self.generations
             if one.lost
         ]
         if any(one.reused and one.missing for one in self.every):
             found.append(
-                "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be told apart: set "
-                "a new name for every start"
+                "several starts had the same name (MIDEPOCH_RUN_ID), and not all of their ranks can be separated: "
+                "set a new name for every start"
             )
         if any(one.overtaken for one in self._all):
             found.append("two starts of the run recorded at the same time: each row may have been seen by both")
         for epoch, passes in self._by_epoch.items():
             if len({one.shape.order for one in passes}) > 1:
-                found.append(f"epoch {epoch} was gone on with in another order than it was begun in")
+                found.append(f"epoch {epoch} was resumed in another order than it was begun in")
         return found
 
     @cached_property
@@ -159,7 +162,7 @@ class Run:
 
     @cached_property
     def epochs(self) -> list[EpochProof]:
-        """The proof, epoch by epoch, also of those that were left out."""
+        """The proof, epoch by epoch, including skipped epochs."""
         every: dict[int, list[Generation]] = {}
         for one in self.every:
             every.setdefault(one.shape.epoch, []).append(one)
@@ -167,7 +170,7 @@ class Run:
 
     @property
     def exact(self) -> bool:
-        """Whether no row of any epoch was lost or repeated, so far, and the ledger can tell."""
+        """True if no row of any epoch was lost or repeated, so far, and the ledger is complete."""
         return not self.problems and all(epoch.exact for epoch in self.epochs)
 
     def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
@@ -223,22 +226,22 @@ class Run:
         return self.lanes_of(one).owner(one, lane) is not None
 
     def _end(self, epoch: int, kept: list[Generation], rows: int) -> tuple[int, int]:
-        """Where an epoch ends (rows behind that are dropped), and up to where every row must have come by now."""
+        """Return the end of an epoch (later rows are dropped), and of the rows that must be delivered by now."""
         if not kept:
             left_out = epoch < max(self._by_epoch)
             return rows, rows if left_out else 0
         last = max(kept, key=lambda one: (one.place, one.beginning))
         end = last.end if _drops(last, rows - last.end) else rows
         later = [one for one in self.generations if one.shape.epoch > epoch]
-        # A resume with larger batches than the rest of the epoch drops that, though it may not be a kept pass that did.
+        # A resume with larger batches than the rest of the epoch drops the rest, possibly in a pass that is not kept.
         if any(
-            one.stood == (epoch, last.frontier)
+            one.origin == (epoch, last.frontier)
             and (one.shape.epoch > epoch or (one.is_load and one is self._all[-1]))
             and _drops(one, rows - last.frontier)
             for one in self._all
         ):
             end = min(end, last.frontier)
-        # Ranks are a step apart now and then, also over the end of an epoch: in the last start that is no gap yet.
+        # Ranks may be one step apart, also across the end of an epoch: in the last start that is not a gap yet.
         attempt = self.generations[-1].shape.attempt
         behind = {rank for rank in range(last.shape.ranks) if last.reached(rank) < min(last.end, last.until)}
         waiting = all(one.shape.attempt == attempt and behind <= set(one.missing) for one in later)
@@ -248,9 +251,9 @@ class Run:
         return end, end
 
     def rows_of_step(self, step: int) -> list[Delivery]:
-        """The rows that fed a step, in the order of their positions."""
+        """Return the rows of a step, in the order of their positions."""
         if not 1 <= step <= self.steps:
-            raise DataNotFoundError(f"there is no step {step}: the run has made {self.steps:,} steps.")
+            raise DataNotFoundError(f"there is no step {step}: the run has {self.steps:,} steps.")
         number = bisect_right(self._first_steps, step - 1) - 1
         one = self.generations[number]
         if one.lanes:
@@ -267,7 +270,7 @@ class Run:
         ]
 
     def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
-        """Return every step that saw a row, epoch by epoch. ``source``: the number of its source, of several."""
+        """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
         if self.generations[0].lanes:
             sources = self.order.sources
             if not 0 <= source < len(sources):
@@ -292,18 +295,18 @@ class Run:
         return found
 
     def overlap(self, other: Run, report: Report | None = None) -> Overlap:
-        """How many rows of the files both runs have seen: of the same data, in whichever order and selection."""
-        mine, theirs = self.order.source.about["data"], other.order.source.about["data"]
-        if mine != theirs:
+        """Return the number of rows of the files that both runs have seen, in any order and selection."""
+        data, other_data = self.order.source.about["data"], other.order.source.about["data"]
+        if data != other_data:
             raise StateError(
-                f"the runs read different data (fingerprints {mine} and {theirs}): their rows cannot be compared."
+                f"the runs read different data (fingerprints {data}, {other_data}): their rows cannot be compared."
             )
         first = self._seen(report)
         second = other._seen(report)
         return Overlap(int(first.sum()), int(second.sum()), int((first & second).sum()))
 
     def _seen(self, report: Report | None) -> npt.NDArray[np.bool_]:
-        """Return which rows of the files were delivered, or looked at, at least once."""
+        """Return a mask of the rows of the files that were consumed at least once."""
         seen = np.zeros(self.order.source.source_rows, dtype=np.bool_)
         done, total = 0, sum(min(one.frontier, one.end) - one.shape.start for one in self.generations)
         for one in self.generations:
@@ -332,40 +335,40 @@ class Run:
 
 
 def read_run(folder: str | Path, stream: str | None = None) -> Run:
-    """The run whose ledger is in a folder, as it stands now.
+    """Return the run whose ledger is in a folder, as recorded so far.
 
-    ``stream``: a loader by its name, or by its key in ``streams``; if not given, the one with the most steps.
+    ``stream``: a loader by its name, or by its key in ``streams``. Default: the one with the most steps.
     """
     runs = read_runs(folder)
     if stream is not None:
         runs = [run for run in runs if stream in (run.stream, run.streams[run.stream])]
         if not runs:
             there = ", ".join(name or key for key, name in read_runs(folder)[0].streams.items())
-            raise DataNotFoundError(f"no loader {stream!r} recorded in {folder}; there are: {there}.")
+            raise DataNotFoundError(f"no loader {stream!r} recorded in {folder}. The recorded ones are: {there}.")
     return max(runs, key=lambda run: run.steps)
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """All loaders that recorded in a folder."""
+    """Return all loaders that recorded in a folder."""
     where = ledger_folder(folder)
     generations = read_generations(where)
     names = dict.fromkeys(one.shape.stream for one in generations if not one.is_load)
     if not names:
-        raise DataNotFoundError(f"the ledger in {where} holds no step yet.")
+        raise DataNotFoundError(f"the ledger in {where} has no step yet.")
     return [Run(where, generations, name) for name in names]
 
 
 def _are_through(one: Generation) -> bool:
-    """Whether some rank has gone through a whole pass: one of several steps, so that the others have begun it."""
+    """Return True if some rank has completed a pass of several steps, so that the others have begun it."""
     return one.frontier >= one.end and max(one.steps.values()) > 1
 
 
 def _drops(one: Generation, rows: int) -> bool:
-    """Whether a pass leaves out so many rows at the end of an epoch."""
+    """Return True if a pass drops this number of rows at the end of an epoch."""
     return one.shape.ends == "drop" and 0 < rows < one.shape.global_batch
 
 
 def _rows(one: Generation, reached: Callable[[int], int]) -> int:
-    """Rows that were handed over, over all ranks, up to a position for each."""
+    """Return the number of rows delivered over all ranks, up to a position for each."""
     start, ranks = one.shape.start, one.shape.ranks
     return sum(len(range(start + (rank - start) % ranks, reached(rank), ranks)) for rank in one.steps)

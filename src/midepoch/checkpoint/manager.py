@@ -22,7 +22,7 @@ from midepoch.checkpoint.rendezvous import report_absence
 from midepoch.checkpoint.restoring import StepLoader
 from midepoch.checkpoint.retention import Keep, parse_keep
 from midepoch.checkpoint.store import Process, open_store, read_manifests, retrying
-from midepoch.distributed.rendezvous import run_identity
+from midepoch.distributed.runs import run_identity
 from midepoch.distributed.world import World, find_world
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError
 

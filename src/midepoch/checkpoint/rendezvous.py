@@ -1,6 +1,6 @@
 """Rendezvous of the ranks of a run, through notes on a board: the checkpoint folder, which every rank sees.
 
-It uses no collectives: it works in a thread, under any launcher, and nobody waits forever for a rank that has died.
+It uses no collectives: it works in a thread, under any launcher, and no rank waits indefinitely for one that has died.
 
     leader-TOKEN              rank 0 has arrived
     absent-RANK-NUMBER        this rank will not come, and why

@@ -1,4 +1,4 @@
-"""The command line: ``midepoch audit``, ``midepoch plan``. Needs ``pip install "midepoch[cli]"``."""
+"""The command line: ``midepoch audit``, ``midepoch plan``, …. Requires ``pip install "midepoch[cli]"``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 
 def main() -> None:
-    """The command ``midepoch``."""
+    """Run the command ``midepoch``."""
     try:
         from midepoch.cli.app import app
     except ModuleNotFoundError as problem:
         if problem.name not in ("typer", "rich"):
             raise
-        sys.exit(f'the command line needs {problem.name}: pip install "midepoch[cli]"')
+        sys.exit(f'the command line requires {problem.name}: pip install "midepoch[cli]"')
     app()

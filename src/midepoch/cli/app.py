@@ -24,13 +24,13 @@ from midepoch.cli.report import report, watch
 
 
 class _Commands(TyperGroup):  # type: ignore[misc]
-    """The commands. What is wrong with their arguments is said without the credentials in them."""
+    """The commands. Errors about their arguments are printed without the credentials in them."""
 
     def invoke(self, context: Any) -> Any:
         try:
             return super().invoke(context)
         except Exception as problem:
-            if isinstance(getattr(problem, "message", None), str):  # of typer's own, about the arguments
+            if isinstance(getattr(problem, "message", None), str):  # typer's own errors, about the arguments
                 given = [argument.removeprefix("--storage=").partition("=") for argument in sys.argv[1:]]
                 secrets = Secrets.of({name: value for name, sign, value in given if sign})
                 problem.message = secrets.clean(problem.message)  # type: ignore[attr-defined]
@@ -65,10 +65,10 @@ def _version(asked: bool) -> None:
 @app.callback()  # type: ignore[untyped-decorator]
 def _midepoch(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Training data from where it lies, resumed exactly, at once, on any shape of cluster.
+    """Training data in place, resumed exactly and immediately, on any cluster size.
 
-    Commands end with 0 if all is well, with 1 if they found something wrong, and with 2 on an error.
+    Commands exit with 0 on success, 1 if they found a problem, and 2 on an error.
     """

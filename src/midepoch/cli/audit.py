@@ -1,4 +1,4 @@
-"""``midepoch audit``: what a run's ledger proves."""
+"""``midepoch audit``: the proof of a run from its ledger."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _LISTED = 20
 
 def audit(
     run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="Which rows fed this step (counted from 1).")] = None,
-    row: Annotated[int | None, typer.Option(help="Which steps saw this row.")] = None,
-    source: Annotated[int, typer.Option(help="The source of the row, of several (counted from 0).")] = 0,
-    against: Annotated[Path | None, typer.Option(help="How many rows this run and another one have both seen.")] = None,
+    step: Annotated[int | None, typer.Option(help="The rows of this step (counted from 1).")] = None,
+    row: Annotated[int | None, typer.Option(help="The steps that saw this row.")] = None,
+    source: Annotated[int, typer.Option(help="The source of the row, if there are several (counted from 0).")] = 0,
+    against: Annotated[Path | None, typer.Option(help="Another run, to count the rows that both have seen.")] = None,
     stream: Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Prove from its ledger what a run has seen: rows delivered once, more than once, never.
 
-    Ends with 1 if a row of a finished part of an epoch was lost or repeated.
+    Exits with 1 if a row of a finished part of an epoch was lost or repeated.
 
     [bold]midepoch audit runs/7[/]
 
@@ -38,7 +38,7 @@ def audit(
     [bold]midepoch audit runs/7 --against runs/8[/]
     """
     if sum(given is not None for given in (step, row, against)) > 1:
-        raise ValueError("one question at a time: --step, --row or --against")
+        raise ValueError("use only one of --step, --row and --against")
     if step is None and row is None and against is None:
         _proof([read_run(run, stream)] if stream is not None else read_runs(run), as_json)
         return
@@ -53,7 +53,7 @@ def audit(
 
 def _proof(runs: list[Run], as_json: bool) -> None:
     if as_json:
-        told = [
+        records = [
             {
                 "stream": run.stream,
                 "name": run.streams[run.stream],
@@ -66,7 +66,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
             }
             for run in runs
         ]
-        common.print_json({"exact": all(run.exact for run in runs), "loaders": told})
+        common.print_json({"exact": all(run.exact for run in runs), "loaders": records})
     else:
         for run in runs:
             _show_proof(run, len(runs) > 1)

@@ -1,4 +1,4 @@
-"""``midepoch bench``: this data on this machine."""
+"""``midepoch bench``: measurements of this data on this machine."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def bench(
     data: Annotated[list[str] | None, DATA] = None,
     split: Split = None,
     config: Config = None,
-    batch_sizes: Annotated[str, typer.Option("--batch-size", help="Rows a batch; several, with commas.")] = "64,256",
+    batch_sizes: Annotated[str, typer.Option("--batch-size", help="Rows per batch; several, with commas.")] = "64,256",
     workers: Annotated[
         str | None, typer.Option(help="Workers; several, with commas. [default: 0, 1, 2, 4 … cores]")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For each setting.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for each setting.")] = 2.0,
     columns: Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")] = None,
-    shuffle: Annotated[bool, typer.Option(help="Shuffled, as for training.")] = True,
-    scope: Annotated[str | None, typer.Option(help="Of the shuffle: rows, window or files.")] = None,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle, as for training.")] = True,
+    scope: Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")] = None,
     dataset: Made = None,
     storage: Storage = None,
     format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Measure rows/s and GB/s by workers and batch size, beside what the machine can do, and recommend a setting.
+    """Measure rows/s and GB/s by workers and batch size, beside the limit of the machine, and recommend a setting.
 
     [bold]midepoch bench 'data/*.parquet' --columns tokens[/]
 
     [bold]midepoch bench --dataset train.py:make_dataset --workers 0,2,4,8 --batch-size 32[/]
     """
     if (dataset is None) == (not data):
-        raise ValueError("give the data, or a function that makes it with --dataset")
+        raise ValueError("pass the data, or --dataset with a function that returns it")
     ds: Any = made_by(dataset) if dataset is not None else open_data(data or [], split, config, storage, format)
     if not isinstance(ds, Dataset):
-        raise TypeError(f"{dataset} must make a dataset, not a loader: workers and batch sizes are tried here")
+        raise TypeError(f"{dataset} must return a dataset, not a loader: bench tries workers and batch sizes itself")
     if dataset is None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")]) if columns else ds
         ds = ds.shuffle(0, scope) if shuffle else ds
@@ -55,9 +55,9 @@ def bench(
     limit = find_limit(ds, seconds) if ds.pipeline.has_positions else None
     advice = advise(trials)
     if as_json:
-        told = [{**asdict(one), **_rates(one)} for one in trials]
+        measured = [{**asdict(one), **_rates(one)} for one in trials]
         best = {"num_workers": advice.best.num_workers, "batch_size": advice.best.batch_size, "why": advice.why}
-        common.print_json({"trials": told, "limit": None if limit is None else asdict(limit), "recommended": best})
+        common.print_json({"trials": measured, "limit": None if limit is None else asdict(limit), "recommended": best})
     else:
         _show(trials, limit, advice)
 
@@ -79,7 +79,7 @@ def _numbers(text: str, name: str, least: int) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < least:
-        raise ValueError(f"{name} takes whole numbers of at least {least}, separated by commas, got {text!r}")
+        raise ValueError(f"{name} takes integers of at least {least}, separated by commas, got {text!r}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: how they print, and how they end (0: all is well, 1: something was found, 2: an error)."""
+"""Output and exit status of all commands (0: success, 1: a problem was found, 2: an error)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 _LEAST = 12
-"""Characters of a text column, at least, before a table gets wider than the terminal."""
+"""Minimum characters of a text column, before a table gets wider than the terminal."""
 
 
 class _Console(Console):  # type: ignore[misc]
-    """Shows names and values as they are: what looks like markup is none, what a terminal would obey is spelt out.
+    """Console that prints names and values literally, without markup, and with control characters escaped.
 
-    Nothing in a table is cut. Numbers stay on one line, texts are folded, and into a pipe or file tables are written as
-    wide as they are.
+    Nothing in a table is truncated. Numbers stay on one line, texts are folded, and in a pipe or file tables have their
+    full width.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -57,7 +57,7 @@ class _Console(Console):  # type: ignore[misc]
 
 
 def printable(text: str) -> str:
-    """Without characters that a terminal obeys.
+    """Escape control characters of the terminal.
 
     >>> printable("a\\x1b]0;b\\n")
     'a\\\\x1b]0;b\\n'
@@ -73,7 +73,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 def explained(command: F) -> F:
-    """What goes wrong, as a line instead of a traceback. ``MIDEPOCH_DEBUG=1`` shows all of it."""
+    """Print errors as a line instead of a traceback. ``MIDEPOCH_DEBUG=1`` shows the traceback."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -84,8 +84,8 @@ def explained(command: F) -> F:
         except Exception as problem:
             if os.environ.get("MIDEPOCH_DEBUG"):
                 raise
-            told = isinstance(problem, (MidepochError, ValueError, TypeError, OSError, ImportError)) and str(problem)
-            text = redacted(told or f"{type(problem).__name__}: {problem}")
+            message = isinstance(problem, (MidepochError, ValueError, TypeError, OSError, ImportError)) and str(problem)
+            text = redacted(message or f"{type(problem).__name__}: {problem}")
             sys.stderr.write(f"midepoch: {printable(text)}\n")
             raise typer.Exit(2) from None
 
@@ -97,17 +97,17 @@ def print_json(value: Any) -> None:
 
 
 def say(*parts: str | tuple[str, str]) -> None:
-    """A line of texts, each plain or with a style."""
+    """Print a line of texts, each plain or with a style."""
     console.print(Text.assemble(*((printable(part), "") if isinstance(part, str) else part for part in parts)))
 
 
 def styled(text: str, style: str) -> Text:
-    """A text in a colour."""
+    """Return a text in a colour."""
     return Text(printable(text), style)
 
 
 def bytes_text(size: float) -> str:
-    """In words.
+    """Return a size in words.
 
     >>> bytes_text(1_234_567)
     '1.2 MB'

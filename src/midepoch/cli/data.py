@@ -1,4 +1,4 @@
-"""Which data a command is about: paths, a folder of save_to_disk, a dataset in Hugging Face's cache, or a function."""
+"""The data of a command: paths, a folder of save_to_disk, a dataset in Hugging Face's cache, or a function."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ DATA = typer.Argument(
 )
 Data = Annotated[list[str], DATA]
 Format = Annotated[
-    str | None, typer.Option("--format", help="Of the files, where they do not tell: parquet, csv, jsonl, orc, arrow.")
+    str | None,
+    typer.Option("--format", help="Format of the files, if it cannot be detected: parquet, csv, jsonl, orc, arrow."),
 ]
 Split = Annotated[str | None, typer.Option(help="A split, or a part of one: 'train[:10%]'.")]
 Config = Annotated[str | None, typer.Option(help="The configuration of a Hugging Face dataset.")]
 Storage = Annotated[
     list[str] | None,
-    typer.Option("--storage", help="KEY=VALUE for the object store, as endpoint_override=http://… Repeatable."),
+    typer.Option("--storage", help="KEY=VALUE for the object store, such as endpoint_override=http://… Repeatable."),
 ]
 Made = Annotated[
     str | None,
-    typer.Option(help="A function that makes the dataset or loader: package.module:function or file.py:function."),
+    typer.Option(help="A function that returns the dataset or loader: package.module:function or file.py:function."),
 ]
 
 
@@ -49,23 +50,23 @@ def open_data(
     format: str | None = None,
     **options: Any,
 ) -> Dataset:
-    """The dataset that the arguments of a command name. ``options`` go to whatever opens it."""
+    """Return the dataset that the arguments of a command name. ``options`` are passed to the function that opens it."""
     path = Path(data[0]).expanduser()
     if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return load_from_disk(path, split, **options)
     if len(data) == 1 and not _is_path(data[0]):
         if split is None:
-            raise ValueError(f"there is no file {data[0]}. For a Hugging Face dataset of that name give --split.")
+            raise ValueError(f"there is no file {data[0]}. For a Hugging Face dataset of that name pass --split.")
         return load_dataset(data[0], config, split=split, **options)
     if split is not None and ("[" not in split or not split.endswith("]")):
-        raise ValueError(f"files have no splits: --split can only choose a part, as 'train[:10%]', got {split!r}")
+        raise ValueError(f"files have no splits: --split can only choose a part, such as 'train[:10%]', got {split!r}")
     given = {"format": format, "storage_options": _pairs(storage) or None, **options}
     ds = from_files(data[0] if len(data) == 1 else list(data), **given)
     return ds if split is None else _part(ds, split)
 
 
 def _is_path(text: str) -> bool:
-    """Whether it names files: it is there, is an address or a glob, or looks like nothing else."""
+    """Return True if a text names files: it exists, is an address or a glob, or looks like nothing else."""
     looks = "://" in text or any(sign in text for sign in "*?[") or text.startswith((".", "/", "~"))
     return looks or os.path.exists(text) or text.count("/") > 1 or bool(Path(text).suffix)
 
@@ -88,7 +89,7 @@ def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def made_by(name: str) -> Dataset | Loader:
-    """What a function returns that is named as file.py:function or package.module:function."""
+    """Return the result of a function named as file.py:function or package.module:function."""
     module, _, function = name.rpartition(":")
     if not module or not function:
         raise ValueError(f"--dataset takes package.module:function or file.py:function, got {name!r}")
@@ -104,25 +105,25 @@ def made_by(name: str) -> Dataset | Loader:
         raise ValueError(f"there is no function {function!r} in {module}")
     made = found()
     made = made[0] if isinstance(made, tuple) and made else made
-    made = getattr(made, "_loader", made)  # of StructuredDataset and its loader
+    made = getattr(made, "_loader", made)  # StructuredDataset and its loader
     if not isinstance(made, (Dataset, Loader)):
         raise TypeError(f"{name} must return a dataset or loader of midepoch, got {type(made).__name__}")
     return made
 
 
 def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> Any:
-    """The files, in the order that the state tells of, so that only the data itself can differ."""
+    """Return the files in the order that the state describes, so that only the data itself can differ."""
     one = state[0] if isinstance(state, list) else state
     check(one)
     if one.get("flow"):
         raise ValueError(
-            f"the pipeline of this state changes the number of rows ({one['pipeline']}): --data cannot tell its steps. "
-            "Use --dataset."
+            f"the pipeline of this state changes the number of rows ({one['pipeline']}), and --data does not contain "
+            "its steps. Use --dataset."
         )
     if one.get("_filters") or one.get("_partitioning"):
-        raise ValueError("the data was filtered or partitioned: --data cannot tell how. Use --dataset.")
+        raise ValueError("the data was filtered or partitioned, and --data does not contain how. Use --dataset.")
     if re.fullmatch(r"\d+:\d+", one["selection"]) is None:
-        raise ValueError("rows were selected in a way that --data cannot tell. Use --dataset.")
+        raise ValueError("rows were selected in a way that --data does not contain. Use --dataset.")
     ds = open_data(paths, storage=storage)
     start, stop = map(int, one["selection"].split(":"))
     if stop <= len(ds):

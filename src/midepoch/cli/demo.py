@@ -13,7 +13,7 @@ def demo(
 ) -> None:
     """Train a small model, kill it in mid-epoch, resume with other workers, and prove that nothing was lost.
 
-    Needs torch and datasets: pip install "midepoch\\[torch,hf,cli]".
+    Requires torch and datasets: pip install "midepoch\\[torch,hf,cli]".
 
     [bold]midepoch demo[/]
     """

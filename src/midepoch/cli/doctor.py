@@ -1,4 +1,4 @@
-"""``midepoch doctor``: whether this machine is fit for training, and what to do about it."""
+"""``midepoch doctor``: problems of this machine for training, and their solutions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 
 
 def doctor(as_json: common.AsJson = False) -> None:
-    """Look at versions, limits on files and memory, caches, and settings that go wrong often.
+    """Check versions, limits on files and memory, caches, and settings that often go wrong.
 
-    Ends with 1 if something will not work.
+    Exits with 1 if something will not work.
 
     [bold]midepoch doctor[/]
 

@@ -1,4 +1,4 @@
-"""``midepoch index``: read footers and headers now, so that the first training job does not wait for it."""
+"""``midepoch index``: read footers and headers now, so that the first training job does not wait for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def index(
     data: Data,
     split: Split = None,
     config: Config = None,
-    force: Annotated[bool, typer.Option(help="Make it again, though there is one.")] = False,
-    index_dir: Annotated[str | None, typer.Option(help="Where indexes are kept. [default: $MIDEPOCH_CACHE]")] = None,
+    force: Annotated[bool, typer.Option(help="Recreate the index if there is one.")] = False,
+    index_dir: Annotated[str | None, typer.Option(help="Folder of the indexes. [default: $MIDEPOCH_CACHE]")] = None,
     storage: Storage = None,
     format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Make the index of some data, with progress, or check the one there is.
+    """Create the index of some data, with progress, or check the existing one.
 
     [bold]midepoch index s3://bucket/lake/[/]
 

@@ -1,4 +1,4 @@
-"""``midepoch info``: what lies there."""
+"""``midepoch info``: a summary of data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def info(
     format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Show files, blocks, rows, bytes, columns, and how evenly rows are spread.
+    """Show files, blocks, rows, bytes, columns, and the distribution of rows.
 
     [bold]midepoch info 'data/*.parquet'[/]
 
@@ -39,7 +39,7 @@ def info(
 
 
 def tell(ds: Dataset) -> dict[str, Any]:
-    """What there is to say of a dataset, JSON-able."""
+    """Return a summary of a dataset, JSON-able."""
     source = ds.pipeline.source
     blocks = np.diff(source.layout.block_starts)
     files = [

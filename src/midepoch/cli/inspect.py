@@ -24,35 +24,37 @@ _TEXT = 1000
 State = Annotated[
     str, typer.Argument(help="A state as a JSON file, or a folder or address of checkpoints.", show_default=False)
 ]
-Step = Annotated[int | None, typer.Option(help="Which step of the checkpoints; the latest by default.")]
-Part = Annotated[str | None, typer.Option(help="Which part of a checkpoint: data, or the name of an extra.")]
+Step = Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")]
+Part = Annotated[str | None, typer.Option(help="The part of a checkpoint: data, or the name of an extra.")]
 
 
 def inspect(
     state: State,
     step: Step = None,
     part: Part = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a rank and step, to count steps left.")] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks, to count steps left.")] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a rank and step, to compute the steps left.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks, to compute the steps left.")] = 1,
     last_batch: Annotated[str, typer.Option(help="drop, pad or uneven, as for the loader.")] = "uneven",
     as_json: common.AsJson = False,
 ) -> None:
-    """Say in words where a state or checkpoint stands: epoch, percent, next file and row, steps left.
+    """Describe a state or checkpoint: epoch, percent, next file and row, steps left.
 
     [bold]midepoch inspect state.json[/]
 
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
     """
     found, number = open_state(state, step, part, ranks=world_size)
-    told = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
+    summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
-        common.print_json({"step": number, **asdict(told), "share": told.share})
+        common.print_json({"step": number, **asdict(summary), "share": summary.share})
         return
     shown = Address(state).public if number is None else f"{Address(state)}, step {number}"
     table = Table(show_header=False, title=shown, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in told.lines().items():
+    for name, text in summary.lines().items():
         table.add_row(name, text)
     common.console.print(table)
 
@@ -60,17 +62,17 @@ def inspect(
 def diff(
     first: State,
     second: Annotated[str | None, typer.Argument(help="Another state or folder of checkpoints.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Instead: files. Repeatable.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files to compare with instead. Repeatable.")] = None,
     dataset: Made = None,
-    step: Annotated[int | None, typer.Option(help="Which step of the first checkpoints.")] = None,
-    other_step: Annotated[int | None, typer.Option(help="Which step of the second ones.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step of the first checkpoints.")] = None,
+    other_step: Annotated[int | None, typer.Option(help="The step of the second checkpoints.")] = None,
     part: Part = None,
     storage: Storage = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Say what differs between two states, or a state and a dataset, and whether it would resume.
+    """Show the differences between two states, or a state and a dataset, and whether it would resume.
 
-    Ends with 1 if it would be refused.
+    Exits with 1 if it would be refused.
 
     [bold]midepoch diff monday.json tuesday.json[/]
 
@@ -79,20 +81,20 @@ def diff(
     [bold]midepoch diff state.json --dataset train.py:make_loader[/]
     """
     if sum(given is not None for given in (second, data or None, dataset)) != 1:
-        raise ValueError("give one thing to compare with: a second state, --data or --dataset")
-    mine = open_state(first, step, part).state
+        raise ValueError("pass one thing to compare with: a second state, --data or --dataset")
+    state = open_state(first, step, part).state
     other: Any = (
         made_by(dataset)
         if dataset is not None
-        else data_of_state(data, mine, storage)
+        else data_of_state(data, state, storage)
         if data
         else open_state(str(second), other_step, part).state
     )
-    found = differences(mine, other)
+    found = differences(state, other)
     problem = next((f"{one.field} differs: {one.cause}" for one in found if one.cause), None)
     if second is None:
         try:
-            other.check_state(mine)
+            other.check_state(state)
             problem = None
         except StateError as refused:
             problem = str(refused)
@@ -115,8 +117,8 @@ def _show(found: list[Difference], problem: str | None, against_data: bool) -> N
     elif against_data:
         common.say(("would resume", "green"))
     else:
-        same = "the same place" if not found else "the same data, order and pipeline"
-        common.say((same, "green"), ": one can be loaded where the other can")
+        same = "the same position" if not found else "the same data, order and pipeline"
+        common.say((same, "green"), ": each can be loaded in place of the other")
 
 
 def _short(value: Any) -> str:
@@ -129,9 +131,9 @@ def verify(
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Read every byte of a folder of checkpoints, and say which steps are whole.
+    """Read every byte of a folder of checkpoints, and report damaged steps.
 
-    Ends with 1 if one is damaged.
+    Exits with 1 if one is damaged.
 
     [bold]midepoch verify runs/7/checkpoints[/]
 

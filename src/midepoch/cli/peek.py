@@ -16,20 +16,20 @@ _TEXT = 60
 
 def peek(
     data: Data,
-    position: Annotated[int, typer.Option(min=0, help="The first position to look at.")] = 0,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many rows.")] = 5,
+    position: Annotated[int, typer.Option(min=0, help="The first position to show.")] = 0,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Number of rows.")] = 5,
     split: Split = None,
     config: Config = None,
     columns: Annotated[str | None, typer.Option(help="Only these columns, separated by commas.")] = None,
     shuffle: Annotated[int | None, typer.Option(help="Shuffle with this seed first.")] = None,
-    scope: Annotated[str | None, typer.Option(help="Of the shuffle: rows, window or files.")] = None,
-    window: Annotated[int | None, typer.Option(help="Of the shuffle: blocks a window.")] = None,
-    epoch: Annotated[int, typer.Option(min=0, help="Which epoch's order.")] = 0,
+    scope: Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")] = None,
+    window: Annotated[int | None, typer.Option(help="Blocks per window of the shuffle.")] = None,
+    epoch: Annotated[int, typer.Option(min=0, help="The epoch of the order.")] = 0,
     storage: Storage = None,
     format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Show rows at a position, as a training run would get them, and where they lie.
+    """Show rows at a position, as a training run would get them, and their files.
 
     [bold]midepoch peek 'data/*.parquet' --position 1000000 -n 3[/]
 
@@ -38,7 +38,7 @@ def peek(
     [bold]midepoch peek data/ --shuffle 42 --epoch 2 --json[/]
     """
     if shuffle is None and (scope is not None or window is not None):
-        raise ValueError("--scope and --window are of a shuffle: give its seed with --shuffle")
+        raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
     ds = open_data(data, split, config, storage, format)
     if columns is not None:
         ds = ds.select_columns([name.strip() for name in columns.split(",")])

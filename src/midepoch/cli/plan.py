@@ -1,4 +1,4 @@
-"""``midepoch plan``: what a resume would do."""
+"""``midepoch plan``: the effect of a resume."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ _RANKS, _ROWS = 8, 12
 
 def plan(
     checkpoint: Annotated[str, typer.Option(help="A folder or address of checkpoints, or a state as a JSON file.")],
-    world_size: Annotated[int, typer.Option(help="How many ranks there will be.", min=1)],
-    batch_size: Annotated[int, typer.Option(help="How many rows each rank gets at a step.", min=1)],
-    num_workers: Annotated[int, typer.Option(help="How many workers each rank has.", min=0)] = 0,
-    step: Annotated[int | None, typer.Option(help="Which step of the checkpoints; the latest by default.")] = None,
-    part: Annotated[
-        str | None, typer.Option(help="Which part of the checkpoint: data, or the name of an extra.")
-    ] = None,
-    data: Annotated[list[str] | None, typer.Option(help="The files, to check the state against. Repeatable.")] = None,
+    world_size: Annotated[int, typer.Option(help="Number of ranks of the resumed run.", min=1)],
+    batch_size: Annotated[int, typer.Option(help="Rows of each rank at a step.", min=1)],
+    num_workers: Annotated[int, typer.Option(help="Workers of each rank.", min=0)] = 0,
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")] = None,
+    part: Annotated[str | None, typer.Option(help="The part of the checkpoint: data, or the name of an extra.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files to check the state against. Repeatable.")] = None,
     storage: Storage = None,
     dataset: Made = None,
     last_batch: Annotated[
         str | None, typer.Option(help="drop, pad or uneven, as for the loader. [default: uneven, or the loader's]")
     ] = None,
-    machines: Annotated[int, typer.Option(help="Over how many machines the ranks are spread.", min=1)] = 1,
-    steps: Annotated[int, typer.Option(help="Of how many steps to show the rows.", min=0)] = 3,
+    machines: Annotated[int, typer.Option(help="Number of machines of the ranks.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Number of steps whose rows are shown.", min=0)] = 3,
     as_json: common.AsJson = False,
 ) -> None:
-    """Say what a resume would do: accepted or the mismatch, the next rows, steps left, what each machine will read.
+    """Show the effect of a resume: accepted or refused, the next rows, steps left, reads of each machine.
 
-    Ends with 1 if the state would be refused.
+    Exits with 1 if the state would be refused.
 
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --num-workers 4 --batch-size 48[/]
 
@@ -94,7 +92,7 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
     if plan.padded:
         say(f"the last step is padded with {plan.padded:,} rows")
     if plan.ranks_left_out:
-        left_out = f"the last step has no row for {plan.ranks_left_out} of {ranks} ranks: use last_batch drop or pad"
+        left_out = f"the last step has no row for {plan.ranks_left_out} of {ranks} ranks. Use last_batch drop or pad."
         say((left_out, "yellow"))
     for note in plan.notes:
         say((note, "yellow"))
@@ -120,5 +118,5 @@ def _rows_table(plan: ResumePlan, ranks: int) -> Table:
             more = ", …" if len(rows) > _ROWS else ""
             table.add_row(f"+{number}", str(rank), ", ".join(map(str, rows[:_ROWS])) + more)
         if ranks > _RANKS:
-            table.add_row("", "…", f"{ranks - _RANKS} ranks more (all of them with --json)")
+            table.add_row("", "…", f"{ranks - _RANKS} more ranks (all of them with --json)")
     return table

@@ -1,4 +1,4 @@
-"""``midepoch report`` and ``midepoch watch``: pictures of data and runs."""
+"""``midepoch report`` and ``midepoch watch``: reports on data and runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from midepoch.tools.report.watch import Watch
 
 Stream = Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")]
 Checkpoints = Annotated[
-    str | None, typer.Option(help="Their folder. [default: 'checkpoints' in or beside the run's folder]")
+    str | None, typer.Option(help="Folder of the checkpoints. [default: 'checkpoints' in or beside the run's folder]")
 ]
 
 
@@ -36,29 +36,29 @@ def report(
     label: Annotated[
         str | None, typer.Option(help="A column whose values should be spread evenly over batches.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of data: rows of a global batch.")] = 256,
-    shuffle: Annotated[int | None, typer.Option(help="Of data: shuffle with this seed.")] = None,
-    scope: Annotated[str | None, typer.Option(help="Of the shuffle: rows, window or files.")] = None,
-    window: Annotated[int | None, typer.Option(help="Of the shuffle: blocks a window.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="For data: rows of a global batch.")] = 256,
+    shuffle: Annotated[int | None, typer.Option(help="For data: shuffle with this seed.")] = None,
+    scope: Annotated[str | None, typer.Option(help="Scope of the shuffle: rows, window or files.")] = None,
+    window: Annotated[int | None, typer.Option(help="Blocks per window of the shuffle.")] = None,
     split: Split = None,
     config: Config = None,
     storage: Storage = None,
     format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Draw a run or a dataset: layout, what was consumed, restarts, speed, shuffle quality, checkpoints. One HTML file.
+    """Draw a run or a dataset: layout, consumption, restarts, speed, shuffle quality, checkpoints. One HTML file.
 
     [bold]midepoch report runs/7 -o report.html[/]
 
     [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
     """
     if not output.parent.is_dir():
-        raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} into.")
+        raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} to.")
     is_run = len(target) == 1 and _is_run(target[0])
     if shuffle is None and (scope is not None or window is not None):
-        raise ValueError("--scope and --window are of a shuffle: give its seed with --shuffle")
+        raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
     if is_run and shuffle is not None:
-        raise ValueError("a run has the order that it has: --shuffle is for data")
+        raise ValueError("a run already has an order: --shuffle is for data only")
     paths = data if is_run else target
     ds = open_data(paths, split, config, storage, format) if paths else None
     if ds is not None and shuffle is not None:
@@ -90,18 +90,16 @@ def _is_run(text: str) -> bool:
 
 def watch(
     run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8765,
-    host: Annotated[str, typer.Option(help="Other addresses than this machine's own need a token.")] = "127.0.0.1",
-    token: Annotated[
-        str | None, typer.Option(help="Asked for in the address. [default: made, if one is needed]")
-    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 8765,
+    host: Annotated[str, typer.Option(help="Addresses other than this machine's own require a token.")] = "127.0.0.1",
+    token: Annotated[str | None, typer.Option(help="Part of the address. [default: drawn if required]")] = None,
     checkpoints: Checkpoints = None,
     stream: Stream = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
 ) -> None:
-    """Show a run in progress, live: the page of [bold]midepoch report[/], from this machine only unless told otherwise.
+    """Show a run in progress, live: the page of [bold]midepoch report[/], by default only on this machine.
 
-    From elsewhere: ssh -L 8765:127.0.0.1:8765 machine, then open http://127.0.0.1:8765/ there.
+    From another machine: ssh -L 8765:127.0.0.1:8765 machine, then open http://127.0.0.1:8765/ there.
 
     [bold]midepoch watch runs/7[/]
 
@@ -113,7 +111,7 @@ def watch(
 
     ledger_folder(run)
     with Watch(look, host, port, token) as server:
-        common.console.print(f"{server.address}  (Ctrl-C ends it)")
+        common.console.print(f"{server.address}  (Ctrl-C stops it)")
         if open_browser:
             webbrowser.open(server.address)
         server.serve()

@@ -1,4 +1,4 @@
-"""Which state a command is about: a JSON file, or a step of a folder of checkpoints."""
+"""The state of a command: a JSON file, or a step of a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from midepoch.tools.locate import state_in
 
 
 class Chosen(NamedTuple):
-    """A state, and of which step it is, if it is of a checkpoint."""
+    """A state, and its step if it is that of a checkpoint."""
 
     state: Any
     step: int | None
 
 
 def open_state(where: str, step: int | None = None, part: str | None = None, *, ranks: int = 1) -> Chosen:
-    """The state in a JSON file, or in a checkpoint: of the step that ``restore_latest`` takes, if none is named."""
+    """Return the state in a JSON file or a checkpoint. Default: the step that ``restore_latest`` takes."""
     if os.path.isfile(where):
         try:
             return Chosen(state_in(json.loads(Path(where).read_text()), part), None)
@@ -39,7 +39,7 @@ def open_state(where: str, step: int | None = None, part: str | None = None, *, 
         try:
             return Chosen(_read(saved, number, part), number)
         except CheckpointDamagedError as problem:
-            common.errors.print(common.styled(f"step {number} would be passed over: {problem}", "yellow"))
+            common.errors.print(common.styled(f"step {number} would be skipped: {problem}", "yellow"))
     raise CheckpointDamagedError(f"all steps in {Address(where)} are damaged.")
 
 

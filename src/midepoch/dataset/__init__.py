@@ -1,6 +1,6 @@
-"""What users hold: a ``Dataset``, the steps that are added to one, and several datasets as one.
+"""The public interface: a ``Dataset``, its steps, and combinations of datasets.
 
-*Dataset*: a frozen pipeline and a cursor. *Step*: what is done to rows. *Mix, concat, zip*: several datasets combined.
+*Dataset*: a frozen pipeline and a cursor. *Step*: an operation on rows. *Mix, concat, zip*: several datasets as one.
 """
 
 from midepoch.dataset.dataset import Dataset

@@ -20,75 +20,77 @@ def mix(
     seed: int = 0,
     stop: str = "first",
 ) -> Dataset:
-    """Rows of several datasets in turn, as often as their weights say.
+    """Interleave rows of several datasets by weights.
 
-    In every span of positions (as short as the weights allow: 10 for 0.5, 0.3, 0.2) each source comes exactly as often
-    as its weight says; ``seed`` decides in which order. Without weights each comes as often as the others. A weight of
-    0 pauses a source: nothing comes of it, and it keeps its place.
+    In every span of positions (as short as the weights allow: 10 for 0.5, 0.3, 0.2) each source occurs exactly in
+    proportion to its weight; ``seed`` determines the order. By default all weights are equal. A weight of 0 pauses a
+    source: it yields nothing and keeps its position.
 
-    ``stop="first"`` ends an epoch where a source has nothing left; with "all" sources that end are iterated again,
-    shuffled again, until every one has ended once; with "never" the epoch has no end.
+    ``stop`` is the end of an epoch:
 
-    On resume the weights may be others, and sources may be added or left out: those that remain continue where they
-    were, which is logged and recorded in ``changes``. One that is left out and added again later begins at its
-    beginning; give it the weight 0 instead. Sources are known again by their data and steps, or by their names if they
-    are given as a dict.
+    - "first": when a source has no rows left
+    - "all": when every source has ended once; until then, sources that end are iterated again, shuffled again
+    - "never": no end
 
-        mixed = midepoch.mix([web.shuffle(seed=1), code.shuffle(seed=2)], weights=[0.7, 0.3], seed=3, stop="all")
+    On resume the weights may change, and sources may be added or removed. The others continue at their positions, which
+    is logged and recorded in ``changes``. A source that is removed and added again later starts at its beginning; use
+    the weight 0 instead. Sources are recognized by their data and steps, or by their names if they are given as a dict.
+
+    mixed = midepoch.mix([web.shuffle(seed=1), code.shuffle(seed=2)], weights=[0.7, 0.3], seed=3, stop="all")
     """
     names: tuple[str, ...] = ()
     if isinstance(sources, Mapping):
         names, sources = tuple(map(str, sources)), list(sources.values())
         if len(set(names)) < len(names):
-            raise ValueError(f"mix: two sources have the same name: {', '.join(names)}")
+            raise ValueError(f"mix: two sources have the same name, got {', '.join(names)}")
     if isinstance(weights, Mapping):
         if not names:
             raise TypeError(
-                "mix: weights by name need sources by name: mix({'web': a, 'code': b}, {'web': 2, 'code': 1})"
+                "mix: weights by name require sources by name: mix({'web': a, 'code': b}, {'web': 2, 'code': 1})"
             )
         if set(weights) != set(names):
-            raise ValueError(f"mix: weights for {', '.join(map(str, weights))}; the sources are {', '.join(names)}")
+            raise ValueError(f"mix: weights for {', '.join(map(str, weights))}, but the sources are {', '.join(names)}")
         weights = [weights[name] for name in names]
     parts = _parts(sources, "mix")
     chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     if len(chosen) != len(parts):
         raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
     if not all(math.isfinite(weight) and weight >= 0 for weight in chosen) or not any(chosen):
-        raise ValueError(f"mix: weights must be 0 or more, and one of them above 0, got {chosen}")
+        raise ValueError(f"mix: weights must be 0 or more, and at least one above 0, got {chosen}")
     for number, (part, weight) in enumerate(zip_(parts, chosen, strict=True)):
         if weight and not any(leaf.rows for leaf in part.leaves):
             raise DataNotFoundError(
-                f"mix: source {number} has no rows, so its weight of {weight:g} cannot hold. Leave it out, or give it "
-                "the weight 0."
+                f"mix: source {number} has no rows, so its weight of {weight:g} is impossible. Omit it, or set its "
+                "weight to 0."
             )
     return _combined(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 
 
 def concat(sources: Sequence[Any], *others: Any) -> Dataset:
-    """One dataset after the other. (Each lane iterates its part of all of them.)"""
+    """Concatenate datasets. (Each lane iterates its part of all of them.)"""
     parts = _parts([] if others else sources, "concat")
     return _combined(Concat(parts), sources)
 
 
 def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the name that the field uses; not imported by itself)
-    """Datasets side by side, until the shortest ends: rows with the columns of all."""
+    """Combine datasets side by side until the shortest ends: rows with the columns of all."""
     parts = _parts([] if others else sources, "zip")
     names = [name for part in parts for name in part.known_columns or ()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ColumnError(f"zip: {', '.join(map(repr, twice))} in two of the parts: rename_columns in one of them.")
+        raise ColumnError(f"zip: {', '.join(map(repr, twice))} in two of the parts. Use rename_columns in one of them.")
     return _combined(Zip(parts), sources)
 
 
 def _parts(sources: Any, what: str) -> tuple[Node, ...]:
     if not isinstance(sources, (list, tuple)) or not sources:
-        raise TypeError(f"{what} takes a list of datasets: {what}([a, b]), not {sources!r:.60}")
+        raise TypeError(f"{what} takes a list of datasets, {what}([a, b]), got {sources!r:.60}")
     return tuple(_node_of(source) for source in sources)
 
 
 def _combined(base: Combination, sources: Sequence[Dataset]) -> Dataset:
     if not isinstance(base, Zip):
-        _ = base.schema  # parts that do not go together are refused here, not in the batch where they meet
+        _ = base.schema  # parts that do not fit are refused here, not in the first batch with both
     formats = {source.pipeline.format for source in sources}
     lanes, given = _lanes_of(sources)
     return Dataset(
@@ -97,19 +99,23 @@ def _combined(base: Combination, sources: Sequence[Dataset]) -> Dataset:
 
 
 def _node_of(given: Any) -> Node:
-    """Return the node of a dataset that is to be combined: it must be at its beginning."""
+    """Return the node of a dataset to combine. It must be at its beginning."""
     if not isinstance(given, Dataset):
-        raise TypeError(f"datasets are combined, got {type(given).__name__}")
+        raise TypeError(f"expected a Dataset to combine, got {type(given).__name__}")
     if given.pipeline.shard.count > 1:
-        raise ValueError("shards cannot be combined: combine the datasets, then shard the result")
+        raise ValueError("shards cannot be combined. Combine the datasets, then shard the result.")
     if given._iteration.start.begun:
-        raise MidepochError("a dataset that a state was loaded into cannot be combined: load the state into the mix")
+        raise MidepochError(
+            "a dataset into which a state was loaded cannot be combined. Load the state into the combination."
+        )
     return given.pipeline.node
 
 
 def _lanes_of(parts: Sequence[Dataset]) -> tuple[int, bool]:
-    """Return the lanes that the parts were given, if any was."""
+    """Return the number of lanes that was chosen for the parts, and True if one was."""
     given = {part.pipeline.lanes for part in parts if part.pipeline.lanes_chosen}
     if len(given) > 1:
-        raise ValueError(f"the parts were given different numbers of lanes: {sorted(given)}. Give them to the mix.")
+        raise ValueError(
+            f"the parts have different numbers of lanes: {sorted(given)}. Call with_lanes on the combination instead."
+        )
     return (given.pop(), True) if given else (1, False)

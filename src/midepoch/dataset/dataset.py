@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 Self = TypeVar("Self", bound="Dataset")
 
 _LOOK = 64
-"""Rows to look at for the columns that a map makes: the first ones may be skipped."""
+"""Number of rows to run for the columns of a map: the first ones may be skipped."""
 
 
 class Dataset(Rows, Resumable):
-    """Rows of one source or of several, in an order, through some steps; iterable and resumable.
+    """Rows of one or several sources, in an order, after some steps; iterable and resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
-    the epoch, or where a loaded state left off; a ``break`` moves nothing.
+    the epoch, or at the position of a loaded state; a ``break`` does not change where the next ``iter()`` starts.
 
-    Where every row of one source becomes one row, positions can be computed: the dataset has a length and can be
-    indexed. After ``filter``, ``flat_map``, ``batch``, ``pack``, ``mix`` and the like it has neither, and
-    ``estimated_len`` learns the length from what was seen.
+    If every row of one source becomes one row, positions can be computed: the dataset has a length and can be indexed.
+    After ``filter``, ``flat_map``, ``batch``, ``pack``, ``mix`` and similar steps it has neither, and ``estimated_len``
+    estimates the length from the rows so far.
     """
 
     _iteration_type: type[IterationState] = IterationState
@@ -57,26 +57,26 @@ class Dataset(Rows, Resumable):
 
     @property
     def pipeline(self) -> PipelineSpec:
-        """The frozen description of this dataset."""
+        """The frozen definition of this dataset."""
         return self._iteration.spec
 
     def __len__(self) -> int:
-        """Return the rows of an epoch (of this shard). Raises TypeError where that is not known before running."""
+        """Return the number of rows of an epoch (of this shard). Raises TypeError if it is not known before running."""
         spec = self.pipeline
         known = spec.rows if spec.has_positions else known_length(spec.node)
         if known is None or not (spec.state_is_global or spec.node.is_rows):
             raise TypeError(
-                f"the length of this dataset is not known before it has run ({spec.node.text}): estimated_len learns "
-                "it from what was seen"
+                f"the length of this dataset is not known before it has run ({spec.node.text}). Use estimated_len, "
+                "which estimates it from the rows so far."
             )
         return spec.shard.before(known)
 
     @property
     def estimated_len(self) -> int | None:
-        """About how many rows an epoch has (of this shard); None while nothing is known.
+        """The approximate number of rows of an epoch (of this shard), or None before the first row.
 
-        Where ``len()`` is not known, it is the number of the last epoch that was iterated; until then, what is left is
-        taken to be like what was seen. Part of the state.
+        If ``len()`` is not known, it is that of the last epoch that was iterated to its end; before, an estimate from
+        the rows so far. It is part of the state.
         """
         spec = self.pipeline
         if spec.has_positions:
@@ -86,7 +86,7 @@ class Dataset(Rows, Resumable):
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the data as it is read, without the columns that are never read."""
+        """The Arrow schema of the data as it is read, without columns that are never read."""
         node = self.pipeline.node
         if isinstance(node.base, Leaf):
             schema = plain_schema(node.base.source.schema)
@@ -104,7 +104,7 @@ class Dataset(Rows, Resumable):
 
     @property
     def column_names(self) -> list[str]:
-        """The columns of a row. Where only running a function tells, this runs the first rows."""
+        """The columns of a row. If they are known only after a function has run, this runs the first rows."""
         known, spec = self._columns, self.pipeline
         if known is not None:
             return list(known)
@@ -115,7 +115,7 @@ class Dataset(Rows, Resumable):
 
     @property
     def epoch(self) -> int:
-        """The epoch that ``iter()`` is over. Setting it is ``set_epoch``."""
+        """The epoch of ``iter()``. Setting it calls ``set_epoch``."""
         return self._iteration.shared.epoch
 
     @epoch.setter
@@ -124,17 +124,17 @@ class Dataset(Rows, Resumable):
 
     @property
     def position(self) -> int:
-        """How many rows of the epoch have been delivered to all shards together."""
+        """The number of rows of the epoch that have been delivered to all shards together."""
         return self._iteration.cursor().position
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What was changed at resumes since the run began: what was allowed to differ, and the weights of mixes."""
+        """Changes at resumes since the run began: fields that were allowed to differ, and weights of mixes."""
         return self.pipeline.changes
 
     @property
     def num_files(self) -> int:
-        """The files of all sources."""
+        """The number of files of all sources."""
         return self.pipeline.files
 
     def __repr__(self) -> str:
@@ -167,8 +167,7 @@ class Dataset(Rows, Resumable):
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
         fields = ", ".join(f"{field.name} ({field.type})" for field in self.schema)[:2000]
         shown = {
-            "rows": f"{'' if spec.has_positions else 'about '}{about or 0:,}" if about is not None else None,
-            "files": f"{self.num_files:,}",
+            "rows": f"{_count(about, spec.has_positions)} in {self.num_files:,} files",
             "order": f"shuffled by {shuffle.scope}, seed {shuffle.seed}" if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
@@ -200,7 +199,7 @@ class Dataset(Rows, Resumable):
         return self.pipeline.node.known_columns
 
     def with_format(self: Self, kind: str | None) -> Self:
-        """Rows and batches as "python" (the default), "numpy", "torch", "arrow" or "jax"."""
+        """Choose the format of rows and batches: "python" (the default), "numpy", "torch", "arrow" or "jax"."""
         return self._derive(replace(self.pipeline, format=check_format(kind)))
 
     def _with_step(self: Self, step: Step) -> Self:
@@ -214,32 +213,32 @@ class Dataset(Rows, Resumable):
         return self._with_node(Node(node.base, (*node.stages, stage)))
 
     def _with_node(self: Self, node: Node) -> Self:
-        _ = node.known_columns  # a wrong column is an error here, not in an hour
+        _ = node.known_columns  # an unknown column is an error here, not in an hour
         spec = self.pipeline
-        lanes = spec.lanes if spec.lanes_chosen or node.has_positions else 1  # not those that shard() chose
+        lanes = spec.lanes if spec.lanes_chosen or node.has_positions else 1  # not the lanes that shard() chose
         if spec.lanes_chosen:
             self._check_lanes(lanes, node)
         keeps = spec.has_positions and node.has_positions
         return self._derive(replace(spec, node=node, lanes=lanes), same_positions=keeps)
 
     def _derive(self: Self, spec: PipelineSpec, *, same_positions: bool = True) -> Self:
-        """Return a dataset at the same epoch and position; raise ValueError if a loaded position meant other rows."""
+        """Return a dataset at the same epoch and position. Raise ValueError if later rows would change."""
         start = self._iteration.start
         if start.begun and not same_positions:
             raise ValueError(
-                f"a state was loaded (position {start.position:,}), and this would change which rows come next. Slice, "
-                "shuffle and add steps first, then load the state."
+                f"a state was loaded (position {start.position:,}), and this would change the rows that follow. "
+                "Slice, shuffle and add steps first, then load the state."
             )
         return type(self)(spec, start._replace(epoch=self.epoch), named=self._iteration.shared.named)
 
     # Reading
 
     def __getitem__(self, key: Any) -> Any:
-        """Return row i of this epoch's order as ``list(ds)[i]`` would give it; a slice or list gives columns."""
+        """Return row i of this epoch's order, equal to ``list(ds)[i]``. A slice or list returns columns."""
         if not self.pipeline.has_positions:
             raise TypeError(
-                f"this dataset has no positions to index by ({self.pipeline.node.text}), and its length is an estimate "
-                "(estimated_len): iterate it, or index the dataset that it is made of"
+                f"this dataset has no positions to index by ({self.pipeline.node.text}), and its length is only "
+                "estimated (estimated_len). Iterate it, or index the dataset that it was made from."
             )
         return self._by_number().get(key, self.epoch, len(self))
 
@@ -250,10 +249,10 @@ class Dataset(Rows, Resumable):
         return self._access
 
     def __getitems__(self, keys: Sequence[int]) -> Any:
-        """Raise: torch asks a map-style dataset for batches in this way, and this one is iterable."""
+        """Raise TypeError: torch requests batches of a map-style dataset in this way, and this one is iterable."""
         raise TypeError(
-            "DataLoader took this dataset for a map-style one, because torch was imported after it was made. "
-            "Import torch first, or use ds.loader(batch_size, num_workers=…)."
+            "DataLoader treats this dataset as map-style, because torch was imported after it was created. Import "
+            "torch first, or use ds.loader(batch_size, num_workers=…)."
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -261,7 +260,7 @@ class Dataset(Rows, Resumable):
         return here.follow(RowIterator(here.start_from(here.begin()), here))
 
     def iter(self, batch_size: int, drop_last_batch: bool = False) -> Iterator[Any]:
-        """Iterator over batches of the current epoch as columns; the state follows as for rows."""
+        """Iterate batches of the current epoch as columns. The state follows as for rows."""
         here, size = self._iteration, integer(batch_size, "iter", 1)
         return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
 
@@ -283,24 +282,29 @@ class Dataset(Rows, Resumable):
         multiprocessing_context: str | None = None,
         collate_columns: bool = False,
     ) -> Loader:
-        """Batches of every epoch, prepared ahead by threads or worker processes; owns its own cursor.
+        """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
-        ``batch_size`` rows for each rank. Rank and world size come from the shard, are given, or found: from
-        ``torch.distributed``, JAX, Ray Train or the launcher. Where only some ranks cut the data (tensor, context,
-        pipeline parallelism), ``data_parallel`` says which: a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+        ``batch_size``: rows for each rank. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
+        otherwise. Rank and world size are those of the shard, or given, or detected from ``torch.distributed``, JAX,
+        Ray Train or the launcher.
 
-        ``last_batch``: the last global batch, if it is not full, is left out ("drop", as ``drop_last=True``), filled up
-        with rows marked by a column ``is_padding`` ("pad"), or delivered as it is, to some ranks maybe not at all
-        ("uneven"). By default it is delivered as it is, but ranks that train together are never left without a batch:
-        that is an error which asks for a choice.
+        ``data_parallel``: the ranks that shard the data, if not all of them do (tensor, context, pipeline parallelism):
+        a process group, ``mesh["dp"]``, or ``(mesh, names)``.
 
-        A batch is a dict of columns, as torch tensors unless ``with_format`` chose otherwise; ``collate_fn`` gets a
-        list of rows instead, or with ``collate_columns`` such a batch. ``prefetch`` batches are made ahead by each
-        worker: 2 to 8, by their size, unless given. ``audit``: a folder (or ``midepoch.audit.Ledger``) to record in
-        what was delivered, for ``midepoch audit``.
+        ``last_batch``: the treatment of the last global batch if it is not full:
 
-        Workers run everything up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
-        ``zip``; the main process runs what follows, and ``collate_fn`` after such steps or after batched functions.
+        - "drop" (or ``drop_last=True``): omitted
+        - "pad": filled with rows that are marked in a column ``is_padding``
+        - "uneven": delivered as it is, possibly without a row for some ranks
+        - default: delivered as it is, but an error if a rank that trains together with others would have no batch
+
+        ``collate_fn`` gets a list of rows or, with ``collate_columns``, the columns of a batch. ``prefetch``: batches
+        that each worker makes ahead; default: 2 to 8, by their size. ``audit``: a folder (or ``midepoch.audit.Ledger``)
+        in which deliveries are recorded, for ``midepoch audit``.
+
+        Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
+        ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
+        functions.
         """
         from midepoch.loader.make import make_loader
 
@@ -328,7 +332,7 @@ class Dataset(Rows, Resumable):
     # The cursor
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
+        """Choose the epoch to iterate. The epoch of a loaded state resumes; any other starts at its beginning."""
         self._iteration.set_epoch(integer(epoch, "set_epoch"))
         self._pass = None
 
@@ -337,22 +341,23 @@ class Dataset(Rows, Resumable):
         return self._iteration.save()
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
-        """Continue from a state, or from the list of those of all shards.
+        """Continue from a state, or from the list of the states of all shards.
 
-        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
-        ``allow=["pipeline"]`` lets a field differ, which is recorded in ``changes`` and in the state. Weights of a mix
-        may be changed, and sources be added or left out: the others continue where they were.
+        Raises CheckpointMismatchError, and changes nothing, if the state belongs to other data, another order or
+        pipeline. ``allow=["pipeline"]`` permits a field to differ, which is recorded in ``changes`` and in the state.
+        The weights of a mix may be changed, and sources may be added or removed: the others continue at their
+        positions.
         """
         self._iteration.load(state, allow)
         self._access = self._pass = None
 
     def check_state(self, state: Any) -> None:
-        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""
         self._iteration.check(state)
 
     @property
     def state_is_global(self) -> bool:
-        """True if the state of one shard restores every shard: not if each skips rows, or runs lanes, of its own."""
+        """True if the state of one shard restores all shards. False if each skips rows, or runs lanes, of its own."""
         return self.pipeline.state_is_global and not self.pipeline.skips_rows
 
     @property
@@ -368,3 +373,7 @@ class Dataset(Rows, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._iteration, self._access = state["iteration"], None
         register_with_torch(Dataset)
+
+
+def _count(rows: int | None, known: bool) -> str:
+    return "any number" if rows is None else f"{rows:,}" if known else f"about {rows:,}"

@@ -1,4 +1,4 @@
-"""Which rows a dataset has, in which order, and which of them this process gets."""
+"""The selection of rows of a dataset, their order, and the shard of this process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Self = TypeVar("Self", bound="Rows")
 
 
 class Rows(Steps):
-    """The methods of a dataset that choose rows, order and share. Every call returns a new dataset."""
+    """The methods of a dataset that choose rows, order and shard. Every call returns a new dataset."""
 
     _default_scope: str | None = None
 
     @property
     def pipeline(self) -> PipelineSpec:
-        """The frozen description of this dataset."""
+        """The frozen definition of this dataset."""
         raise NotImplementedError
 
     @property
@@ -40,7 +40,7 @@ class Rows(Steps):
     def slice(
         self: Self, start: int | str | None = None, stop: int | str | None = None, step: int | None = None
     ) -> Self:
-        """Only the rows ``[start:stop:step]``, chosen before any shuffle: no row moves from one slice to another.
+        """Keep only the rows ``[start:stop:step]``, chosen before any shuffle: no row moves from one slice to another.
 
         Bounds may be percentages: ``ds.slice(None, "80%")`` and ``ds.slice("80%")`` are two parts of a dataset. Slice
         before steps that change the number of rows.
@@ -50,31 +50,32 @@ class Rows(Steps):
         return self._with_selection(chosen.slice(first, last, step))
 
     def take(self: Self, n: int) -> Self:
-        """The first n rows, before any shuffle.
+        """Keep the first n rows, before any shuffle.
 
-        After a step that changes the number of rows: the first n rows of every epoch's order, made in one lane.
+        After a step that changes the number of rows: the first n rows of every epoch's order, computed in one lane.
         """
         n = integer(n, "take")
         return self.slice(0, n) if self.pipeline.has_positions else self._with_stage(Slice(0, n))
 
     def skip(self: Self, n: int) -> Self:
-        """All but the first n rows, before any shuffle.
+        """Omit the first n rows, before any shuffle.
 
-        After a step that changes the number of rows: without the first n rows of every epoch's order, which are made
-        and left out.
+        After a step that changes the number of rows: omit the first n rows of every epoch's order, which are computed
+        and discarded.
         """
         n = integer(n, "skip")
         return self.slice(n, None) if self.pipeline.has_positions else self._with_stage(Slice(n))
 
     def select(self: Self, indices: Iterable[int]) -> Self:
-        """The rows with these numbers, in this order, before any shuffle."""
+        """Keep the rows with these numbers, in this order, before any shuffle."""
         return self._with_selection(self._selection("select").select(indices))
 
     def _selection(self, what: str) -> Selection:
         if not self.pipeline.has_positions:
             raise TypeError(
                 f"{what}: the rows of this dataset have no numbers before it has run ({self.pipeline.node.text}). "
-                f"Call {what}() before the steps that change the number of rows; take() and skip() work after them, too"
+                f"Call {what}() before the steps that change the number of rows, or use take() and skip(), which also "
+                "work after them."
             )
         return self.pipeline.base.order.selection
 
@@ -85,14 +86,18 @@ class Rows(Steps):
     def shuffle(self: Self, seed: int | None = None, scope: str | None = None, window: int | None = None) -> Self:
         """Shuffle, in another order every epoch, by a permutation that is computed and never stored.
 
-        ``scope``: "rows" permutes all rows; "window" permutes blocks, then rows within windows of ``window`` blocks;
-        "files" permutes whole files. The default is "rows" where files are mapped, and "window" where blocks have to be
-        fetched or decoded, each of which then is read once an epoch; windows then take 256 MB in memory, or less if
-        ``cache_bytes`` is small. Without a seed one is drawn. Whatever was not given is taken over from the state on
-        resume.
+        ``scope``:
+
+        - "rows" permutes all rows
+        - "window" permutes blocks, then rows within windows of ``window`` blocks
+        - "files" permutes complete files
+
+        The default is "rows" if files are mapped, and "window" if blocks have to be fetched or decoded, so that each is
+        read once an epoch. Default windows take 256 MB in memory, or less if ``cache_bytes`` is small. Without a seed
+        one is drawn. Arguments that were not given are adopted from the state on resume.
 
         After a step that changes the number of rows, rows are shuffled within windows of ``window`` rows (10,000), and
-        a resume makes one window again. Shuffling first permutes all rows and costs nothing on resume.
+        a resume recomputes one window. Shuffling first permutes all rows and costs nothing on resume.
         """
         if not self.pipeline.has_positions:
             return self._shuffle_outputs(seed, scope, window)
@@ -110,19 +115,19 @@ class Rows(Steps):
     def _shuffle_outputs(self: Self, seed: int | None, scope: str | None, window: int | None) -> Self:
         if seed is None or scope not in (None, "window"):
             raise ValueError(
-                "shuffle after a step that changes the number of rows needs a seed, and its scope is 'window': "
-                "shuffle(seed=0, window=10_000). Shuffle first to permute all rows"
+                "shuffle after a step that changes the number of rows requires a seed and the scope 'window': "
+                "shuffle(seed=0, window=10_000). Shuffle first to permute all rows."
             )
         size = 10_000 if window is None else integer(window, "shuffle(window=…)", 1)
         return self._with_stage(Window(size, check_seed(seed)))
 
     def with_lanes(self: Self, lanes: int) -> Self:
-        """Shard every epoch into this many lanes, whose rows come in turn.
+        """Split every epoch into this number of lanes, which alternate.
 
-        The order is a function of the number of lanes. A cluster whose world size divides it reads and makes every row
-        on one rank only, and its order is the same for all such sizes: choose a number that all your world sizes
-        divide. Without this, a loader chooses its world size where blocks have to be fetched or decoded, or where steps
-        change the number of rows, and 1 elsewhere.
+        The order depends on the number of lanes. A cluster whose world size divides it reads and computes every row on
+        one rank only, and its order is the same for all such sizes: choose a number that all your world sizes divide.
+        By default, a loader chooses its world size if blocks have to be fetched or decoded, or if steps change the
+        number of rows, and else 1.
         """
         lanes = integer(lanes, "with_lanes", 1)
         self._check_lanes(lanes, self.pipeline.node)
@@ -132,17 +137,19 @@ class Rows(Steps):
         if lanes > 1 and not node.cuts_alike:
             raise ValueError(
                 "with_lanes: this dataset has one lane. After take() or skip(), and for a zip of datasets that are "
-                "not equally many rows one for one, more lanes would mean other rows"
+                "not the same number of unchanged rows, more lanes would mean other rows."
             )
 
     def shard(self: Self, num_shards: int, index: int, mode: str = "auto") -> Self:
-        """One of ``num_shards`` equal parts (by one row at most) of every epoch, without overlap or gap.
+        """Return one of ``num_shards`` shards of every epoch, equal up to one row, without overlap or gap.
 
-        "example": every num_shards-th row. "file": a run of whole files for each shard; where the cut falls into a
-        file, its two neighbours read a part of it each, so that all shards stay equally long. "auto": "file" where
-        there are at least as many files as shards. The state stays global: any shard's restores all, on any number of
-        shards. After steps that change the number of rows, each shard makes a lane of its own, and lanes are of about
-        the same size.
+        - "example": every num_shards-th row
+        - "file": consecutive complete files for each shard; a file at a boundary is read in part by both shards, so
+          that all shards have the same length
+        - "auto": "file" if there are at least as many files as shards
+
+        The state is global: that of any shard restores all, on any number of shards. After steps that change the number
+        of rows, each shard computes a lane of its own, and lanes have about the same size.
         """
         if mode not in ("auto", "file", "example"):
             raise ValueError(f"mode must be 'auto', 'file' or 'example', got {mode!r}")
@@ -154,9 +161,9 @@ class Rows(Steps):
         if not spec.has_positions:
             return self._derive(replace(spec, shard=shard))
         if num_shards > spec.rows > 0:
-            raise ValueError(f"{spec.rows} rows cannot be cut into {num_shards} shards")
+            raise ValueError(f"{spec.rows} rows cannot be split into {num_shards} shards")
         by_file = mode == "file" or (mode == "auto" and spec.files >= num_shards > 1)
-        # A position that a state was loaded for is one of that state's lanes: they stay. So do lanes that were given.
+        # A loaded position refers to the lanes of its state: they stay. So do lanes that were given.
         kept = self._is_begun or spec.lanes_chosen
         lanes = spec.lanes if kept else num_shards if by_file else 1
         return self._derive(replace(spec, lanes=lanes, shard=shard))

@@ -1,4 +1,4 @@
-"""The steps of a dataset: what is done to rows, one call each."""
+"""The steps of a dataset: operations on rows, one call each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Steps:
 
     @property
     def _functions(self) -> int:
-        """How many functions there are already, which tells their generators apart."""
+        """The number of functions so far, which separates their generators."""
         raise NotImplementedError
 
     @property
@@ -56,12 +56,12 @@ class Steps:
 
     @property
     def _columns(self) -> tuple[str, ...] | None:
-        """The columns, or None where only running a map would tell."""
+        """The columns, or None if they are known only after a map has run."""
         raise NotImplementedError
 
     @property
     def _lists(self) -> tuple[str, ...] | None:
-        """The columns that hold lists, or None where only running a map would tell."""
+        """The columns that contain lists, or None if they are known only after a map has run."""
         raise NotImplementedError
 
     def map(
@@ -79,22 +79,23 @@ class Steps:
         fn_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
     ) -> Self:
-        """Apply a function to each row (or, ``batched``, to groups of rows); what it returns is put into the row.
+        """Apply a function to each row (or, ``batched``, to groups of rows), and update the row with its result.
 
-        The function gets a dict (or the values of ``input_columns``), then, if asked for, the row's number in the
-        dataset before it was shuffled, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and
-        the row (``batched``: a list of each). It must return one row for each row, unless ``one_to_one=False``: then
-        (``batched`` only) the rows are what it returns, more or fewer, and nothing else, and the result is a stream.
-        ``on_error="skip"`` drops rows on which it raises.
+        The function gets a dict (or the values of ``input_columns``), then, if requested, the row's number in the
+        dataset before shuffling, then a ``numpy.random.Generator`` that depends only on the seed, the epoch and the row
+        (``batched``: a list of each). It must return one row for each row.
 
-        With ``drop_last_batch`` (``batched`` only) a last group of fewer than ``batch_size`` rows, in each lane, is
-        left out, and the result is a stream. Behind ``with_format("arrow")`` a function gets an Arrow table and may
-        return one: its columns take the place of all others.
+        - ``one_to_one=False`` (``batched`` only): the function may return more or fewer rows, which replace its input
+        - ``drop_last_batch`` (``batched`` only): a last group of less than ``batch_size`` rows is omitted, in each lane
+        - ``on_error="skip"``: rows on which it raises are dropped
+
+        After the first two, the number of rows is not known. After ``with_format("arrow")`` a function gets an Arrow
+        table and may return one, whose columns replace all others.
         """
         if drop_last_batch and not batched:
-            raise ValueError("drop_last_batch=True needs batched=True")
+            raise ValueError("drop_last_batch=True requires batched=True")
         if not one_to_one and not batched:
-            raise ValueError("one_to_one=False needs batched=True; flat_map takes a function of one row")
+            raise ValueError("one_to_one=False requires batched=True. Use flat_map for a function of one row.")
         step = Map(
             **self._function(function, "map", batched, batch_size, with_indices, with_generator, input_columns),
             remove_columns=names_of(remove_columns or ()),
@@ -119,11 +120,12 @@ class Steps:
         fn_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
     ) -> Self:
-        """Only the rows for which a function of a row (see ``map``), or a pyarrow expression, is true: a ``Stream``.
+        """Keep the rows for which a function of a row (see ``map``), or a pyarrow expression, is true.
 
-        Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows at once. Null is not true.
+        Expressions (``pyarrow.compute.field("n") > 3``) are evaluated for thousands of rows in one call. Null is not
+        true.
         """
-        compute = sys.modules.get("pyarrow.compute")  # whoever has an expression has imported it: 50 ms
+        compute = sys.modules.get("pyarrow.compute")  # an expression implies that it is imported: 50 ms
         if compute is not None and isinstance(condition, compute.Expression):
             return self._with_step(FilterExpression(condition))
         step = FilterRows(
@@ -143,7 +145,7 @@ class Steps:
         fn_kwargs: Mapping[str, Any] | None = None,
         on_error: str = "raise",
     ) -> Self:
-        """Put the rows that a function returns (a list of dicts, maybe empty) in the place of a row: a ``Stream``."""
+        """Replace each row by the rows that a function returns (a list of dicts, possibly empty)."""
         step = FlatMap(
             **self._function(function, "flat_map", False, 1, with_indices, with_generator, input_columns),
             fn_kwargs=dict(fn_kwargs or {}),
@@ -152,9 +154,9 @@ class Steps:
         return self._with_step(step)
 
     def unbatch(self: Self, columns: str | Sequence[str] | None = None) -> Self:
-        """A row for each element of lists (of all columns that hold lists, or of these); other columns are repeated.
+        """Make a row for each element of lists, in all columns that contain lists or in these.
 
-        Behind a map, which may make lists of anything, the columns have to be named.
+        Other columns are repeated. After a map, which may return lists in any column, name the columns.
         """
         if columns is not None:
             names = names_of(columns)
@@ -164,10 +166,11 @@ class Steps:
         lists = self._lists
         if lists is None:
             raise ColumnError(
-                "unbatch: which columns hold lists is not known before a map has run. Name them: unbatch(['tokens'])."
+                "unbatch: the columns that contain lists are not known before a map has run. Name them: "
+                "unbatch(['tokens'])."
             )
         if not lists:
-            raise ColumnError(f"unbatch: none of the columns {', '.join(self._columns or ())} holds lists.")
+            raise ColumnError(f"unbatch: none of the columns {', '.join(self._columns or ())} contains lists.")
         return self._with_step(Unbatch(lists, given=False))
 
     def tokenize(
@@ -179,18 +182,18 @@ class Steps:
         batch_size: int = 1000,
         **options: Any,
     ) -> Self:
-        """Put the tokens of a text in its place: ``column`` becomes ``output``, by a Hugging Face tokenizer.
+        """Tokenize a text column: ``column`` is replaced by ``output``, with a Hugging Face tokenizer.
 
-        ``options`` go to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize in
-        processes of their own, each with one thread.
+        ``options`` are passed to the tokenizer (``add_special_tokens=False``, ``truncation=True`` …). Workers tokenize
+        in processes of their own, each with one thread.
         """
         if not callable(tokenizer) and not hasattr(tokenizer, "encode_batch"):
             raise TypeError(f"tokenize takes a tokenizer of transformers or tokenizers, got {tokenizer!r}")
         unknown = sorted(options.keys() - {"add_special_tokens", "is_pretokenized"})
         if unknown and hasattr(tokenizer, "encode_batch"):
             raise TypeError(
-                f"tokenize: {', '.join(unknown)}: a tokenizer of tokenizers is told so itself (enable_truncation, "
-                "enable_padding), one of transformers takes it here"
+                f"tokenize: {', '.join(unknown)} are options of transformers. Set them on a tokenizer of tokenizers "
+                "itself (enable_truncation, enable_padding)."
             )
         made = self._function(Tokenize(tokenizer, output, options), "tokenize", True, batch_size, False, False, column)
         removed = () if column == output else (column,)
@@ -198,26 +201,26 @@ class Steps:
         return self._with_step(Map(**made, remove_columns=removed, rowwise=rowwise))
 
     def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
-        """Only these columns; the others are not even read."""
+        """Keep only these columns. The others are not read."""
         return self._with_step(SelectColumns(names_of(column_names)))
 
     def remove_columns(self: Self, column_names: str | Sequence[str]) -> Self:
-        """All columns but these."""
+        """Remove these columns."""
         return self._with_step(RemoveColumns(names_of(column_names)))
 
     def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
-        """Columns under new names."""
+        """Rename columns."""
         return self._with_step(RenameColumns(tuple(column_mapping.items())))
 
     def cast(self: Self, columns: Mapping[str, Any] | pa.Schema) -> Self:
-        """Columns as values of these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
+        """Convert columns to these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
 
-        What a function makes has the type of its values, which may differ between batches; after a cast it has not.
+        Results of functions have the types of their values, which may differ between batches. A cast makes them equal.
         """
         return self._with_step(Cast(types_by_name(columns)))
 
     def batch(self: Self, size: int, drop_last: bool = False) -> Self:
-        """Each ``size`` rows as one row that holds a list of every column."""
+        """Combine each ``size`` rows into one row with a list for every column."""
         return self._with_stage(Rebatch(integer(size, "batch", 1), drop_last))
 
     def pack(
@@ -236,14 +239,16 @@ class Steps:
     ) -> Self:
         """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
 
-        "concat" puts them one after the other and cuts; the last sequence of each lane is padded. "best_fit" keeps
-        documents whole where it can: each ``window`` of them goes into as few sequences as best-fit-decreasing finds,
-        each padded. ``eos`` is put behind every document. ``extra``: other columns with a value for each token, and
-        what they are padded with. ``drop_remainder`` leaves out sequences that are not full, with their tokens.
-        ``dtype`` of the tokens: as they come, unless given.
+        - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
+        - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
+          sequences as best-fit-decreasing finds, each padded
+        - ``eos`` is appended to every document
+        - ``extra``: other columns with a value for each token, and their padding values
+        - ``drop_remainder`` omits sequences that are not full, with their tokens
+        - ``dtype`` of the tokens; default: unchanged
 
-        A row has ``column``, ``position_ids`` (from 0 in every piece), ``segment_ids`` (1, 2, … for the pieces, 0 for
-        padding), the ``extra`` columns and, if asked for, ``cu_seqlens`` (the bounds of the pieces).
+        A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
+        for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
         """
         spec = PackSpec(
             integer(length, "pack(length=…)", 1),
@@ -271,7 +276,7 @@ class Steps:
         with_generator: bool,
         input_columns: str | Sequence[str] | None,
     ) -> dict[str, Any]:
-        """The arguments that maps and filters have in common, checked."""
+        """Check the arguments that maps and filters have in common."""
         if not callable(function):
             expression = " or a pyarrow expression" if kind == "filter" else ""
             raise TypeError(f"{kind} takes a function{expression}, got {function!r}")
@@ -307,5 +312,5 @@ def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _integer(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"pack({what}=…) must be a whole number, got {value!r}")
+        raise TypeError(f"pack({what}=…) must be an integer, got {value!r}")
     return value

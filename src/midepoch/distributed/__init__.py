@@ -1,5 +1,8 @@
-"""The ranks of a run: which one this is, and what they agree on.
+"""The ranks of a run, and the values on which they agree.
 
-*World*: rank and size of data parallelism, from torch.distributed, JAX, Ray Train or the launcher. *Rendezvous*: values
-that ranks exchange through a key-value store. *Seeds*: drawn once for all ranks.
+- ``world``: data-parallel rank and world size, from torch.distributed, JAX, Ray Train or the launcher
+- ``keyvalue``: the key-value store that the processes of a run share
+- ``rendezvous``: values that ranks exchange through that store
+- ``runs``: names of the starts of a run
+- ``seeds``: seeds that are drawn once for all ranks
 """

@@ -11,25 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.distributed.rendezvous import Counters, first_value
+from midepoch.distributed.keyvalue import Counters
+from midepoch.distributed.rendezvous import first_value
 
 _log = logging.getLogger("midepoch")
 _draws = Counters()
 
 
-def draw_seed(what: str) -> tuple[int, bool]:
+def draw_seed(rows: str) -> tuple[int, bool]:
     """Return a fresh seed, and True if all ranks that draw for the same rows, equally often, get the same seed.
 
     They do if torch.distributed or JAX connects them. The first rank to arrive decides; no rank waits.
     """
     drawn = str(secrets.randbits(32))
-    said = first_value(f"seed/{what}/{_draws.next(what)}", drawn)
-    seed = int(said or drawn)
+    agreed = first_value(f"seed/{rows}/{_draws.next(rows)}", drawn)
+    seed = int(agreed or drawn)
     _log.info("shuffle(seed=None): drew seed %d", seed)
-    return seed, said is not None
+    return seed, agreed is not None
 
 
-def draw_global_seed(what: str) -> int:
+def draw_global_seed(rows: str) -> int:
     """Return the seed of the global generators while functions run. It follows ``torch.manual_seed``.
 
     If torch is not imported, it follows ``random.seed`` and ``numpy.random.seed`` together. The generators are not
@@ -46,8 +47,8 @@ def draw_global_seed(what: str) -> int:
     else:
         states = repr((random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]))  # type: ignore[index]
         own = int.from_bytes(hashlib.blake2b(states.encode(), digest_size=8).digest(), "little")
-    said = first_value(f"global_seed/{what}/{_draws.next(f'global {what}')}", str(own))
-    return int(said or own)
+    agreed = first_value(f"global_seed/{rows}/{_draws.next(f'global {rows}')}", str(own))
+    return int(agreed or own)
 
 
 def check_agreed(drawn_alone: bool, shards: int) -> None:

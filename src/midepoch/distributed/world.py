@@ -207,12 +207,12 @@ def is_process_group(thing: Any) -> bool:
 class Groups(NamedTuple):
     """Names of two groups of processes, derived from their ranks.
 
-    ``cut``: the processes that shard the data among themselves; other groups of the mesh read the same data. ``all``:
-    the processes that train together, as far as known.
+    ``sharding``: the processes that shard the data among themselves; other groups of the mesh read the same data.
+    ``training``: the processes that train together, as far as known.
     """
 
-    cut: str = ""
-    all: str = ""
+    sharding: str = ""
+    training: str = ""
 
 
 def groups_of(data_parallel: Any) -> Groups:
@@ -223,14 +223,14 @@ def groups_of(data_parallel: Any) -> Groups:
     names = (names,) if isinstance(names, str) else tuple(names)
     if _is(mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         chosen = _dimensions(names, mesh.mesh_dim_names or (), len(mesh.shape))
-        mine = tuple(slice(None) if i in chosen else index for i, index in enumerate(mesh.get_coordinate()))
-        return Groups(_group_name(mesh.mesh[mine].flatten().tolist()), _group_name(mesh.mesh.flatten().tolist()))
+        own = tuple(slice(None) if i in chosen else index for i, index in enumerate(mesh.get_coordinate()))
+        return Groups(_group_name(mesh.mesh[own].flatten().tolist()), _group_name(mesh.mesh.flatten().tolist()))
     if is_process_group(mesh):
         name = _group_name(sys.modules["torch.distributed"].get_process_group_ranks(mesh))
         return Groups(name, name)
     places = _jax_places(mesh, names)
-    mine = places[sys.modules["jax"].process_index()]
-    sharing = sorted(process for process, theirs in places.items() if theirs == mine)
+    own = places[sys.modules["jax"].process_index()]
+    sharing = sorted(process for process, indices in places.items() if indices == own)
     return Groups(f"{sharing.index(sys.modules['jax'].process_index())}th", _group_name(list(places)))
 
 
@@ -282,10 +282,10 @@ def _of_jax_mesh(mesh: Any, names: tuple[str, ...]) -> World:
             f"the processes have these indices along the data dimensions: {dict(sorted(places.items()))}. Use a mesh "
             "in which any two processes have the same indices or none in common, and all equally many."
         )
-    mine = places.get(sys.modules["jax"].process_index())
-    if mine is None:
+    own = places.get(sys.modules["jax"].process_index())
+    if own is None:
         raise WorldError("this process has no device in the mesh given as data_parallel.")
-    return World(groups.index(mine), len(groups))
+    return World(groups.index(own), len(groups))
 
 
 def _jax_places(mesh: Any, names: tuple[str, ...]) -> dict[int, tuple[int, ...]]:

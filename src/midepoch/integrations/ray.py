@@ -24,10 +24,10 @@ _RETRIES = 8
 
 
 def build_index(paths: PathLike | Iterable[PathLike], **options: Any) -> Path:
-    """Make the index of files on a Ray cluster, and return where it is: the same, byte for byte, as without Ray.
+    """Create the index of files on a Ray cluster, and return its path. It is the same, byte for byte, as without Ray.
 
-    Footers and rows are looked at by Ray tasks, on all machines; a worker or machine that dies is made up for by the
-    others. ``options`` are those of ``from_files``, which opens the data at once afterwards if it gets the same ones.
+    Footers and rows are read by Ray tasks on all machines. The others take over from a worker or machine that dies.
+    ``options`` are those of ``from_files``, which opens the data immediately afterwards if it gets the same ones.
     All machines must see the files under the same paths, and have midepoch installed. The index is written by this
     process, to its cache or ``index_dir``.
     """

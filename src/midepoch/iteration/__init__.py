@@ -1,5 +1,5 @@
 """Iterating a dataset in one process: rows or batches, with a state that follows delivery.
 
-*RowSource*: rows of this process from a cursor on, by positions or out of lanes. *RowIterator*, *BatchIterator*: what
-``iter()`` returns. *IterationState*: the one mutable part of a dataset, also in torch's DataLoader workers.
+*RowSource*: rows of this process from a cursor on, by positions or from lanes. *RowIterator*, *BatchIterator*: the
+results of ``iter()``. *IterationState*: the only mutable part of a dataset, also in torch's DataLoader workers.
 """

@@ -1,4 +1,4 @@
-"""Rows asked for by number, by any number of threads."""
+"""Rows requested by number, from any number of threads."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from midepoch.transforms import Batch
 
 
 class RandomAccess:
-    """``get`` gives what ``list(ds)[key]`` would, of an epoch."""
+    """Random access to an epoch: ``get`` returns the same as ``list(ds)[key]``."""
 
     def __init__(self, leaf: Leaf, groups: int) -> None:
         self._bundles, self._groups = BundlesHere([leaf]), groups
-        self._cut, self._engine = leaf.shard, self._bundles.engines[0]
+        self._shard, self._engine = leaf.shard, self._bundles.engines[0]
         self._turn = (os.getpid(), threading.RLock())
 
     def get(self, key: Any, epoch: int, count: int) -> Any:
-        """Return a row, or the columns of several, of ``count``."""
+        """Return a row of ``count``, or the columns of several."""
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
             if not -count <= key < count:
                 raise IndexError(f"row {key} is out of range: there are {count} rows")
             found = self._engine.rows(self._at(epoch, np.array([key % count])))
             if not found:
-                raise IndexError(f"row {key} is one of those that are skipped")
+                raise IndexError(f"row {key} is skipped under on_error='skip'")
             return found[0]
         if isinstance(key, slice):
             return self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64)))
         if isinstance(key, str):
-            raise TypeError(f"ds[{key!r}] would read a whole column: use ds.select_columns({key!r}) and iterate")
+            raise TypeError(f"ds[{key!r}] would read a complete column. Use ds.select_columns({key!r}) and iterate.")
         if not isinstance(key, (list, tuple, range, np.ndarray)) or np.ndim(key) != 1:
-            raise TypeError(f"rows are asked for by an integer, a slice or a list of integers, not {key!r}")
+            raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r}")
         rows = Selection.of_ranges([(0, count)]).select(np.asarray(key))
         return self._engine.columns(self._at(epoch, rows.source_rows(np.arange(len(rows)))))
 
@@ -46,9 +46,9 @@ class RandomAccess:
         return list(self._at(epoch, np.arange(count)).columns)
 
     def _at(self, epoch: int, places: Any) -> Batch:
-        if self._turn[0] != os.getpid():  # a fork: a thread that is not here may hold it
+        if self._turn[0] != os.getpid():  # a fork: a thread that does not exist here may hold it
             self._turn = (os.getpid(), threading.RLock())
-        engine, positions = self._engine, places * self._cut.count + self._cut.index
+        engine, positions = self._engine, places * self._shard.count + self._shard.index
         if engine.leaf.group is not None and len(positions):
             with self._turn[1]:
                 return GroupedRows(self._bundles, epoch, self._groups).read(positions)

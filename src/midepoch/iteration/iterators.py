@@ -1,4 +1,4 @@
-"""The iterators of a dataset: rows one by one, or batches, Stateful in the sense of torchdata."""
+"""The iterators of a dataset: rows one by one, or batches. Stateful in the sense of torchdata."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class RowSource(Protocol):
         """The cursor of all shards at the end of the epoch."""
 
     def rows(self) -> Rows | None:
-        """Return the next rows, as many as are quick to make and at least one; None at the end."""
+        """Return the next rows, at least one and as many as can be made quickly, or None at the end."""
 
     def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:
-        """Return the next ``size`` rows as columns, and the cursor after them; fewer or None at the end."""
+        """Return the next ``size`` rows as columns, and the cursor after them. Fewer or None at the end."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where an iteration begins. ``late``: asked once, before the first row, for another source and round."""
+    """The start of an iteration. ``late``: called once, before the first row, for another source and round."""
 
     cursor: Cursor
     source: RowSource
@@ -48,7 +48,7 @@ class Start:
 
 
 class Owner(Protocol):
-    """The dataset that an iterator belongs to: makes and reads its states, and is notified when an epoch is over."""
+    """The dataset of an iterator: saves and loads its states, and is notified at the end of an epoch."""
 
     def save_at(self, cursor: Cursor, round_: int = 0, batch: int = 0) -> dict[str, Any]: ...
 
@@ -58,15 +58,15 @@ class Owner(Protocol):
 
 
 class RowIterator(chain[Any], HasState):
-    """Rows from a cursor to the end of the epoch.
+    """Iterator over rows from a cursor to the end of the epoch.
 
     ``next`` is that of ``itertools.chain`` over iterators of chunks: no Python code runs for a row, which would cost a
-    tenth of the total. How much of a chunk has been delivered, its iterator knows.
+    tenth of the total. The delivered part of a chunk is known from its iterator.
     """
 
     def __new__(cls, start: Start, owner: Owner) -> RowIterator:  # noqa: ARG004
         chunks = _Chunks()
-        self = cast(RowIterator, cls.from_iterable(chunks))  # an instance of cls, though its type says chain
+        self = cast(RowIterator, cls.from_iterable(chunks))  # an instance of cls, although its type says chain
         chunks.iterator = weakref.ref(self)
         return self
 
@@ -76,7 +76,7 @@ class RowIterator(chain[Any], HasState):
 
     def _begin(self, start: Start) -> None:
         self._source, self.round, self.batch, self._late = start.source, start.round, start.batch, start.late
-        self._rest: Iterator[Any] = iter(())  # the rows of the chunk in hand: only this holds them
+        self._rest: Iterator[Any] = iter(())  # the rows of the current chunk: no other reference to them
         self._count = self._before = self._saved = 0
         self._at: Callable[[int], Cursor] = lambda _: start.cursor
         self._ended = False
@@ -93,7 +93,7 @@ class RowIterator(chain[Any], HasState):
             self._owner.epoch_over(self, self.cursor)
             return None
         count, rest, before = len(found.values), iter(found.values), self._before + self._count
-        # No call among these: a signal handler that saves must not see half of them.
+        # No call between these: a signal handler that saves must not see only some of them.
         self._before, self._count, self._rest, self._at = before, count, rest, found.at
         return rest
 
@@ -105,7 +105,7 @@ class RowIterator(chain[Any], HasState):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row delivered.
 
-        It also notes how many rows StatefulDataLoader takes between two states: the size of its batches.
+        It also records the number of rows that StatefulDataLoader takes between two states: its batch size.
         """
         delivered = self._before + self._count - length_hint(self._rest)
         self.batch, self._saved = max(self.batch, delivered - self._saved), delivered
@@ -114,14 +114,14 @@ class RowIterator(chain[Any], HasState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved (called by StatefulDataLoader)."""
         if self._ended:
-            raise StateError("this iterator has ended: load the state into the dataset and iterate that.")
+            raise StateError("this iterator has ended. Load the state into the dataset, and iterate that.")
         start = self._owner.start_at(state)
-        collections.deque(self._rest, maxlen=0)  # what is in hand is not delivered any more
+        collections.deque(self._rest, maxlen=0)  # the current chunk is not delivered any more
         self._begin(start)
 
 
 class _Chunks:
-    """The chunks that a RowIterator chains. It knows it only weakly, so that dropping it frees everything."""
+    """The chunks of a RowIterator, which it references weakly, so that dropping the iterator frees everything."""
 
     def __init__(self) -> None:
         self.iterator: Callable[[], RowIterator | None] = lambda: None
@@ -141,8 +141,9 @@ class _Chunks:
 
 
 class _Failed:
-    """A chunk that could not be made: raises once, then the chunk is tried again. Raised here above, the error would
-    end the chain, and look like the end of the epoch to whoever asks once more.
+    """A chunk that could not be made: it raises once, then the chunk is tried again.
+
+    Raised in the caller, the error would end the chain, and a second ``next`` would report the end of the epoch.
     """
 
     def __init__(self, problem: BaseException) -> None:
@@ -157,7 +158,7 @@ class _Failed:
 
 
 class BatchIterator(HasState):
-    """Batches of rows from a cursor to the end of the epoch, as columns."""
+    """Iterator over batches of rows from a cursor to the end of the epoch, as columns."""
 
     round = batch = 0
 
@@ -178,7 +179,7 @@ class BatchIterator(HasState):
                 self._ended, self._cursor = True, self._source.end
                 self._owner.epoch_over(self, self._cursor)
             raise StopIteration
-        value, self._cursor = found  # the last thing before the return: no interrupt comes between the two
+        value, self._cursor = found  # the last statement before the return: no interrupt comes between the two
         return value
 
     @property

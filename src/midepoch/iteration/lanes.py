@@ -1,4 +1,4 @@
-"""Outputs of one process, where positions cannot be computed: taken out of its lanes in turn."""
+"""Outputs of one process, if positions cannot be computed: taken from its lanes in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST, _MOST = 1, 256
 
 
 class LaneRows:
-    """The outputs of a process from a cursor on. After an error the lanes are opened again where it came."""
+    """The outputs of a process from a cursor on. After an error the lanes are opened again at the last cursor."""
 
     def __init__(self, reopen: Callable[[Cursor], Lanes], cursor: Cursor, format: str) -> None:
         self._reopen, self._cursor, self._format = reopen, cursor, format
@@ -28,13 +28,13 @@ class LaneRows:
         return self._cursor if self._lanes is None else self._lanes.cursor()
 
     def rows(self) -> Rows | None:
-        """Return the next outputs, as many as are quick to make; None at the end."""
+        """Return the next outputs, as many as can be made quickly, or None at the end."""
         try:
             return self._rows(self._size)
         except Exception:
             if self._size == _FIRST:
                 raise
-            return self._rows(_FIRST)  # the good ones before the one that fails come first
+            return self._rows(_FIRST)  # the good ones before the one that fails are delivered first
 
     def _rows(self, count: int) -> Rows | None:
         deal, batch = self._take(count)
@@ -57,7 +57,7 @@ class LaneRows:
         return columns, self._delivered(deal)
 
     def _take(self, count: int) -> tuple[StepOutputs | None, Any]:
-        """Take the next outputs of this process. Until they are delivered, an error means to begin after the last."""
+        """Take the next outputs of this process. An error before delivery reopens the lanes after the last one."""
         lanes, self._lanes = self._lanes or self._reopen(self._cursor), None
         while (deal := lanes.take(count)) is not None and not len(deal.items):
             pass

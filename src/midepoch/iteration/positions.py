@@ -1,4 +1,4 @@
-"""Rows of one share of an epoch, where positions can be computed."""
+"""Rows of one share of an epoch, if positions can be computed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Int64Array = npt.NDArray[np.int64]
 
 _FIRST_CHUNK = 32
 _CHUNK_BYTES = 4 << 20
-"""Read in one call. Fewer would make the cost of a call count."""
+"""Bytes read in one call. With fewer, the cost of a call would matter."""
 _SLOW = 0.02
-"""Seconds: while a chunk's maps take longer than this, fewer rows are mapped ahead of the one delivered."""
+"""Seconds: if the maps of a chunk take longer than this, fewer rows are mapped ahead of the delivered one."""
 _AHEAD = 8192
 
 
 class Share:
     """The rows of one share of an epoch, by their own numbers, and the cursors after them."""
 
-    def __init__(self, rows: int, cut: Shard, cursor: Cursor) -> None:
-        self._rows, self.shard, self._start = rows, cut, cursor.position
+    def __init__(self, rows: int, shard: Shard, cursor: Cursor) -> None:
+        self._rows, self.shard, self._start = rows, shard, cursor.position
         self.epoch = cursor.epoch
-        self.first = cut.before(cursor.position)  # own rows already delivered
-        self.total = cut.before(rows)  # own rows of the epoch
+        self.first = shard.before(cursor.position)  # own rows already delivered
+        self.total = shard.before(rows)  # own rows of the epoch
 
     def cursor(self, delivered: int) -> Cursor:
         """Return the cursor after own rows up to number ``delivered``."""
@@ -45,19 +45,19 @@ class Share:
 
     @property
     def end(self) -> Cursor:
-        """The cursor of all shards when one of them has found that nothing is left for it."""
+        """The cursor of all shards when one of them has nothing left."""
         return Cursor(self.epoch, self._rows)
 
 
 class Lookahead:
-    """The rows at a share's own numbers, thousands at a time: fewer would make the order cost more than reading."""
+    """The rows at a share's own numbers, thousands at a time: with fewer, the order would cost more than reading."""
 
     def __init__(self, engine: Engine, share: Share) -> None:
         self._engine, self._share = engine, share
         self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.shard.locals(0, 0)), 0
 
     def take(self, first: int, stop: int) -> Int64Array:
-        """Return row numbers of the dataset before it was shuffled, for own numbers first to stop."""
+        """Return row numbers of the dataset before shuffling, for own numbers ``first`` to ``stop``."""
         if not self._first <= first <= stop <= self._first + len(self._rows):
             last = min(max(stop, first + self._size), self._share.total)
             self._rows = self._engine.chosen(self._share.epoch, self._share.shard.locals(first, last))
@@ -66,17 +66,17 @@ class Lookahead:
 
 
 class PositionRows:
-    """The rows of one share. Functions that get groups get them at fixed positions, whatever is asked for."""
+    """The rows of one share. Groups of batched functions are at fixed positions, independent of requests."""
 
-    def __init__(self, leaf: Leaf, cut: Shard, cursor: Cursor, groups: int) -> None:
-        self._share = Share(leaf.rows, cut, cursor)
+    def __init__(self, leaf: Leaf, shard: Shard, cursor: Cursor, groups: int) -> None:
+        self._share = Share(leaf.rows, shard, cursor)
         self._grouped: GroupedRows | None = None
         if leaf.group is not None:
-            bundles = BundlesHere([leaf], shared=cut.count > 1)
+            bundles = BundlesHere([leaf], shared=shard.count > 1)
             self._engine = bundles.engines[0]
             self._grouped = GroupedRows(bundles, cursor.epoch, groups)
         else:
-            self._engine = Engine(leaf, shared=cut.count > 1)
+            self._engine = Engine(leaf, shared=shard.count > 1)
         self._ahead = Lookahead(self._engine, self._share)
         self._next = self._share.first  # own number of the next row
         self._pieces: list[tuple[Batch, int]] = []  # read and not yet delivered, the first one last
@@ -88,7 +88,7 @@ class PositionRows:
         return self._share.end
 
     def rows(self) -> Rows | None:
-        """Return the next rows, as many as are quick to make; None at the end."""
+        """Return the next rows, as many as can be made quickly, or None at the end."""
         while self._next < self._share.total:
             found = self._chunk()
             if found is not None and found.values:
@@ -129,13 +129,13 @@ class PositionRows:
     def _halve(self, read: Batch, count: int) -> None:
         """Put rows of which one fails back as two pieces: those before it are delivered first."""
         half = count // 2
-        cut = int(read.places.searchsorted(half))
-        rest = read.slice(cut, len(read))
-        halves = [(replace(rest, places=rest.places - half), count - half), (read.slice(0, cut), half)]
+        middle = int(read.places.searchsorted(half))
+        rest = read.slice(middle, len(read))
+        halves = [(replace(rest, places=rest.places - half), count - half), (read.slice(0, middle), half)]
         self._pieces, self._size = [*self._pieces[:-1], *halves], 1
 
     def batch(self, size: int, drop_last: bool) -> tuple[Any, Cursor] | None:
-        """Return the next ``size`` rows as columns, and the cursor after them. Batches without a row are left out."""
+        """Return the next ``size`` rows as columns, and the cursor after them. Batches without a row are omitted."""
         while True:
             first, stop = self._next, min(self._next + size, self._share.total)
             if stop - first < (size if drop_last else 1):

@@ -100,13 +100,13 @@ class SharedCell:
             os.close(fd)
 
 
-def worker_share(cut: Shard) -> tuple[Shard, tuple[int, int, int] | None]:
+def worker_share(shard: Shard) -> tuple[Shard, tuple[int, int, int] | None]:
     """Return the shard of this process. In a DataLoader worker, its part of it and (worker, workers, shards)."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is None:
-        return cut, None
-    return cut.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, cut.count)
+        return shard, None
+    return shard.within(Shard(info.id, info.num_workers)), (info.id, info.num_workers, shard.count)
 
 
 def _rebuild(handle: Any) -> SharedCell:

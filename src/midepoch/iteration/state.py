@@ -1,4 +1,4 @@
-"""The one mutable part of a dataset: its epoch and its cursor, in the main process and in torch's workers."""
+"""The only mutable part of a dataset: its epoch and its cursor, in the main process and in torch's workers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _log = logging.getLogger("midepoch")
 
 
 class IterationState:
-    """An epoch, where ``iter()`` starts in it, and what was delivered last.
+    """An epoch, the start of the next ``iter()`` in it, and the last delivery.
 
-    ``spec`` is replaced as a whole when a state is loaded that brings a drawn seed, lanes or groups along.
+    ``spec`` is replaced when a loaded state has a drawn seed, lanes or groups.
     """
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor, named: bool = False) -> None:
@@ -46,20 +46,20 @@ class IterationState:
         self.shared, self.start = state["shared"], state["start"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that ``iter()`` is over. One that a loaded state is in is resumed where it was left."""
+        """Choose the epoch of ``iter()``. The epoch of a loaded state resumes at its position."""
         if epoch != self.shared.epoch:
             self.shared.epoch, self.start = epoch, Cursor(epoch)
             self._latest, self._delivered = None, None
         self.shared.named = True
 
     def cursor(self) -> Cursor:
-        """Return the cursor after the last row delivered, or where ``iter()`` will start."""
+        """Return the cursor after the last row delivered, or at the start of the next ``iter()``."""
         if self._latest is not None:
             return self._latest.cursor
         return self._delivered or self.start._replace(epoch=self.shared.epoch)
 
     def share(self) -> tuple[Shard, tuple[int, int, int] | None]:
-        """Return this process's share of the epoch; in a DataLoader worker, its share of the shard."""
+        """Return this process's share of the epoch. In a DataLoader worker, its share of the shard."""
         return worker_share(self.spec.shard)
 
     def save(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class IterationState:
 
     @property
     def seeded(self) -> PipelineSpec:
-        """The spec as it is run: with the seed of the global generators, drawn when it is first asked for."""
+        """The spec as it is run: with the seed of the global generators, drawn on first use."""
         return self._seeded(self.spec)
 
     def _seeded(self, spec: PipelineSpec) -> PipelineSpec:
@@ -100,7 +100,7 @@ class IterationState:
         self._latest, self._delivered = None, None
 
     def check(self, state: Any) -> None:
-        """Raise what loading a state would raise; one of a worker of any number of them passes."""
+        """Raise the error of loading a state. The state of any worker passes."""
         found = states.load(self._given(state), self.spec)
         if found.worker is None:
             check_known(found.cursor, Share.of(found.spec.lanes, self.spec.shard), found.spec.lanes)
@@ -117,18 +117,18 @@ class IterationState:
         return list(map(self.state_in, state)) if isinstance(state, (list, tuple)) else self.state_in(state)
 
     def state_in(self, state: Any) -> Any:
-        """Convert a state: a hook for interfaces whose states look different."""
+        """Convert a state: a hook for interfaces with other states."""
         return state
 
     def _adopt(self, found: states.Resumed) -> None:
-        """Move to the cursor of a state. One at the end of an epoch leaves alone another epoch that was named."""
+        """Move to the cursor of a state. If it is at the end of an epoch, another epoch that was set is kept."""
         cursor, (process, worker) = found.cursor, self.share()
         self.spec, self.start, self._round, self._batch = found.spec, cursor, found.round, found.batch
         if found.spec.global_seed is not None:
             self.shared.global_seed = found.spec.global_seed
         ended, named = self._ended(process, cursor), self.shared.named
         if worker is not None:
-            # The epoch is shared with the main process, which may have named another one for the pass after this.
+            # The epoch is shared with the main process, which may have set another one for the next pass.
             if not ended and not named:
                 self.shared.epoch = cursor.epoch
         elif not ended or not named:
@@ -137,9 +137,9 @@ class IterationState:
             self.start = Cursor(self.shared.epoch)
 
     def _ended(self, share: Shard, cursor: Cursor) -> bool:
-        """Return whether nothing of the epoch is left at a cursor: not for this shard, nor for any other in its place.
+        """Return True if nothing of the epoch is left at a cursor, for this shard or any other in its place.
 
-        Where positions cannot be computed: as far as that is known.
+        If positions cannot be computed: as far as it is known.
         """
         if not self.spec.has_positions:
             return cursor.lanes_ended
@@ -149,11 +149,11 @@ class IterationState:
         return cursor.position > 0 and all(each.before(cursor.position) >= each.before(rows) for each in shares)
 
     def begin(self) -> Cursor:
-        """Return where ``iter()`` starts. At the end of an epoch that was not named, that is its beginning."""
+        """Return the start of ``iter()``. At the end of an epoch that was not set, it is the beginning of the epoch."""
         cursor = self.start._replace(epoch=self.shared.epoch)
         process, worker = self.share()
         if worker is not None:
-            self.start = Cursor(cursor.epoch)  # in a worker a loaded state is for one iteration
+            self.start = Cursor(cursor.epoch)  # in a worker, a loaded state applies to one iteration
         elif self._ended(process, cursor) and not self.shared.named:
             return Cursor(cursor.epoch)
         return cursor
@@ -165,7 +165,7 @@ class IterationState:
             self.spec = self.spec.for_processes(process.count)
         late = None
         if self.spec.has_positions and worker is not None:
-            if not cursor.position:  # any other position is one of the lanes that it was saved with
+            if not cursor.position:  # any other position belongs to the lanes with which it was saved
                 self.spec = replace(self.spec, lanes=self.worker_lanes(process.count))
             at_end = self._ended(process, cursor)
             note = Note(self._round, at_end, cursor.epoch)
@@ -187,19 +187,19 @@ class IterationState:
         return spec.open(process, BundlesHere(spec.leaves, shared=process.count > 1), cursor)
 
     def worker_lanes(self, shares: int) -> int:  # noqa: ARG002  (what a subclass decides by)
-        """Return the lanes that an epoch is cut into for all DataLoader workers of all shards."""
+        """Return the number of lanes of an epoch for all DataLoader workers of all shards."""
         return self.spec.lanes
 
-    def _roll_over(self, mine: Note, workers: int) -> Callable[[], tuple[Cursor, RowSource, int] | None]:
-        """In a worker that resumes at its end: a new epoch begins if all workers are at theirs, or some are past it.
+    def _roll_over(self, own: Note, workers: int) -> Callable[[], tuple[Cursor, RowSource, int] | None]:
+        """Return a function for a worker that resumes at its end: it begins a new epoch if no worker has rows left.
 
-        StatefulDataLoader asks for the first batch after all workers have loaded, so their notes are complete by then.
-        It continues with the worker after the last one, which is the first again only if all had the same number of
-        batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
+        StatefulDataLoader requests the first batch after all workers have loaded, so that their notes are complete by
+        then. It continues with the worker after the last one, which is the first again only if all had the same number
+        of batches; otherwise this pass stays empty and the next one is the new epoch, in the right order.
         """
-        shared, cut, rows = self.shared, self.spec.shard, self.spec.rows
+        shared, shard, rows = self.shared, self.spec.shard, self.spec.rows
         size = max(1, self._batch)
-        even = len({-(-cut.within(Shard(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
+        even = len({-(-shard.within(Shard(worker, workers)).before(rows) // size) for worker in range(workers)}) == 1
 
         def start(epoch: int, round_: int) -> tuple[Cursor, RowSource, int]:
             return Cursor(epoch), self._open(Cursor(epoch)), round_
@@ -207,24 +207,24 @@ class IterationState:
         def decide() -> tuple[Cursor, RowSource, int] | None:
             notes = shared.notes(workers)
             ahead = max(notes)
-            if ahead.round > mine.round:
+            if ahead.round > own.round:
                 return start(ahead.epoch, ahead.round)
             if not all(note.at_end for note in notes):
                 return None
             if not shared.named:
-                shared.epoch = mine.epoch
+                shared.epoch = own.epoch
                 if not even:
                     return None
-            elif shared.epoch == mine.epoch:
-                return None  # the user asks for this very epoch, of which nothing is left
+            elif shared.epoch == own.epoch:
+                return None  # the user requests exactly this epoch, of which nothing is left
             elif not even:
                 _log.warning("epoch %d begins with another worker than it would have without the resume", shared.epoch)
-            return start(shared.epoch, mine.round + 1)
+            return start(shared.epoch, own.round + 1)
 
         return decide
 
     def start_at(self, state: Any) -> Start:
-        """Open the rows where a state was saved, for an iterator that is given one as by StatefulDataLoader."""
+        """Open the rows at a state, for an iterator that loads one, as StatefulDataLoader does."""
         found = self._resume(state)
         self._adopt(found)
         if self.share()[1] is None:
@@ -238,8 +238,8 @@ class IterationState:
         return iterator
 
     def epoch_over(self, iterator: Any, cursor: Cursor) -> None:
-        """Note that an iterator has come to the end of an epoch: the next ``iter()`` starts at its beginning."""
-        if iterator is self._latest:  # not one that a newer one has replaced
+        """Note that an iterator has reached the end of an epoch: the next ``iter()`` starts at its beginning."""
+        if iterator is self._latest:  # not one that a newer iterator has replaced
             self._latest, self._delivered, self.start = None, cursor, Cursor(cursor.epoch)
 
 
@@ -247,7 +247,7 @@ _registered: set[type] = set()
 
 
 def register_with_torch(kind: type) -> None:
-    """Let torch's DataLoader see an iterable dataset, if torch has been imported; never import it for that."""
+    """Register with torch's DataLoader as an iterable dataset, if torch is imported. Never import it for that."""
     data = sys.modules.get("torch.utils.data")
     if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
         data.IterableDataset.register(kind)

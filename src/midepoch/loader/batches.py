@@ -1,4 +1,4 @@
-"""Making the batches of a plan: rows read in chunks, transformed, presented."""
+"""Making the batches of a plan: rows are read in chunks, transformed and presented."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _AHEAD_ROWS = 8192
 
 
 class Read(NamedTuple):
-    """One batch as far as it is read: its rows before any step; or, where no step follows, its columns as they will be
-    handed out, or where in memory they lie. ``genuine``: so many of the rows asked for are not padding; all, if None.
+    """One batch that is read but not transformed: its rows or, if no step follows, its final columns or their location.
+
+    ``genuine``: number of the requested rows that are not padding, or None if all are genuine.
     """
 
     step: int
@@ -40,10 +41,10 @@ class Read(NamedTuple):
     located: tuple[dict[str, Located], int, int] | None = None
     genuine: int | None = None
     first: int = 0
-    """The place of its first row among those read together; ``genuine`` counts from the same beginning."""
+    """The index of its first row among those read together. ``genuine`` counts from the same beginning."""
 
     def touch(self) -> None:
-        """Have what is only located read from disk."""
+        """Touch rows that are only located, so that they are read from disk."""
         if self.located is not None:
             columns, start, stop = self.located
             for column in columns.values():
@@ -51,7 +52,7 @@ class Read(NamedTuple):
 
 
 def only_numbers(leaf: Leaf) -> bool:
-    """Whether all columns that are read hold numbers, or lists of numbers."""
+    """Return True if all columns that are read contain numbers, or lists of numbers."""
     schema = leaf.source.schema
     for name in leaf.head.values():
         kind = schema.field(name).type
@@ -63,26 +64,26 @@ def only_numbers(leaf: Leaf) -> bool:
 
 
 class BatchMaker:
-    """Reads the steps of a plan in chunks that grow, and makes them into what is handed out."""
+    """Reads the steps of a plan in growing chunks, and makes batches of them."""
 
-    def __init__(self, leaf: Leaf, options: Options, spent: Timings | None = None) -> None:
-        self.spent = Timings() if spent is None else spent
+    def __init__(self, leaf: Leaf, options: Options, timings: Timings | None = None) -> None:
+        self.timings = Timings() if timings is None else timings
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")
         as_read = not leaf.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
         self.decodes_only = as_read and leaf.source.fetched and only_numbers(leaf)
-        """Whether blocks have to be decoded and nothing else is to do: threads do that without the interpreter lock."""
+        """True if blocks are decoded and nothing else is done: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
         self._engine = Engine(
-            leaf, shared=shared, readers=options.num_workers if self.decodes_only else 0, spent=self.spent
+            leaf, shared=shared, readers=options.num_workers if self.decodes_only else 0, timings=self.timings
         )
         self._options = options
-        # With no map to run, a chunk is presented as a whole and cut, which spares most of the work for each batch.
+        # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
     @property
     def direct(self) -> bool:
-        """Whether there is nothing to do but to copy rows from where they lie, so far as three of them can tell."""
+        """True if rows are only copied from mapped files, judging by three of them."""
         rows = len(self._engine.leaf.order.selection)
         some = np.unique(np.array([0, rows // 2, rows - 1]))
         return self._whole and rows > 0 and self._engine.locate(some) is not None
@@ -92,25 +93,25 @@ class BatchMaker:
         return self._engine
 
     def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
-        """Chunks of batches, of steps first, first + stride, …"""
-        cut = self._engine.leaf.shard
-        rows = -(-plan.global_batch // cut.count)
-        most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps of a read
-        ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed at once
-        size, block, step = 1, 1, first  # growing from one, so that the first batch comes soon
+        """Yield chunks of batches, of steps first, first + stride, …"""
+        shard = self._engine.leaf.shard
+        rows = -(-plan.global_batch // shard.count)
+        most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps per read
+        ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed in one call
+        size, block, step = 1, 1, first  # grows from one, so that the first batch comes soon
         locates = self._whole
         while step < len(plan):
             steps = list(range(step, min(len(plan), step + block * stride), stride))
             if stride == 1:
                 begin = plan.bounds(step)[0]
-                positions, before = cut.positions(begin, plan.reach(steps[-1])), cut.before(begin)
-                ends = [0, *(cut.before(plan.reach(each)) - before for each in steps)]
+                positions, before = shard.positions(begin, plan.reach(steps[-1])), shard.before(begin)
+                ends = [0, *(shard.before(plan.reach(each)) - before for each in steps)]
             else:
-                parts = [cut.positions(plan.bounds(each)[0], plan.reach(each)) for each in steps]
+                parts = [shard.positions(plan.bounds(each)[0], plan.reach(each)) for each in steps]
                 positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
             genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
             chosen = self._engine.chosen(plan.epoch, positions if genuine is None else positions % plan.end)
-            if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: in one chunk
+            if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
                 yield [
                     Read(each, b - a, located=(located, a, b), genuine=None if genuine is None else genuine - a)
                     for each, (a, b) in zip(steps, pairwise(ends), strict=True)
@@ -127,13 +128,13 @@ class BatchMaker:
             size, block = min(2 * size, most), min(4 * block, ahead)
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
-        """Several batches in one read; ``last_batch`` are their bounds among the rows asked for."""
+        """Read several batches in one call. ``ends``: their bounds among the requested rows."""
         began = perf_counter()
         chunk = self._engine.read(chosen)
         whole = len(chunk) == len(chosen)
         cuts = ends if whole else np.searchsorted(chunk.places, ends).tolist()
         shown = self._engine.presented(_marked(chunk, genuine), self.format) if self._whole else None
-        self.spent.read += perf_counter() - began
+        self.timings.read += perf_counter() - began
         found = []
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
@@ -144,7 +145,7 @@ class BatchMaker:
         return found
 
     def _other_padding(self, plan: Plan, read: Read) -> Batch:
-        """Padding from further on in the epoch, where all the rows that it was to be made of are passed over."""
+        """Return padding from later in the epoch, if all rows it should be made of are skipped."""
         batch = Batch({}, np.zeros(0, np.int64), np.zeros(0, np.int64), True)
         for start in range(0, plan.end, max(1, read.asked)):
             positions = np.arange(start, min(start + max(1, read.asked), plan.end))
@@ -152,13 +153,13 @@ class BatchMaker:
             batch = self._engine.transform(plan.epoch, batch)
             if len(batch):
                 break
-        return replace(batch, places=batch.places + max(0, read.genuine or 0))  # all of them behind the genuine ones
+        return replace(batch, places=batch.places + max(0, read.genuine or 0))  # all of them after the genuine ones
 
     def make(self, plan: Plan, read: Read) -> Made:
-        """Transform and present one batch. What is left for the main process is ``finish``."""
+        """Transform and present one batch. The main process only has to ``finish`` it."""
         if read.located is not None:
             located, start, stop = read.located
-            if not read.step % 8:  # a microsecond, where a small batch takes 50
+            if not read.step % 8:  # a microsecond, if a small batch takes 50
                 self._engine.check()
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
@@ -182,7 +183,7 @@ class BatchMaker:
             return Made(None, cursor, 0, skipped, empty=True)
         began = perf_counter()
         value = self._presented(plan, read, _marked(batch, read.genuine))
-        self.spent.present += perf_counter() - began
+        self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
     def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:
@@ -194,7 +195,7 @@ class BatchMaker:
 
 
 def _skipped(read: Read, batch: Batch) -> int:
-    """How many genuine rows are missing from a batch."""
+    """Return the number of genuine rows that are missing from a batch."""
     if read.genuine is None:
         return read.asked - len(batch)
     genuine = min(max(0, read.genuine - read.first), read.asked)
@@ -202,5 +203,5 @@ def _skipped(read: Read, batch: Batch) -> int:
 
 
 def _marked(batch: Batch, genuine: int | None) -> Batch:
-    """With a column that is true for padding: for all that answers a place behind the genuine ones."""
+    """Add a column that is true for padding: for all rows after the genuine ones."""
     return batch if genuine is None else marked(batch, batch.places >= genuine)

@@ -1,4 +1,4 @@
-"""Bundles of rows made by worker processes, as far ahead as there is room, handed out in the order of each lane."""
+"""Bundles of rows made ahead by worker processes, and delivered in the order of each lane."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_star
 from midepoch.order import Shard
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.rows import Bundle, Made, Sizes, make_good, most_rows
+from midepoch.pipeline.rows import Bundle, FirstPass, Made, Sizes, make_good, most_rows
 from midepoch.transforms import Batch
 from midepoch.transforms.features import Encoded
 
@@ -27,7 +27,7 @@ _Lane = tuple[int, int, Shard]  # leaf, epoch, lane
 
 @dataclass
 class _Asked:
-    """A bundle that was asked for: of which worker, and what came of it."""
+    """A bundle that was requested: its worker, and its outputs once received."""
 
     bundle: Bundle
     worker: int
@@ -37,25 +37,27 @@ class _Asked:
 
 
 class BundlePool(Pool):
-    """Workers make whichever bundle they are asked for, in turn; ``prefetch`` of them may be on their way to each."""
+    """Workers that make any requested bundle, in turn. Each has at most ``prefetch`` requests outstanding."""
 
-    def __init__(self, leaves: Sequence[Leaf], options: Options, spent: Timings) -> None:
-        self._spent, self.skipped = spent, 0
+    def __init__(self, leaves: Sequence[Leaf], options: Options, timings: Timings) -> None:
+        self._timings, self.skipped = timings, 0
+        self.first_passes: dict[tuple[int, int], FirstPass] = {}
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self._slots = options.prefetch
         self._lanes: dict[_Lane, deque[_Asked]] = {}
-        self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not wanted
+        self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
         method = options.multiprocessing_context or default_start_method(leaves)
         super().__init__(_BundleJob(tuple(leaves), options.prefetch), options.num_workers, method)
 
     def begin(self) -> None:
-        """Forget whatever was asked for: another pass begins."""
+        """Begin a pass, and forget all requests."""
         self._lanes.clear()
+        self.first_passes = {}
         self._sent = [deque(None for _ in sent) for sent in self._sent]
 
     def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
-        """The bundle that begins at a row; it was asked for before, unless the lane is new. Raises WorkerError."""
+        """Return the bundle that begins at a row. It was requested unless the lane is new. Raises WorkerError."""
         key = (leaf, epoch, lane)
         asked = self._lanes.setdefault(key, deque())
         if not asked or asked[0].bundle.row != row:
@@ -78,7 +80,7 @@ class BundlePool(Pool):
         return found.made.stop, found.made.batch
 
     def _ask_ahead(self, key: _Lane, asked: deque[_Asked], total: int, after: int | None = None) -> None:
-        """Ask for the bundles of a lane that come next, while there is room: as many as of every other lane."""
+        """Request the next bundles of a lane while there is room: as many as of every other lane."""
         room = sum(self._slots - len(sent) for sent in self._sent)
         share = max(1, self._slots * len(self._sent) // max(1, len(self._lanes)))
         row = asked[-1].bundle.stop if asked else after
@@ -88,7 +90,7 @@ class BundlePool(Pool):
             row, room = stop, room - 1
 
     def _ask(self, bundle: Bundle) -> _Asked:
-        """Ask the worker that has the least to do."""
+        """Request a bundle from the worker with the fewest requests."""
         number = min(range(len(self._sent)), key=lambda i: len(self._sent[i]))
         while len(self._sent[number]) >= self._slots:
             self._hear_from(number)
@@ -98,7 +100,7 @@ class BundlePool(Pool):
         return asked
 
     def _hear_from(self, number: int) -> None:
-        """Take the next bundle of a worker: they come in the order in which they were asked for."""
+        """Receive the next bundle of a worker. They arrive in the order of the requests."""
         took, made, problem = self._receive(number)
         asked = self._sent[number].popleft()
         if asked is None:
@@ -106,9 +108,9 @@ class BundlePool(Pool):
         asked.problem, asked.is_done = problem, True
         bundle = asked.bundle
         if problem is None:
-            seconds, spent, stop, skipped = took
-            if spent is not None:
-                self._spent.add(spent)
+            seconds, timings, stop, skipped = took
+            if timings is not None:
+                self._timings.add(timings)
             asked.made = made = Made(stop, made, skipped)
             rows, engine = made.stop - bundle.row, self.engines[bundle.leaf]
             self._sizes.took(bundle.leaf, most_rows(engine, rows, made.batch), rows, seconds)
@@ -135,8 +137,8 @@ class _BundleWorker(Worker):
         super().__init__(connection, number, slots)
         self._leaves = leaves
         self._engines: dict[int, Engine] = {}
-        self._spent = Timings()
-        self._parcel = TimingReports(self._spent)
+        self._timings = Timings()
+        self._reports = TimingReports(self._timings)
 
     def live(self) -> None:
         sent = 0
@@ -146,7 +148,7 @@ class _BundleWorker(Worker):
                 started = time.perf_counter()
                 made = self._make(bundle)
                 batch = _compacted(made.batch)
-                took = (time.perf_counter() - started, self._parcel.take(), made.stop, made.skipped)
+                took = (time.perf_counter() - started, self._reports.take(), made.stop, made.skipped)
                 self._send((took, batch, None), sent)
                 sent += 1
             except MainIsGone:
@@ -157,12 +159,12 @@ class _BundleWorker(Worker):
     def _make(self, bundle: Bundle) -> Made:
         leaf = self._leaves[bundle.leaf]
         if bundle.leaf not in self._engines:
-            self._engines[bundle.leaf] = Engine(leaf, shared=True, spent=self._spent)
+            self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings)
         return make_good(self._engines[bundle.leaf], bundle)
 
 
 def _compacted(batch: Batch) -> Batch:
-    """With just its rows: as slices of a block, Arrow columns would be sent with all of the block."""
+    """Return the batch with only its own rows: Arrow slices of a block would be sent with the complete block."""
     arrays = {name: column for name, column in batch.columns.items() if isinstance(column, (pa.Array, Encoded))}
     if not arrays:
         return batch

@@ -1,4 +1,4 @@
-"""What both kinds of loaders do to a batch before it is handed over: mark padding, and call ``collate_fn``."""
+"""Marking of padding, and the call of ``collate_fn``, for all sources of batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from midepoch.transforms.generators import Generators, Seeds
 
 
 def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
-    """With a column that is true for padding."""
+    """Add a column that is true for padding."""
     if PADDING in batch.columns:
-        raise MapError(f'a map made a column {PADDING!r}, which last_batch="pad" marks padding rows with: rename it.')
+        raise MapError(
+            f'a map created a column {PADDING!r}, which last_batch="pad" adds to mark padding rows. Rename it.'
+        )
     bits = np.packbits(padding, bitorder="little")  # pa.array would import pandas: 0.6 s
     mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
     return batch.with_columns({**batch.columns, PADDING: mark})

@@ -1,8 +1,8 @@
-"""Batches that are only copied from mapped files: made by the caller itself, whatever ``num_workers`` says.
+"""Batches that are only copied from mapped files: made in the caller's thread, whatever ``num_workers`` is.
 
-A worker could do nothing for them but copy them once more: the main process would spend as much time on receiving a
-batch as on gathering it. What takes long is a page that is not in memory yet. So threads touch the pages ahead, from
-the first page that had to be waited for until touching finds everything in memory.
+Workers would only add a second copy: the main process would spend as much time on receiving a batch as on gathering it.
+Only pages that are not in memory yet take long. Threads therefore touch the pages ahead, from the first page that had
+to be waited for until all touched pages are found in memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from midepoch.loader.batches import BatchMaker, Read
 from midepoch.loader.plans import Made, Plan
 
 _TOUCHED = 256
-"""Batches whose pages are touched ahead after a page had to be read from disk."""
+"""Number of batches whose pages are touched ahead after a page had to be read from disk."""
 _THREADS = 4
 
 
 class DirectBatches:
-    """The steps of a plan in order."""
+    """The batches of a plan, in order."""
 
     def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int, workers: int) -> None:
         self._maker, self._plan, self._prefetch = maker, plan, max(1, prefetch)
@@ -32,10 +32,10 @@ class DirectBatches:
         self._located: deque[Read] = deque(next(self._chunks, ()))
         self._toucher = _Toucher(maker, max(_THREADS, workers))
         self._faults = _faults()
-        self._keep = 0  # reads to have located at least, before the next one is made
+        self._keep = 0  # minimum of reads to locate before the next one is made
 
     def next(self) -> Made | None:
-        """The next step, or None at the end."""
+        """Return the next batch, or None at the end."""
         if len(self._located) <= self._keep:
             self._look_ahead()
         if not self._located:
@@ -43,7 +43,7 @@ class DirectBatches:
         return self._maker.make(self._plan, self._located.popleft())
 
     def _look_ahead(self) -> None:
-        """Locate ``prefetch`` chunks ahead while pages have to be touched, else just what comes next."""
+        """Locate ``prefetch`` chunks ahead while pages have to be touched, else only the next one."""
         if (faults := _faults()) != self._faults:
             self._faults = faults
             self._toucher.wake()
@@ -63,10 +63,10 @@ class DirectBatches:
 
 
 class _Toucher:
-    """Threads that have pages read from disk. There are none until they are needed."""
+    """Threads that touch pages so that they are read from disk. They are started when they are needed."""
 
     def __init__(self, maker: BatchMaker, threads: int) -> None:
-        self._maker = maker  # keeps the files mapped for as long as a thread may look at them
+        self._maker = maker  # keeps the files mapped as long as a thread may read them
         self._count = threads
         self._todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -78,7 +78,7 @@ class _Toucher:
         return self._left > 0
 
     def wake(self) -> None:
-        """A batch had to be waited for, or touching it had: the next ones are to be touched."""
+        """Touch the next batches, because a page had to be waited for."""
         self._left = _TOUCHED
 
     def touch(self, read: Read) -> None:
@@ -88,7 +88,7 @@ class _Toucher:
             ]
             for thread in self._threads:
                 thread.start()
-            # They must not be at work when the process ends: see ThreadedBatches.
+            # They must not run when the process exits: see ThreadedBatches.
             weakref.finalize(self, _end, self._threads, self._todo, self._closed, os.getpid())
         self._left -= 1
         self._todo.put(read)
@@ -120,8 +120,8 @@ def _end(
 
 
 def _faults() -> int:
-    """How many pages this thread has had to wait for. (Time would not tell them from a busy machine.)"""
+    """Return the number of pages that this thread has had to wait for. (Times would mislead on a busy machine.)"""
     return resource.getrusage(_WHOSE).ru_majflt
 
 
-_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS only knows the whole process
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS counts only for the process

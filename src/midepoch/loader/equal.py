@@ -1,4 +1,4 @@
-"""Ranks that train together take the same number of steps from the same place: what would break that is refused."""
+"""Checks that ranks that train together take the same steps: of the same data, from the same position, equally many."""
 
 from __future__ import annotations
 
@@ -8,111 +8,110 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from midepoch.distributed import rendezvous
+from midepoch.distributed import keyvalue, rendezvous
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Plan
 from midepoch.order import Shard
 from midepoch.state.format import OF_ONE_RANK
 
-_made, _loaders = rendezvous.Counters(), rendezvous.Counters()
+_made, _loaders = keyvalue.Counters(), keyvalue.Counters()
 _log = logging.getLogger("midepoch")
 _SHIFT = 8
-"""Loaders that one rank may have made more than another."""
+"""Number of loaders that one rank may have created more than another."""
 
 
-def check_equal_steps(plan: Plan, options: Options, cut: Shard) -> None:
-    """Refuse to leave a rank without a batch, unless that was asked for. All ranks refuse alike, before any step."""
-    if options.last_batch is not None or not (left_out := plan.left_out(cut.count)):
+def check_equal_steps(plan: Plan, options: Options, shard: Shard) -> None:
+    """Raise WorldError, on all ranks before any step, if a rank would have no batch and ``last_batch`` is None."""
+    if options.last_batch is not None or not (left_out := plan.left_out(shard.count)):
         return
-    rows = cut.count - left_out
+    rows = shard.count - left_out
     raise WorldError(
-        f"the last step of epoch {plan.epoch} has {rows} row{'s' * (rows != 1)} left for {cut.count} ranks: those "
-        f"without a batch would take a step less, and the others wait for them. Say what is to become of it: "
-        f'loader(…, last_batch="drop") leaves the last global batch out if it is not full, last_batch="pad" fills it '
-        f'up with rows that are marked, last_batch="uneven" is for loops that do not wait.'
+        f"the last step of epoch {plan.epoch} has {rows} row{'s' * (rows != 1)} left for {shard.count} ranks: those "
+        "without a batch would take one step less, and the others would wait for them. Choose the last batch: "
+        'loader(…, last_batch="drop") omits the last global batch if it is not full, last_batch="pad" fills it with '
+        'marked rows, last_batch="uneven" is for loops in which no rank waits for another.'
     )
 
 
 class RankConsistencyCheck:
-    """Compares a loader with its counterparts on the other ranks: the n-th loader made there, as this one was here.
+    """Comparison of this rank's n-th loader with the n-th loader of the other ranks.
 
-    Nobody waits for anybody: the first rank says what it has, and the others compare. Where one rank makes more loaders
-    than another, the numbers are shifted: two loaders that differ are no fault if one of the ranks has made both.
-    ``group`` names the processes that train together, where they are not all there are.
+    No rank waits: the first one publishes a description of its loader, and the others compare theirs. If one rank
+    creates more loaders than another, the numbers are shifted: a difference is not an error if one of the two ranks has
+    created both loaders. ``group``: name of the processes that train together, empty if all processes do.
     """
 
-    def __init__(self, cut: Shard, identity: Mapping[str, Any], options: Options, group: str = "") -> None:
-        self._group, self._options, self._rank = group, options, rendezvous.process_rank(cut.index)
+    def __init__(self, shard: Shard, identity: Mapping[str, Any], options: Options, group: str = "") -> None:
+        self._group, self._options, self._rank = group, options, keyvalue.process_rank(shard.index)
         self._number = _made.next(group)
-        # Loaders made before the ranks were connected count apart.
-        self.name = f"{group}/{'' if rendezvous.connected() else 'early '}{self._number}"
+        # Loaders created before the ranks were connected are counted separately.
+        self.name = f"{group}/{'' if keyvalue.connected() else 'early '}{self._number}"
         self._made_as = _digest(_comparable(identity, options))
         rendezvous.publish(f"made/{self._group}/{self._rank}/{self._number}", self._made_as)
         self._refused_before = rendezvous.refusal(group)[0]
         self._loads = self._passes = 0
 
     def loaded(self) -> None:
-        """A state was loaded, which may have changed the seed or the lanes."""
+        """Note that a state was loaded, which may have changed the seed or the lanes."""
         self._loads += 1
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
-        """Raise WorldError, at the first step, if the rank that came first loads something else."""
+        """Raise WorldError, at the first step, if the first rank to arrive loads different data."""
         self._check(f"loader/{self.name}/{self._loads}", _comparable(identity, self._options))
 
     def check_pass(self, identity: Mapping[str, Any], place: Mapping[str, int]) -> None:
-        """Raise WorldError if the rank that came first is at another place (``epoch``, and ``position`` if known).
+        """Raise WorldError if the first rank to arrive is elsewhere (``epoch``, and ``position`` if known).
 
-        The n-th pass of which more than one batch is asked for is compared with the n-th of the others: a look at a
-        first batch, which one rank may have and another not, does not count.
+        The n-th pass of more than one batch is compared with the n-th of the others. A pass of one batch, a look that
+        possibly only one rank takes, does not count.
         """
         self._check(f"pass/{self.name}/{self._passes + 1}", {**_comparable(identity, self._options), **place})
         self._passes += 1
 
-    def _check(self, key: str, mine: dict[str, Any]) -> None:
+    def _check(self, key: str, description: dict[str, Any]) -> None:
         try:
             self.check_refusal()
-            said = rendezvous.first_value(key, json.dumps([self._rank, self._made_as, mine]))
-            if said is None:
+            published = rendezvous.first_value(key, json.dumps([self._rank, self._made_as, description]))
+            if published is None:
                 return
-            rank, made_as, theirs = json.loads(said)
-            found = rendezvous.differences({rank: theirs, self._rank: mine})
-            if not found or self._is_shifted(rank, made_as):
+            rank, made_as, received = json.loads(published)
+            difference = rendezvous.differences({rank: received, self._rank: description})
+            if not difference or self._is_shifted(rank, made_as):
                 return
         except RuntimeError as problem:
-            _log.debug("ranks cannot be compared: %s", problem)  # the process that kept the store may have ended
+            _log.debug("ranks cannot be compared: %s", problem)  # the process that keeps the store may have exited
             return
         text = (
-            f"the ranks do not load the same: {found}. Compared was loader number {self._number} that each rank made. "
-            "Make the same datasets and loaders in the same order on all ranks, begin as many passes on each, and load "
-            "one state on all of them (it does not matter which rank saved it). A loader for one rank alone takes "
-            "rank=0, world_size=1."
+            f"the ranks do not load the same data: {difference}, in loader number {self._number} of each rank. Create "
+            "the same datasets and loaders in the same order on all ranks, begin equally many passes, and load the "
+            "same state (saved by any rank). Create a loader for one rank only with rank=0, world_size=1."
         )
         rendezvous.refuse(self._group, text)
         raise WorldError(text)
 
     def check_refusal(self) -> None:
-        """Raise WorldError if another rank has refused to go on since this loader was made."""
-        token, why = rendezvous.refusal(self._group)
+        """Raise WorldError if another rank has refused to continue since this loader was created."""
+        token, reason = rendezvous.refusal(self._group)
         if token and token != self._refused_before:
-            raise WorldError(why)
+            raise WorldError(reason)
 
     def _is_shifted(self, rank: int, made_as: str) -> bool:
-        """Whether one of the two ranks has made the loaders of both, so that the numbers do not tell what differs."""
+        """Return True if one of the two ranks has created both loaders: then their numbers are shifted."""
         if made_as == self._made_as:
             return False
         return made_as in self._all_made(self._rank) or self._made_as in self._all_made(rank)
 
     def _all_made(self, rank: int) -> set[str | None]:
-        """The loaders that a rank has made shortly before and after the one of this number."""
+        """Return the loaders that a rank has created with a number close to this one."""
         numbers = range(max(1, self._number - _SHIFT), self._number + _SHIFT + 1)
         return {rendezvous.value_of(f"made/{self._group}/{rank}/{number}") for number in numbers}
 
 
 def _comparable(identity: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """What must be the same on all ranks."""
-    mine = {name: value for name, value in identity.items() if name not in OF_ONE_RANK}
-    return {**mine, "last_batch": options.last_batch, "batch size": options.batch_size}
+    """Return the fields that must be equal on all ranks."""
+    shared = {name: value for name, value in identity.items() if name not in OF_ONE_RANK}
+    return {**shared, "last_batch": options.last_batch, "batch size": options.batch_size}
 
 
 def _digest(comparable: Mapping[str, Any]) -> str:
@@ -120,32 +119,37 @@ def _digest(comparable: Mapping[str, Any]) -> str:
 
 
 class EqualSteps:
-    """Ranks that each run lanes of their own agree how many of the next steps all of them take. Here ranks do wait for
-    each other, as they do after every step, but only once in many steps. ``check`` raises if one has refused to go on.
+    """Agreement on the number of next steps for which every rank has a batch, for ranks with lanes of their own.
+
+    Ranks wait for each other here, but only once in up to 32 steps. ``check`` raises if a rank has refused to continue.
     """
 
     _MOST = 32
 
-    def __init__(self, cut: Shard, what: Mapping[str, Any], group: str, check: Callable[[], None]) -> None:
-        self._cut, self._what, self._group, self._check, self._name = cut, what, group, check, ""
+    def __init__(self, shard: Shard, description: Mapping[str, Any], group: str, check: Callable[[], None]) -> None:
+        self._shard, self._description, self._group = shard, description, group
+        self._check, self._name = check, ""
         self._passes = self._rounds = self.ahead = 0
-        self._said = ""
+        self._published = ""
 
     def begin(self) -> None:
-        """A pass begins, on all ranks."""
+        """Begin a pass, as all other ranks do."""
         if not self._name:
-            key = f"{self._group}/{self._cut.count}/{_digest(self._what)}"
+            key = f"{self._group}/{self._shard.count}/{_digest(self._description)}"
             self._name = f"{key}/{_loaders.next(key)}"
         self._passes, self._rounds, self.ahead = self._passes + 1, 0, 1
 
     def agree(self, steps: int) -> list[int]:
-        """How many of the next ``ahead`` steps each rank has, this one so many. Raises WorldError if one stays away."""
+        """Return the number of the next ``ahead`` steps that each rank has; this rank has ``steps``.
+
+        Raise WorldError if a rank does not arrive.
+        """
         self._rounds, self.ahead = self._rounds + 1, min(2 * self.ahead, self._MOST)
-        cut = self._cut
+        shard = self._shard
         key = f"steps/{self._name}/{self._passes}/{self._rounds}"
-        waits = rendezvous.Waits(self._group, cut.index, cut.count, dict(self._what), self._check)
-        said = rendezvous.all_values(key, str(steps), waits)
-        if self._said:  # who has spoken now has heard what was said before
-            rendezvous.withdraw(self._said, cut.index)
-        self._said = key
-        return [int(text) for text in said]
+        waits = rendezvous.Waits(self._group, shard.index, shard.count, dict(self._description), self._check)
+        values = rendezvous.all_values(key, str(steps), waits)
+        if self._published:  # every rank that has published the new value has received the previous one
+            rendezvous.withdraw(self._published, shard.index)
+        self._published = key
+        return [int(value) for value in values]

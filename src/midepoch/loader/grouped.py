@@ -1,4 +1,4 @@
-"""Batches of rows that batched functions make in groups at fixed positions: bundles of groups, here or by workers."""
+"""Batches of rows that batched functions make in groups at fixed positions, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from midepoch.pipeline.rows import Bundles
 
 
 class GroupedBatches:
-    """The steps of a plan in order. Workers make bundles ahead; the main process puts batches together."""
+    """The batches of a plan, in order. Workers make bundles ahead, and the main process assembles batches."""
 
-    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, cut: Shard, groups: int) -> None:
-        self._maker, self._plan, self._cut, self._step = maker, plan, cut, 0
+    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, shard: Shard, groups: int) -> None:
+        self._maker, self._plan, self._shard, self._step = maker, plan, shard, 0
         self._rows = GroupedRows(bundles, plan.epoch, groups)
 
     def next(self) -> Made | None:
-        """Return the next batch and the cursor after it; None at the end."""
+        """Return the next batch and the cursor after it, or None at the end."""
         plan, step = self._plan, self._step
         if step >= len(plan):
             return None
-        positions = self._cut.positions(plan.bounds(step)[0], plan.reach(step))
+        positions = self._shard.positions(plan.bounds(step)[0], plan.reach(step))
         genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
         wanted = positions if genuine is None else positions % plan.end
         if not len(wanted):

@@ -1,4 +1,4 @@
-"""Batches out of lanes, where positions cannot be computed: as many steps as all ranks take, each with its batch."""
+"""Batches of lanes, if positions cannot be computed. Ranks agree on the number of steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midepoch.pipeline.spec import PipelineSpec
 
 
 class LaneSteps:
-    """The steps of one rank. ``PADDING`` where others still have something and this one has not."""
+    """The steps of one rank. A step is ``PADDING`` if other ranks have outputs left and this one has not."""
 
     PADDING = object()
 
@@ -39,7 +39,7 @@ class LaneSteps:
             equal.begin()
 
     def next(self) -> Any:
-        """Return the next deal, or PADDING, or None at the end."""
+        """Return the next outputs, or PADDING, or None at the end."""
         if self._equal is None:
             return self._take()
         while not self._left:
@@ -58,7 +58,7 @@ class LaneSteps:
         return deal
 
     def _agree(self, equal: EqualSteps) -> None:
-        """Look ahead, and agree. What fails ahead is raised where it comes, after the good steps before it."""
+        """Look ahead, and agree. An error ahead is raised in its turn, after the good steps before it."""
         ahead = equal.ahead
         try:
             while len(self._ready) < ahead and (deal := self._take()) is not None:
@@ -84,35 +84,35 @@ class LaneBatches:
         bundles: Callable[[], Bundles],
         cursor: Cursor,
         equal: EqualSteps | None,
-        spent: Timings,
+        timings: Timings,
     ) -> None:
         self._spec, self._options, self._bundles, self._epoch = spec, options, bundles, cursor.epoch
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
-        self._spent, self._skipped = spent, self._count_skipped()
+        self._timings, self._skipped = timings, self._count_skipped()
         self._last: Items | None = None
         self.begun = False
-        """Whether a step was taken, by this rank or by others that share its lanes."""
+        """True if a step was taken, by this rank or by others that share its lanes."""
 
     @property
     def packed(self) -> tuple[int, int]:
-        """Tokens packed so far, and the places in sequences that they went into."""
+        """Tokens packed so far, and the token slots of their sequences."""
         return self._lanes.packing.tokens, self._lanes.packing.places
 
     @property
     def end(self) -> Cursor:
-        """The cursor at the end of the epoch: what is left of the lanes is left out."""
+        """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
         return self._lanes.cursor().at_end()
 
     def next(self) -> Made | None:
-        """Return the next batch and the cursor after it; None at the end."""
+        """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._steps.next()) is not None:
             self.begun = True
             began = perf_counter()
             if deal is LaneSteps.PADDING:
-                # This rank is at its end, and others are not.
+                # This rank has reached its end, and others have not.
                 return Made(self._presenter.padding(self._something(), self._epoch), self.end)
             rows = len(deal.items)
             if rows:
@@ -122,7 +122,7 @@ class LaneBatches:
                 value = self._presenter.padding(deal.some, self._epoch)
             else:
                 continue  # all of it is for other ranks
-            self._spent.present += perf_counter() - began
+            self._timings.present += perf_counter() - began
             before, self._skipped = self._skipped, self._count_skipped()
             return Made(value, deal, rows, self._skipped - before)
         return None
@@ -135,14 +135,16 @@ class LaneBatches:
         return self._mine.skipped + self._lanes.packing.skipped
 
     def _something(self) -> Items:
-        """Return some outputs to pad with: the last ones of this rank; after a resume the first of the epoch; or, where
-        its lanes have none at all, the first of another rank, which has one, or there would be no step.
+        """Return some outputs to pad with.
+
+        They are the last outputs of this rank; after a resume the first of the epoch; or, if its lanes have none, the
+        first of another rank, which has one, else there would be no step.
         """
         if self._last is None:
             beginning = Cursor(self._epoch)
             deal = self._first(self._spec.shard, beginning) or self._first(Shard(), beginning)
             if deal is None:
-                raise MidepochError('there is no output at all to pad with: use last_batch="drop".')
+                raise MidepochError('there are no rows to pad with. Use last_batch="drop".')
             self._last = deal.some
         return self._last
 

@@ -29,7 +29,7 @@ _log = logging.getLogger("midepoch")
 
 
 class _Left(NamedTuple):
-    """A pass that was left before its end: where it began, the cursor after its last batch, and its batches."""
+    """A pass that was left before its end: its start, the cursor after its last batch, and its batches."""
 
     start: Cursor
     cursor: Cursor | StepOutputs
@@ -37,16 +37,16 @@ class _Left(NamedTuple):
 
 
 class Loader(Measured):
-    """Batches of a dataset, epoch after epoch. Made by ``Dataset.loader``.
+    """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
-    Each ``iter()`` is a pass over one epoch: from its beginning, or from where a loaded state left off. When the last
-    batch was delivered, the next ``iter()`` is the next epoch. After a ``break``:
+    Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
+    batch is delivered, the next ``iter()`` is the next epoch. After a ``break``:
 
-    - A pass of which one batch was asked for was a look: the next ``iter()`` begins where it began.
+    - A pass of only one batch was a look: the next ``iter()`` begins where it began.
     - If the data is shuffled, the next ``iter()`` continues after the last batch, as a resume from the state would.
-    - If it is not, as for validation, the next ``iter()`` begins the epoch again, and says so once in the log.
+    - If it is not, as for validation, the next ``iter()`` begins the epoch again, and logs a warning once.
 
-    ``set_epoch`` begins an epoch at its beginning in any case; ``next(loader)`` continues in any case.
+    ``set_epoch`` always begins an epoch at its beginning; ``next(loader)`` always continues.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Loader(Measured):
         self._spec, self._options, self._cursor = spec, options, cursor
         self._counterparts, self.ledger = counterparts, ledger
         super().__init__(options.num_workers)
-        self.stood: Cursor | StepOutputs = cursor
-        """After the last batch delivered, or where a state was loaded, whatever epoch is named."""
+        self.origin: Cursor | StepOutputs = cursor
+        """The cursor after the last batch delivered, or of a loaded state, whatever epoch was set."""
         self.how = "fresh"
         self.delivered: Cursor | StepOutputs | None = None
-        """After the last batch delivered; None if that is where the next pass begins."""
-        self._named, self.namings = named, 0  # whether set_epoch named the epoch, and how often it was called
+        """The cursor after the last batch delivered, or None if the next pass begins there."""
+        self._named, self.namings = named, 0  # True if set_epoch chose the epoch, and the number of its calls
         self._left: _Left | None = None
         self._looked = self._warned = False
         self.iterator: weakref.ref[Pass] | None = None
-        self._sources = Sources(options, equal, self.meter.spent)
+        self._sources = Sources(options, equal, self.meter.timings)
         self._packed = (0, 0)
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
@@ -88,21 +88,21 @@ class Loader(Measured):
     # Its size
 
     def __len__(self) -> int:
-        """Return the batches of an epoch on this rank. Raises TypeError where that is not known before running."""
+        """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
         spec = self._spec
         if spec.has_positions:
             return Plan.make(spec, self._options, Cursor()).share(spec.shard)
         known = known_length(spec.node)
         if known is None or not (spec.state_is_global or spec.node.is_rows):
             raise TypeError(
-                f"the number of batches is not known before the dataset has run ({spec.node.text}): estimated_len "
-                "learns it from what was seen"
+                f"the number of batches is not known before the dataset has run ({spec.node.text}). Use "
+                "estimated_len, which estimates it from the batches so far."
             )
         return batches_of(spec, self._options, known)
 
     @property
     def estimated_len(self) -> int | None:
-        """About how many batches an epoch has; None while nothing is known."""
+        """The approximate number of batches of an epoch, or None before the first batch."""
         spec = self._spec
         if spec.has_positions:
             return len(self)
@@ -111,36 +111,36 @@ class Loader(Measured):
         found = estimated_length(spec.node, self._where(), spec.lanes)
         return None if found is None else max(1, round(found / (self._options.batch_size * spec.shard.count)))
 
-    # What it is
+    # Definition
 
     @property
     def pipeline(self) -> PipelineSpec:
-        """The frozen description of what it loads."""
+        """The frozen definition of the data it loads."""
         return self._spec
 
     @property
     def options(self) -> Options:
-        """How batches are made."""
+        """The settings of its batches."""
         return self._options
 
     @property
     def last_batch(self) -> str | None:
-        """What becomes of the last global batch if it is not full."""
+        """The treatment of the last global batch if it is not full."""
         return self._options.last_batch
 
     @property
     def shard(self) -> Shard:
-        """The share of every global batch that this rank gets: ``index`` of ``count``."""
+        """The shard of every global batch that this rank gets: ``index`` of ``count``."""
         return self._spec.shard
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What was changed at resumes since the run began: what was allowed to differ, and the weights of mixes."""
+        """Changes at resumes since the run began: fields that were allowed to differ, and weights of mixes."""
         return self._spec.changes
 
     @property
     def packing_efficiency(self) -> float | None:
-        """The share of all places in packed sequences that hold tokens, of what this process packed; None without."""
+        """The share of token slots of packed sequences that contain tokens, in this process. None without packing."""
         live = self._live()
         tokens, places = self._packed
         if live is not None and isinstance(live.source, LaneBatches):
@@ -160,7 +160,7 @@ class Loader(Measured):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch, as far as that is known. Setting it is ``set_epoch``."""
+        """The epoch of the next batch, as far as it is known. Setting it calls ``set_epoch``."""
         at = self._where()
         return at.epoch + 1 if self._is_over(at) else at.epoch
 
@@ -170,19 +170,19 @@ class Loader(Measured):
 
     @property
     def position(self) -> int:
-        """How many rows of the epoch have been delivered to all ranks together."""
+        """The number of rows of the epoch that have been delivered to all ranks together."""
         at = self._where()
         return 0 if self._is_over(at) else at.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
+        """Choose the epoch to iterate. The epoch of a loaded state resumes; any other starts at its beginning."""
         epoch = integer(epoch, "set_epoch")
         live, left = self._live(), self._left
         batches = left.batches if left is not None else live.delivered if live is not None else 0
         self._pass = self._left = None
         self.namings += 1
         if self.how == "fresh" and not self._cursor.begun:
-            self.stood = Cursor(epoch)  # a run that is begun there, as by those who make a loader for every epoch
+            self.origin = Cursor(epoch)  # a run that begins here, as in loops that create a loader for every epoch
         if epoch != self._cursor.epoch or batches > 1:
             self._cursor, self.delivered = Cursor(epoch), None
         elif self.delivered is not None and _resolved(self.delivered).epoch != epoch:
@@ -192,34 +192,35 @@ class Loader(Measured):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch delivered: flat and JSON-able.
 
-        Where positions can be computed it is the same on every rank, and under 1 KB. Elsewhere it has a few integers
-        for each lane of this rank.
+        If positions can be computed, it is equal on all ranks and under 1 KB. Otherwise it has a few integers for each
+        lane of this rank.
         """
         self._draw_seed()
         return states.save(self._spec, self._where())
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
-        """Continue from a state, or the list of those of all ranks, with any batch size, workers and world size.
+        """Continue from a state, or from the list of the states of all ranks.
 
-        Raises CheckpointMismatchError, and changes nothing, if it belongs to other data, another order or pipeline;
-        ``allow=["pipeline"]`` lets a field differ, which is recorded in ``changes`` and in the state. Weights of a mix
-        may be changed, and sources be added or left out: the others continue where they were.
+        Batch size, workers and world size may differ. Raises CheckpointMismatchError, and changes nothing, if the state
+        belongs to other data, another order or pipeline. ``allow=["pipeline"]`` permits a field to differ, which is
+        recorded in ``changes`` and in the state. The weights of a mix may be changed, and sources may be added or
+        removed: the others continue at their positions.
         """
         found = self._resumed(state, allow)
         self._end_iteration()
         self._sources.forget()
         spec = found.spec.for_processes(self.shard.count) if found.spec.has_positions else found.spec
-        # No call among these: a signal handler that saves must not see half of them.
+        # No call between these: a signal handler that saves must not see only some of them.
         self._spec, self._named, self._left = spec, False, None
-        self._cursor = self.stood = found.cursor
+        self._cursor = self.origin = found.cursor
         self.delivered, self.how = None, "loaded"
         if self._counterparts is not None:
             self._counterparts.loaded()
-        if self.ledger is not None:  # now, not with the first batch: there may be nothing left to deliver
+        if self.ledger is not None:  # now, not with the first batch: there may be no batch left
             self.begin_record(self.ledger, self._cursor, load=True)
 
     def check_state(self, state: Any) -> None:
-        """Raise what ``load_state_dict`` would raise for a state that does not belong here. Changes nothing."""
+        """Raise the error that ``load_state_dict`` would raise for a state that does not fit. Change nothing."""
         self._resumed(state, ())
 
     def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
@@ -229,7 +230,7 @@ class Loader(Measured):
 
     @property
     def state_is_global(self) -> bool:
-        """True if the state of one rank restores every rank: not if each runs lanes of its own."""
+        """True if the state of one rank restores all ranks. False if each runs lanes of its own."""
         return self._spec.state_is_global
 
     @property
@@ -246,11 +247,11 @@ class Loader(Measured):
         return self._cursor if self.delivered is None else _resolved(self.delivered)
 
     def plan(self, cursor: Cursor) -> Plan | None:
-        """Return the steps from a cursor on, where positions can be computed."""
+        """Return the steps from a cursor on, or None if positions cannot be computed."""
         return Plan.make(self._spec, self._options, cursor) if self._spec.has_positions else None
 
     def _is_over(self, cursor: Cursor) -> bool:
-        """Return whether nothing is left of the epoch, as far as that is known."""
+        """Return True if nothing is left of the epoch, as far as it is known."""
         if (plan := self.plan(cursor)) is None:
             return cursor.lanes_ended
         return cursor.position > 0 and not len(plan)
@@ -265,7 +266,7 @@ class Loader(Measured):
         return batches
 
     def next_start(self) -> Start:
-        """Return where the next pass begins."""
+        """Return the start of the next pass."""
         left, self._left, restart = self._left, None, None
         if left is not None:
             at = _resolved(left.cursor)
@@ -277,7 +278,7 @@ class Loader(Measured):
                 restart = None
         cursor, rolled = self._cursor, False
         if self._is_over(cursor) and not self._named:
-            # After the last batch: to continue means the next epoch, not an empty one.
+            # After the last batch, continuing means the next epoch, not an empty one.
             cursor, rolled = Cursor(cursor.epoch + 1), True
         self.delivered = cursor if rolled else None
         if (plan := self.plan(cursor)) is not None:
@@ -285,7 +286,7 @@ class Loader(Measured):
         return Start(cursor, rolled, None if rolled else restart)
 
     def restarted(self, cursor: Cursor) -> Cursor:
-        """Begin again at a cursor: the pass before was left there, and is not to be continued."""
+        """Begin again at a cursor: the pass before was left there, and is not continued."""
         if not self._looked and not self._warned:
             self._warned = True
             _log.warning(
@@ -301,9 +302,9 @@ class Loader(Measured):
         self._left = _Left(batches.start, self.delivered, batches.delivered)
 
     def may_roll(self, start: Cursor, rolled: bool) -> bool:
-        """Return whether a pass that finds nothing left continues with the next epoch.
+        """Return True if a pass that finds nothing left continues with the next epoch.
 
-        Not if an epoch was named, nor where other ranks may have something left.
+        False if the epoch was set, or if other ranks may have batches left.
         """
         alone = self.state_is_global or self._options.last_batch != "uneven"
         return start.begun and not rolled and not self._named and alone
@@ -314,23 +315,24 @@ class Loader(Measured):
         return Cursor(epoch)
 
     def epoch_over(self, end: Cursor, rolled: bool) -> None:
-        """Move to the next epoch; past one that was rolled over to, so that naming it does not repeat it.
+        """Move to the next epoch or, after a roll-over, to the end of this one.
 
-        Until the next epoch is named or begun, a state is that after the last batch: naming the finished epoch after a
-        resume, as a loop that saves its own epoch number does, repeats nothing.
+        Setting an epoch that was rolled over to thus does not repeat it. Until the next epoch is set or begun, the
+        state is that after the last batch: setting the finished epoch after a resume, as a loop that saves its own
+        epoch number does, repeats nothing.
         """
         if not self._spec.has_positions and end.position:
             self._spec = replace(self._spec, epoch_outputs=end.position)
         elif not self._spec.has_positions:
-            _log.warning("epoch %d of %r has nothing in it: do its filters leave anything?", end.epoch, self)
+            _log.warning("epoch %d of %r is empty. Check that its filters keep some rows.", end.epoch, self)
         if self._cursor.epoch not in (end.epoch, end.epoch - rolled):
-            self.delivered = None  # another epoch was named while this one was iterated
+            self.delivered = None  # another epoch was set while this one was iterated
             return
         self._cursor = end if rolled else Cursor(end.epoch + 1)
         self.delivered, self._named = end if end.position else None, False
 
     def compare(self, start: Cursor, *, first: bool) -> None:
-        """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
+        """Compare the data of this rank with that of the others and, at the second batch of a pass, its start."""
         if self._counterparts is None:
             return
         if first:
@@ -339,7 +341,7 @@ class Loader(Measured):
         at = {"epoch": start.epoch}
         lanes = start.lanes
         if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
-            at["position"] = start.position  # the same on all ranks, unless one of them has nothing left
+            at["position"] = start.position  # equal on all ranks, unless one of them has nothing left
         self._counterparts.check_pass(self._spec.identity, at)
 
     def begin_record(self, ledger: Ledger, cursor: Cursor, *, load: bool = False) -> None:
@@ -348,7 +350,7 @@ class Loader(Measured):
             self._spec,
             cursor,
             how=self.how,
-            stood=_resolved(self.stood),
+            origin=_resolved(self.origin),
             end=self.plan(cursor),
             batch_size=self._options.batch_size,
             last_batch=self._options.last_batch,
@@ -362,13 +364,13 @@ class Loader(Measured):
         return self._sources.open(self._spec, cursor, plan)
 
     def leave_source(self, source: BatchSource | None) -> None:
-        """Close the source of a pass that has ended; workers go with it unless they are persistent."""
+        """Close the source of a pass that has ended. Workers stop with it unless they are persistent."""
         if isinstance(source, LaneBatches):
             self._packed = (self._packed[0] + source.packed[0], self._packed[1] + source.packed[1])
         self._sources.leave(source)
 
     def close_workers(self) -> None:
-        """Stop the workers, and forget what they were making."""
+        """Stop the workers, and discard unfinished batches."""
         self._sources.close()
 
     def _live(self) -> Pass | None:
@@ -381,7 +383,7 @@ class Loader(Measured):
         self.iterator = self._pass = None
 
     def close(self) -> None:
-        """Stop threads and workers now; they also end with the loader, and with the process however it ends."""
+        """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""
         self._end_iteration()
         self.close_workers()
 

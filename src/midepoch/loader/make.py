@@ -1,4 +1,4 @@
-"""Making a loader: which rows of each batch this process gets, how far to work ahead, in which lanes."""
+"""Creating a loader: the shard of this process, the prefetch, and the lanes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from midepoch._internal.checks import integer
 from midepoch.audit.ledger import ledger_of
-from midepoch.distributed.rendezvous import connected
+from midepoch.distributed.keyvalue import connected
 from midepoch.distributed.seeds import check_agreed
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
@@ -39,11 +39,11 @@ def make_loader(
     audit: Any,
     **options: Any,
 ) -> Loader:
-    """Return a loader of a pipeline from a cursor on; the arguments are those of ``Dataset.loader``, unchecked."""
+    """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
-    is_shard = spec.shard.count > 1  # of which the rows are known already
+    is_shard = spec.shard.count > 1  # of which the rows are already known
     shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
     last_batch = last_batch_of(drop_last, last_batch)
     check_agreed(spec.seed_alone, shard.count)
@@ -54,7 +54,7 @@ def make_loader(
         spec = replace(spec, lanes=shard.count)
     agreed = not spec.has_positions and _is_agreed(spec, together, last_batch)
     if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
-        last_batch = "uneven"  # those that train together would wait for one that is left without a batch
+        last_batch = "uneven"  # ranks that train together would wait for one without a batch
     row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
     ahead = ahead_for((batch_size if spec.has_positions else 1024) * row_bytes) if prefetch is None else prefetch
     chosen = Options(
@@ -66,7 +66,7 @@ def make_loader(
     )
     if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):
         raise ValueError(
-            f'there is a column {PADDING!r} already, which last_batch="pad" marks padding rows with: rename it'
+            f'the dataset has a column {PADDING!r}, which last_batch="pad" adds to mark padding rows. Rename it.'
         )
     if spec.has_positions:
         _check_drop(spec.rows, chosen, shard.count, drop_last)
@@ -76,7 +76,7 @@ def make_loader(
     counterparts = _counterparts_of(shard, together, data_parallel, spec, chosen)
     equal = None
     if agreed and counterparts is not None:
-        equal = EqualSteps(shard, spec.identity, groups_of(data_parallel).cut, counterparts.check_refusal)
+        equal = EqualSteps(shard, spec.identity, groups_of(data_parallel).sharding, counterparts.check_refusal)
     return Loader(spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger)
 
 
@@ -86,51 +86,48 @@ def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> Non
     except ValueError as problem:
         if not drop_last:
             raise
-        _log.warning("%s", problem)  # as torch's loaders have it, an epoch is empty then
+        _log.warning("%s", problem)  # the epoch is empty then, as in torch's loaders
 
 
 def _counterparts_of(
-    cut: Shard, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
+    shard: Shard, together: bool, data_parallel: Any, spec: PipelineSpec, options: Options
 ) -> RankConsistencyCheck | None:
-    """Return the loaders of the other ranks that this one is compared with, if there are any."""
-    if not together or (cut.count == 1 and data_parallel is None):
+    """Return the check against the loaders of other ranks, or None if there are none."""
+    if not together or (shard.count == 1 and data_parallel is None):
         return None
-    return RankConsistencyCheck(cut, spec.identity, options, groups_of(data_parallel).all)
+    return RankConsistencyCheck(shard, spec.identity, options, groups_of(data_parallel).training)
 
 
 def shard_of(shard: Shard, rank: int | None, world_size: int | None, data_parallel: Any) -> tuple[Shard, bool]:
-    """The shard if there is one, else what is given or found of the world; and whether they train together."""
+    """Return the shard if there is one, else the given or detected one; and True if the shards train together."""
     given = rank is not None or world_size is not None
     if not given and data_parallel is None and shard.count > 1:
         return shard, shard.count == connected()
     world = find_world(rank, world_size, data_parallel)
     if shard.count > 1:
-        raise ValueError(f"the dataset is already shard {shard.index} of {shard.count}: leave out rank and world_size")
+        raise ValueError(f"the dataset is already shard {shard.index} of {shard.count}. Omit rank and world_size.")
     return Shard(world.rank, world.size), not given or world.size == connected()
 
 
 def _is_agreed(spec: PipelineSpec, together: bool, last_batch: str | None) -> bool:
-    """Return whether ranks that run lanes of their own agree on equally many steps. Raise WorldError if they cannot."""
+    """Return True if ranks with lanes of their own agree on the number of steps. Raise WorldError if they cannot."""
     shard = spec.shard
     groups = Share.of(spec.lanes, shard).lanes.count
     if groups == 1 or last_batch == "uneven" or (last_batch is None and not together):
         return False
     if last_batch is None:
         raise WorldError(
-            f"{shard.count} ranks run lanes of their own, and will not have equally many batches: those that have more "
-            'would wait for the others. Choose: loader(…, last_batch="drop") ends the epoch on all ranks where one has '
-            'no full batch left, last_batch="pad" continues with batches that are marked as padding, '
-            'last_batch="uneven" is for loops that do not wait. (with_lanes(1) lets every rank run everything.)'
+            f"{shard.count} ranks run lanes of their own, with different numbers of batches: ranks with more would "
+            'wait for the others. Choose the last batch: loader(…, last_batch="drop") ends the epoch on all ranks '
+            'when one has no full batch left, last_batch="pad" continues with batches that are marked as padding, '
+            'last_batch="uneven" is for loops in which no rank waits for another. (With with_lanes(1) every rank '
+            "runs everything.)"
         )
     if not together or connected() < shard.count:
-        if connected():
-            remedy = "Say which of them cut the data with data_parallel= instead of rank= and world_size="
-        else:
-            remedy = "Initialise one of them"
+        remedy = "Pass data_parallel= instead of rank= and world_size=" if connected() else "Initialise one of them"
         raise WorldError(
-            f"last_batch={last_batch!r}: ranks that run lanes of their own agree on the last step through "
-            f"torch.distributed or JAX, which connect {connected()} processes and not the {shard.count} of the data. "
-            f"{remedy}, or use "
-            'with_lanes(1), which lets every rank run everything, or last_batch="uneven".'
+            f"last_batch={last_batch!r}: ranks with lanes of their own agree on the last step through "
+            f"torch.distributed or JAX, which connect {connected()} processes instead of {shard.count}. {remedy}, or "
+            'use with_lanes(1), with which every rank runs everything, or last_batch="uneven".'
         )
     return True

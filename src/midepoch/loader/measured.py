@@ -1,4 +1,4 @@
-"""What a loader tells of itself while it runs: statistics, hooks, a progress bar."""
+"""Measurements of a running loader: statistics, hooks, a progress bar."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Measured(Resumable):
 
     @property
     def pipeline(self) -> PipelineSpec:
-        """The frozen description of what it loads."""
+        """The frozen definition of the data it loads."""
         raise NotImplementedError
 
     @property
     def options(self) -> Options:
-        """How batches are made."""
+        """The settings of its batches."""
         raise NotImplementedError
 
     @property
     def position(self) -> int:
-        """How many rows of the epoch have been delivered to all ranks together."""
+        """The number of rows of the epoch that have been delivered to all ranks together."""
         raise NotImplementedError
 
     @property
@@ -44,38 +44,39 @@ class Measured(Resumable):
 
     @property
     def estimated_len(self) -> int | None:
-        """About how many batches an epoch has; None while nothing is known."""
+        """The approximate number of batches of an epoch, or None before the first batch."""
         raise NotImplementedError
 
     def stats(self, *, reset: bool = False) -> Stats:
-        """Return how fast batches were delivered, how long the model waited for them, and what took the time.
+        """Return the speed of delivery, the time that the model waited, and the work that took the time.
 
-        Since the loader was made, or since the last call with ``reset=True``. On this rank.
+        On this rank, since the loader was created, or since the last call with ``reset=True``.
         """
         return self.meter.stats(reset=reset)
 
     def on_stats(self, hook: Hook, *, every: float = 30.0) -> None:
-        """Call ``hook(stats, batches)`` every so many seconds, while batches are delivered.
+        """Call ``hook(stats, batches)`` every ``every`` seconds while batches are delivered.
 
-        ``midepoch.stats`` has hooks for TensorBoard and Weights & Biases. They are called when the next batch is asked
-        for: what one raises loses no batch.
+        ``midepoch.stats`` has hooks for TensorBoard and Weights & Biases. They are called when the next batch is
+        requested, so that their errors lose no batch.
         """
         if not callable(hook):
-            raise TypeError(f"a hook must be a function of stats and batches, got {hook!r}")
+            raise TypeError(f"expected a hook, a function of stats and batches, got {hook!r}")
         if not every >= 0:
             raise ValueError(f"every must be a number of seconds, got {every!r}")
         self.meter.on_stats(hook, every)
 
     def progress(self, *, done: int = 0) -> Iterator[Any]:
-        """Iterate the next pass with a bar on a terminal or in a notebook: ``for batch in loader.progress():``.
+        """Iterate the next pass with a progress bar, on a terminal or in a notebook.
 
-        ``done``: batches of the epoch that were delivered before, so that the bar of a resumed run starts there.
+        ``for batch in loader.progress(): …``. ``done``: batches of the epoch that were delivered before, so that the
+        bar of a resumed run starts there.
         """
         done, batches, epoch = integer(done, "progress(done=…)"), iter(self), self.epoch
         with Bar(f"epoch {epoch}", "batches", patience=0.0) as bar:
             first = True
             for batch in batches:
-                yield batch  # and nothing before it: an interrupt there would lose a batch
+                yield batch  # no statement before it: an interrupt there would lose a batch
                 done += 1
                 if first or bar.due:
                     stats, total, first = self.stats(), self._total(batches, done), False
@@ -83,7 +84,7 @@ class Measured(Resumable):
                     bar.update(done, total, speed)
 
     def _total(self, batches: Iterator[Any], done: int) -> int | None:
-        """Return about how many batches the epoch has."""
+        """Return the approximate number of batches of the epoch."""
         left = length_hint(batches, -1)
         if left >= 0:
             return done + left

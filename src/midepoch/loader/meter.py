@@ -1,6 +1,6 @@
-"""Measures a loader while it runs: two looks at the clock a batch, and all else a few times a second at most.
+"""Measurements of a running loader: two clock readings for each batch, all else at most a few times a second.
 
-The clock of a pass starts when its first batch is there, so that starting workers does not count as waiting.
+The clock of a pass starts with its first batch, so that the start of workers does not count as waiting.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from midepoch.stats import Hook, Stats
 _log = logging.getLogger("midepoch")
 _LOOK_SECONDS = 0.25
 _PATIENCE = 20.0
-"""Seconds of a run before it can be said that the model waits."""
+"""Seconds of a run before a warning that the model waits."""
 _TOO_LONG = 0.2
-"""Of the time: a model that waits longer is told of."""
+"""Share of the time: a model that waits longer gets a warning."""
 _NO_MODEL = 0.05
-"""Of the time: whoever does less between two batches is only looking at them."""
+"""Share of the time: a loop that takes less between two batches does not train."""
 
 
 class Meter:
-    """Of a loader with so many workers."""
+    """Measurements of a loader with ``workers`` workers."""
 
     def __init__(self, workers: int) -> None:
-        self.spent = Timings()
+        self.timings = Timings()
         self._workers, self._warned = workers, False
         self._hooks: list[tuple[Hook, float, float]] = []
         self.due = False
-        """Whether a hook is to be called before the next batch."""
-        self._total = 0  # batches, whatever was reset
+        """True if a hook is to be called before the next batch."""
+        self._total = 0  # batches since the beginning, whatever was reset
         self._clear()
 
     def _clear(self) -> None:
@@ -43,11 +43,11 @@ class Meter:
         self._look = 0.0
 
     def begin(self) -> None:
-        """A pass begins, with the next batch."""
+        """Begin a pass, with the next batch."""
         self._last = None
 
     def delivered(self, asked: float, rows: int, batch: Any) -> None:
-        """A batch that was asked for at a time is handed over now."""
+        """Note that a batch that was requested at ``asked`` is delivered now."""
         now = perf_counter()
         last, self._last = self._last, now
         if last is None:
@@ -80,7 +80,7 @@ class Meter:
         )  # fmt: skip
 
     def call_hooks(self) -> None:
-        """Call those that are due. Not while a batch is handed over: what they raise must not lose it."""
+        """Call the hooks that are due. Not during a delivery: their errors must not lose the batch."""
         self.due, now = False, perf_counter()
         for number, (hook, every, due) in enumerate(self._hooks):
             if now >= due:
@@ -91,9 +91,9 @@ class Meter:
         self._hooks.append((hook, every, perf_counter() + every))
 
     def stats(self, *, reset: bool = False) -> Stats:
-        spent = self.spent
-        stages = {"read": spent.read, "functions": spent.functions, "present": spent.present}
-        if not any(stages.values()):  # rows are copied while they are asked for, and nothing else is done
+        timings = self.timings
+        stages = {"read": timings.read, "functions": timings.functions, "present": timings.present}
+        if not any(stages.values()):  # rows are only copied, when they are requested
             stages["read"] = self.waited
         found = Stats(
             batches=self.batches,
@@ -104,20 +104,20 @@ class Meter:
             first_batch=self._first,
             passes=self._passes,
             stages=stages,
-            blocks=spent.blocks,
-            blocks_there=spent.blocks_there,
+            blocks=timings.blocks,
+            blocks_there=timings.blocks_there,
         )
         if reset:
             self._total += self.batches
             last = self._last
-            spent.taken()
+            timings.taken()
             self._clear()
             self._last = last
         return found
 
 
 def weight(batch: Any) -> int:
-    """About how many bytes a batch has: of arrays, tensors and tables, and of text in lists."""
+    """Return the approximate bytes of a batch: of arrays, tensors and tables, and of text in lists."""
     size = getattr(batch, "nbytes", None)
     if isinstance(size, int):
         return size

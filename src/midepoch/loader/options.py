@@ -1,4 +1,4 @@
-"""How batches are made: the arguments of ``Dataset.loader`` as one frozen value."""
+"""Settings of batches: the arguments of ``Dataset.loader`` as one frozen value."""
 
 from __future__ import annotations
 
@@ -12,51 +12,54 @@ _AHEAD_BYTES = 16 << 20
 
 LAST_BATCH = ("drop", "pad", "uneven")
 PADDING = "is_padding"
-"""The column that tells padding rows from rows of the epoch, in every batch under ``last_batch="pad"``."""
+"""The column that marks padding rows, in every batch under ``last_batch="pad"``."""
 
 
 def ahead_for(batch_bytes: float) -> int:
-    """How many batches of about this size a worker makes ahead: 8 small ones are 1.5 times faster than 2."""
+    """Return the number of batches of this size that a worker makes ahead: 8 small ones are 1.5 times faster than 2."""
     return int(max(2, min(8, _AHEAD_BYTES / max(1.0, batch_bytes))))
 
 
 def last_batch_of(drop_last: bool, last_batch: str | None) -> str | None:
-    """What becomes of the last global batch, by the two arguments that say so."""
+    """Return the treatment of the last global batch, by the two arguments for it."""
     if drop_last and last_batch not in (None, "drop"):
-        raise ValueError(f"drop_last=True and last_batch={last_batch!r} contradict each other: leave one of them out")
+        raise ValueError(f"drop_last=True and last_batch={last_batch!r} contradict each other. Omit one of them.")
     return "drop" if drop_last else last_batch
 
 
 def check_continues(failure: BaseException | None, closed: bool) -> None:
-    """Raise MidepochError if an iteration has failed or was ended."""
+    """Raise MidepochError if an iteration has failed or was stopped."""
     if failure is not None:
-        raise MidepochError("this iteration has failed; load the last state, or iterate again") from failure
+        raise MidepochError("this iteration has failed. Load the last state, or iterate again.") from failure
     if closed:
         raise MidepochError(
-            "this iteration was ended by another iter(), load_state_dict() or close() of the same loader. "
-            "Make a second loader to go through the data twice at once."
+            "this iteration was stopped by another iter(), load_state_dict() or close() of the same loader. Create a "
+            "second loader to iterate the data twice at the same time."
         )
 
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:
-    """Raise ValueError if no batch would be left of an epoch."""
+    """Raise ValueError if an epoch would have no batch."""
     if options.last_batch == "drop" and 0 < rows < options.batch_size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
-            f"each of {ranks} ranks, and the last one is dropped if it is not whole. Use smaller batches, or "
+            f"each of {ranks} ranks, and the last global batch is dropped if it is not full. Use smaller batches, or "
             'last_batch="pad".'
         )
 
 
 @dataclass(frozen=True)
 class Options:
-    """``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
+    """Settings of batches. ``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
 
-    ``last_batch``: what becomes of the last global batch if it is not full. "drop" leaves it out; "pad" fills it up
-    with rows that are marked; "uneven" delivers what there is, to some ranks maybe nothing; None does as well, but
-    refuses to leave a rank without a batch.
+    ``last_batch``: the treatment of the last global batch if it is not full:
 
-    ``prefetch`` counts batches, for each worker (or for the reading thread, in chunks).
+    - "drop" omits it
+    - "pad" fills it with marked rows
+    - "uneven" delivers the rows that are left, possibly none to some ranks
+    - None does the same, but refuses to leave a rank without a batch
+
+    ``prefetch``: batches for each worker (or chunks for the reading thread).
     """
 
     batch_size: int
@@ -73,6 +76,6 @@ class Options:
         if self.last_batch is not None and self.last_batch not in LAST_BATCH:
             raise ValueError(f"last_batch must be one of {', '.join(map(repr, LAST_BATCH))}, got {self.last_batch!r}")
         if self.persistent_workers and not self.num_workers:
-            raise ValueError("persistent_workers=True needs num_workers of at least 1")
+            raise ValueError("persistent_workers=True requires num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise TypeError(f"collate_fn must be a function, got {self.collate_fn!r}")

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Start(NamedTuple):
-    """Where a pass begins. ``rolled``: in the epoch after the one that the loader was in.
+    """The start of a pass. ``rolled``: it is in the epoch after that of the loader.
 
-    ``restart``: where to begin instead, if anything is left of the epoch: that is not always known before.
+    ``restart``: the alternative start if the epoch has batches left, which is not always known before.
     """
 
     cursor: Cursor
@@ -34,9 +34,9 @@ class Start(NamedTuple):
 
 
 class Pass(HasState):
-    """Iterates the batches of a pass. The cursor of the loader moves with every batch."""
+    """Iterator over the batches of a pass. The cursor of the loader moves with every batch."""
 
-    _closed = True  # until it has begun
+    _closed = True  # before it has begun
 
     def __init__(self, loader: Loader, start: Start) -> None:
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
@@ -69,7 +69,7 @@ class Pass(HasState):
         return self
 
     def __length_hint__(self) -> Any:
-        """Return the batches left, where that is known."""
+        """Return the number of batches left, if it is known."""
         if self._plan is None:
             return NotImplemented
         return 0 if self._over else max(0, self._plan.share(self._loader.shard) - self._made)
@@ -87,23 +87,23 @@ class Pass(HasState):
                 value = None if made.empty else finish(made.value, self._format)
                 if self._pin is not None:
                     value = self._pin(value)
-                if made.spent is not None:
-                    self._meter.spent.add(made.spent)
+                if made.timings is not None:
+                    self._meter.timings.add(made.timings)
                 if not made.empty:
                     self._meter.delivered(asked, made.rows, value)
                 cursor = made.cursor
                 if ledger is not None:
                     if isinstance(cursor, StepOutputs):
                         cursor = cursor.cursor()
-                    if not self.delivered:  # the entries of a pass begin with its first batch
+                    if not self.delivered:  # a pass is recorded from its first batch on
                         loader.begin_record(ledger, self.start)
                     recorded = ledger.end
                     ledger.step(made.skipped, self._meter.waited, cursor)
-                # The cursor moves here and nowhere else: with the batch. Python handles signals at calls, and there is
-                # none from here to the caller's loop, so no interrupt comes between the two.
+                # The cursor moves only here, together with the batch. Python handles signals at calls, and there is
+                # none from here to the caller's loop, so that no interrupt comes between the two.
                 loader.skipped += made.skipped
                 self.delivered += 1
-                loader.delivered = loader.stood = cursor
+                loader.delivered = loader.origin = cursor
                 loader.how = "on"
                 if not made.empty:
                     return value
@@ -118,17 +118,17 @@ class Pass(HasState):
         raise StopIteration
 
     def _refuse_to_drift(self, made: Made) -> None:
-        """Raise MidepochError if this rank skips a batch: it would be a step ahead of the others from then on."""
-        cut = self._loader.shard
-        if cut.count > 1 and made.skipped and self._plan is not None:
+        """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
+        shard = self._loader.shard
+        if shard.count > 1 and made.skipped and self._plan is not None:
             first, stop = self._plan.bounds(self._made - 1)
             raise MidepochError(
-                f'on_error="skip" left rank {cut.index} of {cut.count} no row of the batch at positions {first:,} to '
-                f"{stop - 1:,}: it would run a step ahead of the other ranks. Use larger batches, or shuffle by rows."
+                f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at positions {first:,} '
+                f"to {stop - 1:,}: it would be one step ahead of the others. Use larger batches, or shuffle by rows."
             )
 
     def _next(self) -> Made | None:
-        """Return the next batch, or None at the end of the epoch, which the loader then leaves."""
+        """Return the next batch, or None at the end of the epoch, when the loader moves to the next."""
         loader = self._loader
         while True:
             if self._made < 2:
@@ -138,13 +138,13 @@ class Pass(HasState):
             made = None if self.source is None else self.source.next()
             if made is not None:
                 if self._restart is not None:
-                    self._go_to(loader.restarted(self._restart))  # something is left: the pass before was not over
+                    self._go_to(loader.restarted(self._restart))  # something is left: the last pass was incomplete
                     continue
                 self._made += 1
                 return made
             begun = self._made or (isinstance(self.source, LaneBatches) and self.source.begun)
             if not begun and self._plan is None and loader.may_roll(self.start, self.rolled):
-                # Nothing is left of the epoch that the loader was in: continue with the next, not with an empty one.
+                # Nothing is left of the loader's epoch: continue with the next, instead of an empty pass.
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
                 continue
             self._over = True
@@ -165,15 +165,16 @@ class Pass(HasState):
         return self.source.end
 
     def _fail(self, problem: BaseException) -> None:
-        """End the pass: a batch that was not delivered would be left out. Workers go, too: a signal may have come
-        between a message and its book-keeping.
+        """End the pass: a batch that was not delivered would be lost.
+
+        Workers stop, too: a signal may have come between a message and its bookkeeping.
         """
         self._failure = problem
         self._loader.close_workers()
         self.close()
 
     def close(self) -> None:
-        """Stop; workers go too unless they are persistent."""
+        """Stop. Workers stop, too, unless they are persistent."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +184,7 @@ class Pass(HasState):
         self._loader.leave_source(source)
 
     def _leave(self) -> None:
-        """Note that the end was not asked for. If nothing is left for this rank, the next pass is the next epoch's."""
+        """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
         complete = self._plan is not None and self.delivered >= self._plan.share(self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pinner() -> Callable[[Any], Any] | None:
-    """Copies tensors into page-locked memory, where there is a GPU to copy them to."""
+    """Return a function that copies tensors into page-locked memory, or None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -18,8 +18,11 @@ def pinner() -> Callable[[Any], Any] | None:
 
 
 def pinned(value: Any) -> Any:
-    """The same with its tensors pinned, however deep; what knows how to pin itself does, as in torch's DataLoader."""
-    if callable(own := getattr(value, "pin_memory", None)):  # a tensor, too
+    """Return the value with pinned tensors at any depth.
+
+    Values with a ``pin_memory`` method use it, as in torch's DataLoader.
+    """
+    if callable(own := getattr(value, "pin_memory", None)):  # tensors, too
         return own()
     if isinstance(value, Mapping):
         found = {name: pinned(inner) for name, inner in value.items()}
@@ -32,7 +35,7 @@ def pinned(value: Any) -> Any:
 
 
 def _like(value: Any, found: dict[Any, Any]) -> Any:
-    """A mapping of the same type where one can be made of a dict, as of a tokenizer's encoding."""
+    """Return a mapping of the same type if its type takes a dict, such as a tokenizer's encoding."""
     try:
         return type(value)(found)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What the sources of batches share: the steps of one rank in one epoch, and the batch that each step delivers."""
+"""Plans and batches, shared by all sources of batches: the steps of one rank in one epoch, and their results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from midepoch.pipeline.spec import PipelineSpec
 
 
 class Made(NamedTuple):
-    """A batch, and the cursor after it. ``value`` is presented (or collated); ``empty``: no row of it is left."""
+    """A batch, and the cursor after it. ``value`` is presented (or collated). ``empty``: it has no row left."""
 
     value: Any
     cursor: Cursor | StepOutputs
     rows: int = 0
     skipped: int = 0
     empty: bool = False
-    spent: Timings | None = None
+    timings: Timings | None = None
     """The time that a worker has spent since its last report."""
 
 
@@ -29,10 +29,10 @@ class BatchSource(Protocol):
     """The batches of one rank from a cursor to the end of the epoch, in order. Used by one thread at a time."""
 
     def next(self) -> Made | None:
-        """Return the next batch and the cursor after it; None at the end. Raises what making it raised."""
+        """Return the next batch and the cursor after it, or None at the end. Raises the errors of making it."""
 
     def close(self) -> bool:
-        """Stop. Return whether nothing of it is at work any more."""
+        """Stop. Return True if none of its threads and workers is still running."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,25 @@ class Plan:
         return Cursor(self.epoch, self.end)
 
     def reach(self, step: int) -> int:
-        """The position at which a batch last_batch, counting its padding."""
+        """Return the position at which a batch ends, including its padding."""
         return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
 
-    def share(self, cut: Shard) -> int:
-        """How many batches one rank gets: all, unless no row of the last one is its."""
+    def share(self, shard: Shard) -> int:
+        """Return the number of batches of one rank: all, unless the last one has no row for it."""
         if not len(self):
             return 0
         last = len(self) - 1
-        return last + bool(len(cut.positions(self.bounds(last)[0], self.reach(last))))
+        return last + bool(len(shard.positions(self.bounds(last)[0], self.reach(last))))
 
     def left_out(self, ranks: int) -> int:
-        """How many ranks the last batch has no row for."""
+        """Return the number of ranks for which the last batch has no row."""
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
 
 
 def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
-    """Return the batches of a rank, of so many outputs of all ranks."""
+    """Return the number of batches of a rank, given the number of outputs of all ranks."""
     if options.last_batch == "uneven":
-        return -(-spec.shard.before(outputs) // options.batch_size)  # none of the last step, if it has no output for it
+        # The last step does not count if it has no output for this rank.
+        return -(-spec.shard.before(outputs) // options.batch_size)
     step = options.batch_size * spec.shard.count
     return outputs // step if options.last_batch == "drop" else -(-outputs // step)

@@ -1,4 +1,4 @@
-"""Worker processes: how they are started, told, heard and ended, whatever they make."""
+"""Worker processes: starting them, messages to and from them, and stopping them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from midepoch.loader.transport import Receiver, Sender
 from midepoch.pipeline.leaf import Leaf
 
 _CHECK = 2.0
-"""Seconds between looks at whether the process at the other end is still there, for when its end of the pipe was
-inherited by somebody else."""
+"""Seconds between checks that the other process is alive, in case another process has inherited its end of the pipe."""
 
 _starting = threading.Lock()
-"""Workers are started one after the other: whatever is forked meanwhile would hold their ends of the pipes open."""
+"""Lock of starts, one at a time: processes forked meanwhile would hold the workers' ends of the pipes open."""
 
 
 def _start_anew() -> None:
     global _starting
-    _starting = threading.Lock()  # a fork has it from the thread that forked, which holds it
+    _starting = threading.Lock()  # a fork inherits it locked, by the thread that forked
 
 
 if hasattr(os, "register_at_fork"):
@@ -42,20 +41,20 @@ if hasattr(os, "register_at_fork"):
 
 
 class Job(Protocol):
-    """What a worker does with its life, once it has come into the process that it runs in."""
+    """The work of a worker, once it is unpickled in its process."""
 
     def run(self, connection: Connection, number: int) -> None: ...
 
 
 class Pool:
-    """Worker processes, each with a pipe to this one; they go when this process goes."""
+    """Worker processes, each with a pipe to this one. They stop when this process exits."""
 
     def __init__(self, job: Job, count: int, start_method: str | None) -> None:
         context: Any = multiprocessing.get_context(start_method)
         self._mine: list[Connection] = []
         self._receivers: list[Receiver] = []
         self._polls: list[select.poll] = []
-        self._unread: list[deque[Any]] = [deque() for _ in range(count)]  # received while something was told
+        self._unread: list[deque[Any]] = [deque() for _ in range(count)]  # messages received while others were sent
         self._processes: list[Any] = []
         self._owner, self._closed = os.getpid(), False
         what = None if context.get_start_method() == "fork" else _packed(job)
@@ -64,7 +63,7 @@ class Pool:
                 for number in range(count):
                     self._start(context, number, job, what)
             if what is not None:
-                # Not as an argument, which would be written to whoever is born, for ever if that one dies.
+                # Not as an argument: writing it to a new process would block indefinitely if that one dies.
                 for number in range(count):
                     self._send(number, what.data)
         except BaseException:
@@ -72,14 +71,14 @@ class Pool:
             raise
 
     def _start(self, context: Any, number: int, job: Job, what: Packed | None) -> None:
-        """Start a worker: a fork has the job, and ends of pipes that it must close; others are told later."""
-        mine, theirs = context.Pipe()
-        self._mine.append(mine)
-        self._receivers.append(Receiver(mine))
+        """Start a worker. A fork has the job, and pipe ends that it must close; others receive the job later."""
+        here, there = context.Pipe()
+        self._mine.append(here)
+        self._receivers.append(Receiver(here))
         self._polls.append(select.poll())
         process = context.Process(
             target=_work,
-            args=(theirs, list(self._mine), job, number) if what is None else (theirs, [], None, number),
+            args=(there, list(self._mine), job, number) if what is None else (there, [], None, number),
             name=f"midepoch-worker-{number}",
             daemon=True,
         )
@@ -88,16 +87,16 @@ class Pool:
             with contextlib.nullcontext() if needs_main else without_main(), _quiet_tokenizers():
                 process.start()
         finally:
-            theirs.close()
+            there.close()
         self._processes.append(process)
 
     @property
     def is_here(self) -> bool:
-        """Whether the workers are those of this process, not of one that it was forked from."""
+        """True if the workers belong to this process, not to one from which it was forked."""
         return self._owner == os.getpid()
 
     def _receive(self, number: int) -> Any:
-        """The next message of a worker: the number of the run it belongs to, what was made, what went wrong."""
+        """Return the next message of a worker: the number of its run, its result, its error."""
         return self._unread[number].popleft() if self._unread[number] else self._received(number)
 
     def _received(self, number: int) -> Any:
@@ -109,13 +108,13 @@ class Pool:
         except TypeError:
             if not self._mine[number].closed:
                 raise
-            raise WorkerError(self._obituary(number)) from None  # by another thread, in the middle
+            raise WorkerError(self._obituary(number)) from None  # by another thread, meanwhile
 
     def _wait(self, number: int, what: int) -> int:
-        """Until one of these things can be done with a pipe; EOFError if its worker has died without being heard."""
+        """Wait until a pipe is ready for one of these events. Raise EOFError if its worker exited without a message."""
         if not self.is_here:
             raise MidepochError(
-                "these workers belong to the process that this one was forked from: make a loader of its own here."
+                "these workers belong to the process from which this one was forked. Create a separate loader here."
             )
         poll = self._polls[number]
         poll.register(self._mine[number].fileno(), what)
@@ -129,7 +128,10 @@ class Pool:
         raise error from WorkerError(f"in worker {number} (pid {self._processes[number].pid}):\n{text}")
 
     def _tell(self, number: int, message: bytes) -> None:
-        """Send a worker something short. One that cannot send is not listening: what it has to say is taken first."""
+        """Send a short message to a worker.
+
+        A worker that is blocked in sending does not receive, so its messages are received first.
+        """
         try:
             while not self._wait(number, select.POLLOUT | select.POLLIN) & select.POLLOUT:
                 self._unread[number].append(self._receivers[number].receive())
@@ -145,7 +147,7 @@ class Pool:
 
     def _obituary(self, number: int) -> str:
         if self._closed:
-            return "the workers were ended, by close() in another thread, while a batch was waited for."
+            return "the workers were stopped by close() in another thread while a batch was requested."
         process = self._processes[number]
         process.join(timeout=5)
         code = process.exitcode
@@ -155,12 +157,12 @@ class Pool:
             how = f"was killed by {name}"
             how += " (the system may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
         return (
-            f"worker {number} of {len(self._mine)} (pid {process.pid}) {how}. "
-            "The batches handed out so far are unaffected; load the last state to go on."
+            f"worker {number} of {len(self._mine)} (pid {process.pid}) {how}. The batches delivered so far are "
+            "unaffected. Load the last state to resume."
         )
 
     def close(self) -> None:
-        """End the workers. They hear it as the end of their pipes; one that is busy is terminated."""
+        """Stop the workers by closing their pipes. A worker that is busy is terminated."""
         if not self.is_here:
             return  # the workers are not its children
         self._closed = True
@@ -179,8 +181,9 @@ class Pool:
 
 
 def default_start_method(leaves: Sequence[Leaf]) -> str | None:
-    """The platform's, but never a fork of a process that runs JAX, or talks to an object store: the threads of either
-    would deadlock the child.
+    """Return the platform's start method, but never "fork" if this process has threads of JAX or an object store.
+
+    They would deadlock the child.
     """
     accesses = [leaf.source.access for leaf in leaves]
     remote = any(access is not None and access.store.forked_is_fatal for access in accesses)
@@ -189,8 +192,9 @@ def default_start_method(leaves: Sequence[Leaf]) -> str | None:
 
 @contextlib.contextmanager
 def _quiet_tokenizers() -> Iterator[None]:
-    """Tokenizers that were used in this process would warn in every fork of it, unless they are told what to do there:
-    a worker is one of several, and tokenizes with one thread.
+    """Set the number of threads of tokenizers in workers to one.
+
+    Tokenizers used in this process would otherwise print a warning in every fork.
     """
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
@@ -208,22 +212,22 @@ def _packed(job: Job) -> Packed:
         return packed(job)
     except (pickle.PicklingError, AttributeError, TypeError) as problem:
         raise MidepochError(
-            f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, map and "
-            "collate functions must be defined at the top level of a module (no lambda, no function in a function), "
-            "or cloudpickle be installed: `pip install cloudpickle`."
+            f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, define map "
+            "and collate functions at the top level of a module (no lambda, no nested function), or install "
+            "cloudpickle: `pip install cloudpickle`."
         ) from problem
 
 
 def _work(connection: Connection, others: Sequence[Connection], job: Job | None, number: int) -> None:
-    """The life of a worker: quiet on Ctrl-C (the main process tells it to go), gone when the pipe ends."""
-    gc.freeze()  # what came with a fork is never garbage here: looking at it would copy its pages
-    for number_ in signal.valid_signals():  # handlers of the training script are not for its workers
+    """Run a worker: it ignores Ctrl-C (the main process stops it), and exits when the pipe is closed."""
+    gc.freeze()  # inherited objects are never garbage here, and visiting them would copy their pages
+    for number_ in signal.valid_signals():  # handlers of the training script are not meant for workers
         if callable(signal.getsignal(number_)):
             signal.signal(number_, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the training script may ignore: it ends workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the training script may ignore: it stops workers
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for other in others:  # or a worker would keep alive the pipe of a dead main process
+    for other in others:  # else a worker would keep the pipe of a dead main process open
         other.close()
     if job is None:
         try:
@@ -238,11 +242,11 @@ def _work(connection: Connection, others: Sequence[Connection], job: Job | None,
 
 
 class MainIsGone(BaseException):
-    """The pipe to the main process has ended. Not an Exception, so that no map can be blamed for it."""
+    """The pipe to the main process is closed. Not an Exception, so that it is not attributed to a map."""
 
 
 class Worker:
-    """The worker's end of the pipe. ``slots``: so many of its messages may be on their way."""
+    """The worker's end of the pipe. ``slots``: maximum of its messages that are not received yet."""
 
     def __init__(self, connection: Connection, number: int, slots: int) -> None:
         self._connection, self._number = connection, number
@@ -252,7 +256,7 @@ class Worker:
         self._poll.register(connection.fileno(), select.POLLIN)
 
     def _hear(self) -> bytes:
-        """The next message from the main process; MainIsGone if it is."""
+        """Receive the next message from the main process. Raise MainIsGone if it has exited."""
         while not self._waiting(_CHECK):
             if os.getppid() != self._parent:
                 raise MainIsGone
@@ -262,7 +266,7 @@ class Worker:
             raise MainIsGone from None
 
     def _waiting(self, seconds: float = 0.0) -> bool:
-        return bool(self._poll.poll(seconds * 1000))  # Connection.poll makes a selector each time: 15 µs
+        return bool(self._poll.poll(seconds * 1000))  # Connection.poll creates a selector on every call: 15 µs
 
     def _send(self, message: tuple[Any, ...], slot: int = 0) -> None:
         try:
@@ -277,13 +281,13 @@ class Worker:
                 pickle.loads(pickle.dumps(problem))
             except Exception:
                 problem = WorkerError(f"{type(problem).__name__}: {problem}")
-        else:  # a sys.exit() in a map must not end the training as if all were well
-            problem = WorkerError(f"worker {self._number} was ended by {type(problem).__name__}({problem})")
+        else:  # a sys.exit() in a map must not end the training as if it had succeeded
+            problem = WorkerError(f"worker {self._number} was stopped by {type(problem).__name__}({problem})")
         self._send((run, None, (problem, text)))
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """Just the rows of the table: as a slice of a block it would be sent with all of the block."""
+    """Return only the rows of the table: a slice of a block would be sent with the complete block."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

@@ -15,7 +15,7 @@ from midepoch.transforms.generators import Generators
 
 
 class Presenter:
-    """Makes batches of outputs. What is left for the loader is ``finish``."""
+    """Makes batches of outputs. The loader only has to ``finish`` them."""
 
     def __init__(self, spec: PipelineSpec, options: Options) -> None:
         plain = options.collate_fn is None or options.collate_columns
@@ -25,14 +25,14 @@ class Presenter:
         self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
 
     def batch(self, items: Items, epoch: int) -> Any:
-        """Return a batch of outputs, filled up with some of them if it is to be padded."""
+        """Return a batch of outputs, filled with some of them if it is padded."""
         genuine = len(items)
         if self._pads is not None and genuine < self._pads:
             items = items.keep(np.arange(self._pads) % genuine)
         return self._made(items, genuine, epoch)
 
     def padding(self, items: Items, epoch: int) -> Any:
-        """Return a batch that is nothing but padding, made of some outputs."""
+        """Return a batch of nothing but padding, made of some outputs."""
         assert self._pads is not None
         return self._made(items.keep(np.arange(self._pads) % len(items)), 0, epoch)
 

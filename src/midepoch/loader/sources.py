@@ -1,4 +1,4 @@
-"""The engine of a loader: opens the source of batches that fits a pipeline, and keeps workers between passes."""
+"""The engine of a loader: opens the source of batches for a pipeline, and keeps workers between passes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from midepoch.pipeline.spec import PipelineSpec
 class Sources:
     """Opens sources of batches. Disposable: nothing of it is saved."""
 
-    def __init__(self, options: Options, equal: EqualSteps | None, spent: Timings) -> None:
-        self._options, self._equal, self._spent = options, equal, spent
+    def __init__(self, options: Options, equal: EqualSteps | None, timings: Timings) -> None:
+        self._options, self._equal, self._timings = options, equal, timings
         self._maker: BatchMaker | None = None
         self._pool: WorkerPool | None = None
         self._bundles: BundlesHere | BundlePool | None = None
 
     def open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
-        """Open the batches of a rank from a cursor on. ``plan``: its steps, where positions can be computed."""
+        """Open the batches of a rank from a cursor on. ``plan``: its steps, if positions can be computed."""
         options = self._options
         if plan is None:
-            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._spent)
+            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._timings)
         if self._maker is None:
-            self._maker = BatchMaker(spec.leaf, options, self._spent)
+            self._maker = BatchMaker(spec.leaf, options, self._timings)
         if self._maker.direct:
             return DirectBatches(self._maker, plan, options.prefetch, options.num_workers)
         if spec.base.group is not None:
@@ -51,28 +51,28 @@ class Sources:
         if self._bundles is None:
             leaves = (spec.leaf,) if spec.has_positions else spec.leaves
             if self._options.num_workers and (spec.has_positions or not spec.node.plain):
-                self._bundles = BundlePool(leaves, self._options, self._spent)
+                self._bundles = BundlePool(leaves, self._options, self._timings)
             else:
-                self._bundles = BundlesHere(leaves, shared=spec.shard.count > 1, spent=self._spent)
+                self._bundles = BundlesHere(leaves, shared=spec.shard.count > 1, timings=self._timings)
         self._bundles.begin()
         return self._bundles
 
     def leave(self, source: BatchSource | None) -> None:
-        """Close a source; workers go with it unless they are persistent."""
+        """Close a source. Workers stop with it unless they are persistent."""
         if source is None:
             return
         if not source.close():
-            self._maker = None  # a thread may come back to it
+            self._maker = None  # a thread may still use it
         if self._options.num_workers and not self._options.persistent_workers:
             self.close()
 
     def forget(self) -> None:
-        """Make new engines for the next source: the pipeline is another."""
+        """Create new engines for the next source: the pipeline has changed."""
         self.close()
         self._maker = None
 
     def close(self) -> None:
-        """Stop the workers, and forget what they were making."""
+        """Stop the workers, and discard unfinished batches."""
         pools = (self._pool, self._bundles)
         self._pool = self._bundles = None
         for pool in pools:

@@ -1,8 +1,8 @@
-"""Sending a pipeline to a process that is started anew, also from a script that has no ``if __name__ == "__main__"``.
+"""Sending a pipeline to a spawned process, also from a script without ``if __name__ == "__main__"``.
 
-Such a process imports the main script, to find the functions that were defined there, and so would run a training
-script once more. With cloudpickle, functions of the script travel by value and it need not; without it, the script is
-imported only if something in the pipeline is defined there.
+Such a process imports the main script to find the functions defined there, and would run a training script a second
+time. With cloudpickle, functions of the script are sent by value, and the import is unnecessary. Without it, the script
+is imported only if something in the pipeline is defined there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Packed:
-    """What a worker needs, pickled. ``needs_main``: the main script has to be imported before it can be unpickled."""
+    """The objects of a worker, pickled. ``needs_main``: the main script has to be imported to unpickle them."""
 
     data: bytes
     needs_main: bool
 
 
 def packed(*what: Any) -> Packed:
-    """These objects, by value where possible. Raises what pickle raises."""
+    """Pickle objects, by value if possible. Raises the errors of pickle."""
     try:
         import cloudpickle
     except ImportError:
@@ -36,7 +36,7 @@ def packed(*what: Any) -> Packed:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """While a process is started: no main script for it to import."""
+    """Hide the main script while a process is started, so that it is not imported there."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -1,4 +1,4 @@
-"""num_workers=0: a thread reads ahead; maps and collation stay in the caller's thread."""
+"""num_workers=0: a thread reads ahead; maps and collation run in the caller's thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from midepoch.loader.plans import Made, Plan
 
 
 class ThreadedBatches:
-    """The steps of a plan in order, read ahead by one thread, up to ``prefetch`` chunks.
+    """The batches of a plan, in order. One thread reads up to ``prefetch`` chunks ahead.
 
     The first chunk, which is one batch, is read in the caller's thread: a look at it costs neither a thread nor the
-    memory of what would be read ahead.
+    memory of prefetched chunks.
     """
 
     def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int) -> None:
@@ -33,7 +33,7 @@ class ThreadedBatches:
         self._over = False
 
     def next(self) -> Made | None:
-        """The next step, or None at the end. Raises what reading raised."""
+        """Return the next batch, or None at the end. Raises the errors of reading."""
         while not self._chunk:
             if self._over:
                 return None
@@ -56,19 +56,19 @@ class ThreadedBatches:
             name="midepoch-read",
             daemon=True,
         )
-        # Also at the end of the process: a daemon that is in C++ code then takes the whole process with it (SIGABRT).
+        # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
         self._end = weakref.finalize(self, _end, thread, self._stop, self._room, os.getpid())
-        thread.start()  # which a machine without room for threads refuses
+        thread.start()  # a machine may have no room for threads
         self._thread = thread
 
     def close(self) -> bool:
-        """Whether nobody reads on: if so, the maker can be used by others."""
+        """Stop. Return True if no thread is still reading: then the maker can be reused."""
         return self._thread is None or self._end() is not False
 
 
 def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
     if process != os.getpid():
-        return True  # a fork: the thread is not here, and its locks may be held for ever
+        return True  # a fork: the thread does not exist here, and its locks may be held indefinitely
     stop.set()
     room.release()
     return join([thread])
@@ -77,7 +77,7 @@ def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaph
 def _read_ahead(
     chunks: Iterator[Any], ready: queue.SimpleQueue[Any], room: threading.Semaphore, stop: threading.Event
 ) -> None:
-    """The reading thread. It knows only its queue, so a dropped iterator does not live on because of it."""
+    """Run the reading thread. It refers only to its queue, so that it does not keep a dropped iterator alive."""
     try:
         while True:
             room.acquire()

@@ -1,7 +1,7 @@
-"""Batches from a worker to the main process: small parts by pipe, arrays through unnamed shared memory.
+"""Batches from a worker to the main process: small parts through a pipe, arrays through unnamed shared memory.
 
-The shared memory is an unnamed file, made by the worker when it knows how large its batches are and passed as a
-descriptor. The kernel frees it with the last process that holds it: there is nothing that a crash could leave behind.
+The shared memory is an unnamed file. The worker creates it once it knows the size of its batches, and sends its
+descriptor. The kernel frees it with the last process that has it open: nothing is left after a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from midepoch.iteration.shared import unnamed_file
 
 _ALIGN = 64
 _INLINE = 16 << 10
-"""Below this many bytes a pipe is faster than shared memory."""
+"""Bytes below which a pipe is faster than shared memory."""
 
 
 def _aligned(size: int) -> int:
@@ -35,7 +35,7 @@ def _tensor(array: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as the numpy arrays behind them, so that their memory travels out of band."""
+    """Pickler that sends the numpy arrays of tensors, so that their memory is transferred out of band."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -43,12 +43,12 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         try:
             return _tensor, (np.asarray(value.numpy(), order="C"),)
-        except (TypeError, RuntimeError):  # bfloat16, sparse, …: torch knows how
+        except (TypeError, RuntimeError):  # bfloat16, sparse, …: left to torch
             return NotImplemented
 
 
 class Sender:
-    """The worker's end. ``slots`` batches may be on their way at once: the caller keeps count."""
+    """The worker's end. At most ``slots`` batches may be unreceived at the same time: the caller counts them."""
 
     def __init__(self, connection: Connection, slots: int) -> None:
         self._connection, self._slots = connection, slots
@@ -78,7 +78,7 @@ class Sender:
         self._connection.send_bytes(pickle.dumps(message, protocol=5))
 
     def _grow(self, total: int) -> None:
-        """A new memory with room for batches a quarter larger than this one."""
+        """Create shared memory with room for batches a quarter larger than this one."""
         self._slot_bytes = _aligned(total + total // 4)
         size = self._slot_bytes * self._slots
         fd = unnamed_file(size)
@@ -91,14 +91,14 @@ class Sender:
 
 
 class Receiver:
-    """The main process's end. What it returns is its own: the slot can be written again."""
+    """The main process's end. It returns copies: the slot can be written again."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._memory: Any = None
 
     def receive(self) -> Any:
-        """The next message; EOFError or OSError if the worker has died."""
+        """Return the next message. Raise EOFError or OSError if the worker has exited."""
         while True:
             head, spans = pickle.loads(self._connection.recv_bytes())
             if head != "memory":

@@ -1,4 +1,4 @@
-"""num_workers > 0: processes that each make whole batches, and go when the main process goes."""
+"""num_workers > 0: processes that each make complete batches, and exit with the main process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MORE = b"+"
 
 
 class WorkerPool(Pool):
-    """Worker w of W makes the steps g ≡ w (mod W) of the plan it was last given."""
+    """Worker w of W makes the steps g ≡ w (mod W) of the last plan it received."""
 
     def __init__(self, leaf: Leaf, options: Options) -> None:
         self._run = 0
-        # Telling a worker to go on wakes it, which costs 60 µs: half of what it may make ahead is asked for at a time.
+        # Waking a worker costs 60 µs: half of what it may make ahead is requested at a time.
         self._credit_step = max(1, options.prefetch // 2)
         self._owed = [0] * options.num_workers
         method = options.multiprocessing_context or default_start_method([leaf])
         super().__init__(_BatchJob(leaf, options), options.num_workers, method)
 
     def begin(self, plan: Plan) -> WorkerBatches:
-        """Drop whatever is under way and make this plan's batches."""
+        """Drop unfinished batches, and make those of this plan."""
         self._run += 1
         self._owed = [0] * len(self._mine)
         for number, unread in enumerate(self._unread):
@@ -39,7 +39,7 @@ class WorkerPool(Pool):
         return WorkerBatches(self, len(plan))
 
     def step(self, step: int) -> Made:
-        """The given step; steps must be asked for in order. Raises what the worker raised, or WorkerError."""
+        """Return a step. Steps are requested in order. Raises the errors of the worker, or WorkerError."""
         number = step % len(self._mine)
         while True:
             run, made, problem = self._receive(number)
@@ -61,7 +61,7 @@ class WorkerBatches:
         self._pool, self._steps, self._next = pool, steps, 0
 
     def next(self) -> Made | None:
-        """Return the next batch and the cursor after it; None at the end."""
+        """Return the next batch and the cursor after it, or None at the end."""
         if self._next >= self._steps:
             return None
         made = self._pool.step(self._next)
@@ -88,7 +88,7 @@ class _Worker(Worker):
         self._leaf, self._options = leaf, options
         self._run, self._credit = 0, 0
         self._plan: Plan | None = None
-        self._parcel: TimingReports
+        self._reports: TimingReports
 
     def live(self) -> None:
         maker: BatchMaker | None = None
@@ -99,7 +99,7 @@ class _Worker(Worker):
             try:
                 if maker is None:
                     maker = BatchMaker(self._leaf, self._options)
-                    self._parcel = TimingReports(maker.spent)
+                    self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
             except MainIsGone:
                 raise
@@ -117,15 +117,15 @@ class _Worker(Worker):
                     self._listen()
                     if self._run != run:
                         return
-                if (spent := self._parcel.take()) is not None:
-                    made = made._replace(spent=spent)
+                if (timings := self._reports.take()) is not None:
+                    made = made._replace(timings=timings)
                 self._send((run, made, None), sent)
                 self._credit, sent = self._credit - 1, sent + 1
 
     def _listen(self) -> None:
-        """Take one message from the main process, or notice that it is gone."""
+        """Receive one message from the main process, or notice that it has exited."""
         message = self._hear()
-        if message.startswith(_MORE):  # always for the run last begun: the main process sends both in order
+        if message.startswith(_MORE):  # always for the current run: the main process sends both in order
             self._credit += len(message)
         else:
             (self._run, self._plan), self._credit = pickle.loads(message), self._options.prefetch

@@ -43,17 +43,17 @@ def spans(weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sources of the positions of one lane in one epoch. ``era`` counts the changes of the mix."""
+    """Sources of the positions of one lane in one epoch. ``schedule_version`` counts the changes of the mix."""
 
     counts: tuple[int, ...]
     seed: int
     epoch: int
     lane: int = 0
-    era: int = 0
+    schedule_version: int = 0
 
     @cached_property
     def _key(self) -> np.uint64:
-        word = derive(self.seed, self.epoch, "mix", (self.era << 32) + self.lane, words=1)[0]
+        word = derive(self.seed, self.epoch, "mix", (self.schedule_version << 32) + self.lane, words=1)[0]
         return np.uint64(word)
 
     @cached_property

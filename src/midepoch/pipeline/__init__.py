@@ -1,16 +1,17 @@
-"""Pipelines that change the number of rows, as a function of a cursor.
+"""Pipelines as a function of a cursor.
 
-The outputs of such a pipeline have no positions that could be computed, so each *lane* of the epoch has a cursor of
-its own: where in its rows a bounded group begins from which everything after can be made again, and how many outputs of
-that group have been handed over. Cursors are nested lists of whole numbers, one level a stage:
+The positions of a pipeline that keeps the number of rows can be computed. Those of any other cannot, so each *lane* of
+the epoch has a cursor of its own: the row at which a bounded group begins, from which all later outputs can be
+recomputed, and the number of outputs of that group that have been delivered. Cursors are nested lists of integers, one
+level for each stage:
 
-    rows        [row, outputs]                 a bundle of rows, through all steps that look at one bundle at a time
-    grouped     [inner, outputs]               batch, shuffle, best-fit packing, maps behind those: groups of outputs
-    packed      [inner, tokens]                by reference: the document in which the next sequence begins, and where
-    mixed       [position, era, [[pass, exhausted, inner], …]]
+    rows        [row, outputs]                 a bundle of rows, after all steps that take one bundle at a time
+    grouped     [inner, outputs]               groups of outputs: batch, shuffle, best-fit packing, maps after those
+    packed      [inner, tokens]                the document in which the next sequence begins, and the offset in it
+    mixed       [position, schedule_version, [[pass, stage, inner], …]]
     concat      [number, inner]
     zip         [inner, …]
 
-Every flow hands out chunks, and a chunk can tell the cursor behind any of its outputs. So the state follows delivery,
-however far ahead work is done, and a resume makes again at most one bundle and one group a stage.
+Every flow delivers chunks, and a chunk can compute the cursor after any of its outputs. The state therefore follows
+delivery, however far ahead work is done, and a resume recomputes at most one bundle and one group for each stage.
 """

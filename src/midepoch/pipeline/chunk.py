@@ -1,4 +1,4 @@
-"""Chunks: outputs of a flow, each of which knows the cursor behind it; and taking any number of them."""
+"""Chunks: outputs of a flow, with the cursor after each of them; and a puller that takes any number of outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowRefs:
-    """Rows of sources that nobody has read yet: by source and number, and where in memory they lie if that is known."""
+    """Rows of sources that are not read yet: their sources and row numbers, and their locations in memory if known."""
 
     engines: Sequence[Engine]
     leaves: Int64Array
@@ -28,7 +28,7 @@ class RowRefs:
     located: dict[str, Located] | None = None
     ordinals: Int64Array | None = None
     schema: Conform | None = None
-    """The schema that rows are brought to when they are read, where sources differ."""
+    """The schema to which rows are converted when they are read, if sources differ."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,14 +47,14 @@ class RowRefs:
         return replace(self, leaves=self.leaves[places], rows=self.rows[places], located=located, ordinals=ordinals)
 
     def with_ordinals(self, number: int) -> RowRefs:
-        """As ``Batch.with_ordinals``."""
+        """Number the rows as ``Batch.with_ordinals`` does."""
         if not number:
             return self
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
         return replace(self, ordinals=with_ordinals(ordinals, number))
 
     def read(self) -> Batch:
-        """The rows, read."""
+        """Read the rows."""
         found = self._read()
         return found if self.ordinals is None else replace(found, ordinals=self.ordinals)
 
@@ -75,9 +75,9 @@ class RowRefs:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Rows of batches whose columns are not of one kind: one source reads numbers, a function makes lists of others.
+    """Rows of batches whose columns differ in kind: Arrow arrays of one source, lists from a function of another.
 
-    They are joined when it is known which rows make a batch, so that its types depend on no other row.
+    They are joined once the rows of a batch are known, so that its types depend on no other row.
     """
 
     batches: tuple[Batch, ...]
@@ -94,15 +94,15 @@ class Pieces:
         return replace(self, which=self.which[places], places=self.places[places])
 
     def with_ordinals(self, number: int) -> Pieces:
-        """As ``Batch.with_ordinals``."""
+        """Number the rows as ``Batch.with_ordinals`` does."""
         return replace(self, batches=tuple(batch.with_ordinals(number) for batch in self.batches))
 
     def changed(self, change: Callable[[Batch], Batch]) -> Pieces:
-        """With another row for each row, each batch for itself."""
+        """Apply a function that keeps the number of rows to each batch separately."""
         return replace(self, batches=tuple(change(batch) for batch in self.batches))
 
     def read(self) -> Batch:
-        """The rows, joined."""
+        """Join the rows."""
         used = np.unique(self.which).tolist() or [0]
         found = [np.flatnonzero(self.which == number) for number in used]
         parts = [self.batches[number].keep(self.places[rows]) for number, rows in zip(used, found, strict=True)]
@@ -115,13 +115,13 @@ Items = Batch | RowRefs | Pieces
 
 
 class Conform(Protocol):
-    """Brings rows of different sources to one schema."""
+    """A schema to which rows of different sources are converted."""
 
     def conform(self, batch: Batch) -> Batch: ...
 
 
 def joined(parts: Sequence[Items]) -> Items:
-    """Outputs one after the other: references as long as all are, one batch where all are of one kind."""
+    """Join outputs: references if all are references, one batch if all batches have columns of the same kind."""
     if len(parts) == 1:
         return parts[0]
     refs = [part for part in parts if isinstance(part, RowRefs)]
@@ -163,21 +163,23 @@ def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Locat
 
 
 def bytes_in(items: Items) -> int:
-    """About how much memory outputs take that were read."""
+    """Return the approximate memory of outputs that have been read."""
     if isinstance(items, RowRefs):
         return 0
     return sum(batch.nbytes for batch in (items.batches if isinstance(items, Pieces) else (items,)))
 
 
 def materialize(items: Items) -> Batch:
-    """Outputs as rows that have been read."""
+    """Read outputs that are only referenced."""
     return items if isinstance(items, Batch) else items.read()
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some outputs. ``at(j)`` is the cursor behind the first j of them; ``before(j)`` the one right before the next,
-    with nothing in between that becomes nothing: the same, unless it is told.
+    """Some outputs. ``at(j)`` is the cursor after the first j of them.
+
+    ``before(j)`` is the cursor right before the next output, after all rows that yield no output. It equals ``at(j)``
+    unless ``before_`` is given.
     """
 
     items: Items
@@ -189,7 +191,7 @@ class Chunk:
 
 
 class Flow(Protocol):
-    """Outputs from a cursor on, in chunks; None at the end, and again whenever it is asked after that."""
+    """Outputs from a cursor on, in chunks. ``pull`` returns None at the end, and on every later call."""
 
     def pull(self) -> Chunk | None: ...
 
@@ -205,9 +207,9 @@ class Pulled:
         return joined([chunk.items.slice(start, stop) for chunk, start, stop in self._pieces])
 
     def at(self, count: int) -> At:
-        """The cursor behind the first ``count`` of them."""
+        """Return the cursor after the first ``count`` of them."""
         found, left = self._before, count
-        if not left and self._pieces:  # not what lies before rows that nothing came of
+        if not left and self._pieces:  # not the cursor before rows that yielded no output
             chunk, start, _ = self._pieces[0]
             return chunk.at(start)
         for chunk, start, stop in self._pieces:
@@ -218,7 +220,7 @@ class Pulled:
         return at_mark(found)
 
     def before(self, number: int) -> At:
-        """The cursor from which one of them comes first."""
+        """Return the cursor right before one of them."""
         for chunk, start, stop in self._pieces:
             if number < stop - start:
                 return chunk.before(start + number)
@@ -227,12 +229,12 @@ class Pulled:
 
 
 def at_mark(mark: Any) -> At:
-    """The cursor at a mark: a cursor, or a chunk and how many of its outputs lie before."""
+    """Return the cursor at a mark: a cursor, or a chunk and the number of its outputs before the mark."""
     return mark[0].at(mark[1]) if isinstance(mark, tuple) else mark
 
 
 class Puller:
-    """Takes outputs of a flow, any number at a time. The cursor is that behind what was taken."""
+    """Takes outputs of a flow, any number at a time. ``cursor`` is the cursor after the outputs that were taken."""
 
     def __init__(self, flow: Flow, cursor: At) -> None:
         self._flow = flow
@@ -245,11 +247,11 @@ class Puller:
         return at_mark(self.mark())
 
     def mark(self) -> Any:
-        """Where this is, to ask for the cursor later."""
+        """Return a mark of the current position, from which ``at_mark`` computes the cursor."""
         return self._cursor if self._chunk is None else (self._chunk, self._next)
 
     def has_more(self) -> bool:
-        """Return whether anything is left. Makes the next chunk if it has to."""
+        """Return True if outputs are left. Pull the next chunk if necessary."""
         while self._next >= self._length:
             chunk = self._flow.pull()
             if chunk is None:
@@ -258,7 +260,7 @@ class Puller:
         return True
 
     def take(self, count: int) -> Pulled:
-        """The next outputs: fewer only at the end."""
+        """Take the next outputs, fewer only at the end."""
         before = self.mark()
         pieces: list[tuple[Chunk, int, int]] = []
         while count and self.has_more():

@@ -1,4 +1,4 @@
-"""Several flows as one, one after the other or side by side; and what all combinations share."""
+"""Flows concatenated or zipped, and helpers for all combinations of flows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 
 from midepoch.errors import ColumnError
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, RowRefs, bytes_in, materialize
-from midepoch.pipeline.cursor import At
+from midepoch.pipeline.cursor import At, PartsAt
 from midepoch.pipeline.node import Concat, Mix
 from midepoch.transforms import Batch
 
 _FIRST, _MOST = 16, 4096
 _QUICK, _SLOW = 0.01, 0.05
-"""Seconds: chunks that took less than the one are made larger, those that took more than the other smaller."""
+"""Seconds: chunks that took less than the first grow, those that took more than the second shrink."""
 _CHUNK_BYTES = 4 << 20
 
 
 class Growing:
-    """The number of outputs to make at a time: few at first, so that the first batch comes soon, and never more than
-    take a moment to make and a few megabytes to keep. The outputs do not depend on it.
+    """The number of outputs of the next chunk. The outputs themselves do not depend on it.
+
+    It begins small, so that the first batch comes soon, and grows while a chunk takes little time and a few megabytes.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Growing:
         return self._size
 
     def made(self, items: Items) -> None:
-        """The chunk that was asked for last is made."""
+        """Note that the last requested chunk is made."""
         took, size = perf_counter() - self._began, bytes_in(items)
         if took > _SLOW or size > 2 * _CHUNK_BYTES:
             self._size = max(1, self._size // 2)
@@ -42,7 +43,7 @@ class Growing:
 
 
 def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
-    """Brings outputs of a part to the schema of all."""
+    """Return a function that converts outputs of a part to the schema of the combination."""
     schema = base.schema
     as_read = schema.leaves_as_read(base.parts[number].known)
 
@@ -55,10 +56,20 @@ def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
 
 
 class Concatenated:
-    """Cursor: [number of the part, its cursor]."""
+    """Parts one after the other. Cursor: [number of the part, its cursor].
 
-    def __init__(self, concat: Concat, open_part: Callable[[int, At], Flow], starts: Sequence[At], cursor: At) -> None:
-        self._concat, self._open, self._starts = concat, open_part, starts
+    ``kept``: rows of the leaves before a part that yielded outputs.
+    """
+
+    def __init__(
+        self,
+        concat: Concat,
+        open_part: Callable[[int, At], Flow],
+        starts: Sequence[At],
+        kept: Callable[[int], Sequence[int]],
+        cursor: At,
+    ) -> None:
+        self._concat, self._open, self._starts, self._kept = concat, open_part, starts, kept
         self._number, inner = cursor
         self._flow = open_part(self._number, inner)
 
@@ -66,20 +77,23 @@ class Concatenated:
         while True:
             chunk = self._flow.pull()
             if chunk is not None:
-                return _numbered(chunk, self._concat, self._number)
+                return self._numbered(chunk, self._number, self._kept(self._number))
             if self._number + 1 >= len(self._starts):
                 return None
             self._number += 1
             self._flow = self._open(self._number, self._starts[self._number])
 
-
-def _numbered(chunk: Chunk, concat: Concat, number: int) -> Chunk:
-    items = conformer(concat, number)(chunk.items.with_ordinals(concat.tags[number] << 24))
-    return Chunk(items, lambda outputs: [number, chunk.at(outputs)], lambda outputs: [number, chunk.before(outputs)])
+    def _numbered(self, chunk: Chunk, number: int, kept: Sequence[int]) -> Chunk:
+        items = conformer(self._concat, number)(chunk.items.with_ordinals(self._concat.tags[number] << 24))
+        return Chunk(
+            items,
+            lambda outputs: PartsAt([number, chunk.at(outputs)], kept),
+            lambda outputs: PartsAt([number, chunk.before(outputs)], kept),
+        )
 
 
 class Zipped:
-    """Cursor: [cursor of each part]."""
+    """Parts side by side. Cursor: [cursor of each part]."""
 
     def __init__(self, open_part: Callable[[int, At], Flow], cursor: At) -> None:
         self._intakes = [Puller(open_part(number, inner), inner) for number, inner in enumerate(cursor)]
@@ -100,7 +114,7 @@ class Zipped:
         for batch in batches:
             twice = columns.keys() & batch.columns.keys()
             if twice:
-                raise ColumnError(f"zip: two of the parts have a column {min(twice)!r}: rename it in one of them.")
+                raise ColumnError(f"zip: two parts have a column {min(twice)!r}. Rename it in one of them.")
             columns.update(batch.columns)
         owned = all(batch.owned for batch in batches)
         nullable = {name: paths for batch in batches for name, paths in batch.nullable.items()}

@@ -1,31 +1,43 @@
-"""The cursor: the only thing that advances."""
+"""The cursor: the only value that advances."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from midepoch.order import Shard
 
 At = Any
-"""Where a lane is in its stages: nested lists of integers, one level for each stage (see ``midepoch.pipeline``)."""
+"""Cursor of a lane in its stages: nested lists of integers, one level for each stage (see ``midepoch.pipeline``)."""
 
 
 class RowAt(list[int]):
-    """Where a lane is in the rows of a leaf that may drop some: [row, outputs].
+    """Cursor of a lane in the rows of a leaf that may drop rows: [row, outputs].
 
-    ``kept``: how many rows before it became something, since the lane was opened. It is for the ledger, and not saved.
+    ``kept``: number of rows before it that yielded outputs, since the lane was opened. ``first``: number of rows that
+    did in the first pass over the lane, if a mix iterates it again; -1 before that. Both are for the ledger, not saved.
     """
 
-    def __init__(self, at: Iterable[int], kept: int) -> None:
+    def __init__(self, at: Iterable[int], kept: int, first: int = -1) -> None:
+        super().__init__(at)
+        self.kept, self.first = kept, first
+
+
+class PartsAt(list[Any]):
+    """Cursor of a lane in concatenated parts: [number of the part, its cursor].
+
+    ``kept``: for each leaf of the parts before it, the rows that yielded outputs; -1 if unknown. For the ledger.
+    """
+
+    def __init__(self, at: Iterable[Any], kept: Sequence[int]) -> None:
         super().__init__(at)
         self.kept = kept
 
 
 @dataclass(frozen=True)
 class LaneCursor:
-    """One lane: the outputs it has delivered in this epoch, whether it is known to have ended, and where it is."""
+    """One lane: its outputs delivered in this epoch, True if it is known to have ended, and its cursor."""
 
     outputs: int
     ended: bool
@@ -34,22 +46,22 @@ class LaneCursor:
 
 @dataclass(frozen=True)
 class LaneCursors:
-    """The lanes that are known, by number: those that are ``known.index`` modulo ``known.count``."""
+    """The known lanes, by number: those that are ``known.index`` modulo ``known.count``."""
 
     by_lane: Mapping[int, LaneCursor]
     known: Shard = field(default_factory=Shard)
 
     @property
     def ended(self) -> bool:
-        """True if nothing is left of any of them."""
+        """True if all of them have ended."""
         return all(lane.ended for lane in self.by_lane.values())
 
 
 class Cursor(NamedTuple):
-    """An epoch, how much of it all shards together have consumed, and where each lane is.
+    """An epoch, the amount of it that all shards together have consumed, and the cursor of each lane.
 
-    ``position`` counts rows where positions can be computed: then the lanes follow from it, and ``lanes`` is None.
-    Elsewhere it counts outputs, and ``lanes`` is None only at the beginning of an epoch.
+    If positions can be computed, ``position`` counts rows, the lanes follow from it, and ``lanes`` is None. Otherwise
+    ``position`` counts outputs, and ``lanes`` is None only at the beginning of an epoch.
     """
 
     epoch: int = 0
@@ -63,11 +75,11 @@ class Cursor(NamedTuple):
 
     @property
     def lanes_ended(self) -> bool:
-        """True if the lanes are known to have nothing left."""
+        """True if the lanes are known to have ended."""
         return self.lanes is not None and self.lanes.ended
 
     def at_end(self) -> Cursor:
-        """Return the same cursor with all lanes ended: what is left of them is left out."""
+        """Return this cursor with all lanes ended. Outputs that are left are omitted."""
         if self.lanes is None:
             return self
         ended = {lane: replace(at, ended=True) for lane, at in self.lanes.by_lane.items()}

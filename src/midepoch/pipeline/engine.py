@@ -1,4 +1,4 @@
-"""The Engine: runs a pipeline at positions. Open files and caches live here; disposable, never saved."""
+"""The engine: runs a pipeline at positions. It holds open files and caches, and is never saved."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ _log = logging.getLogger("midepoch")
 
 _CHUNK_ROWS = 4096
 _RUN_BYTES = 1 << 20
-"""Of rows that lie side by side, in one piece: what becomes Python objects at once stays in the processor's cache."""
+"""Bytes of consecutive rows in one piece: Python objects made of it in one call stay in the processor's cache."""
 
 
 class Engine:
-    """``shared``: other processes of this machine run the same pipeline. ``readers``: threads to decode with, at least.
+    """Runs a leaf: ``read`` and ``transform`` are the two halves of f(pipeline, position).
 
-    ``read`` and ``transform`` are the two halves of f(pipeline, position); one thread may run each at a time.
+    One thread may run each at a time. ``shared``: other processes of this machine run the same pipeline. ``readers``:
+    minimum number of decoding threads.
     """
 
-    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, spent: Timings | None = None) -> None:
+    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, timings: Timings | None = None) -> None:
         self.leaf = leaf
-        self.spent = Timings() if spent is None else spent
+        self.timings = Timings() if timings is None else timings
         self.skipped = 0
-        """Rows left out so far under ``on_error="skip"``."""
+        """Rows skipped so far under ``on_error="skip"``."""
         self._sharers, self._readers = max(leaf.shard.count, 2 if shared else 1), readers
         self._reader: Reader | None = None
         self._inherited: Reader | None = None
@@ -70,7 +71,7 @@ class Engine:
         self._decoded = [name for name, source_name in leaf.head.items() if source_name in decoded]
 
     def chunk_rows(self, most_bytes: int) -> int:
-        """How many rows to read at once: enough to spread the cost of a call, within a number of bytes."""
+        """Return the number of rows to read in one call: enough to spread its cost, within a number of bytes."""
         return int(max(1, min(_CHUNK_ROWS, most_bytes / max(1.0, self.leaf.source.bytes_per_row))))
 
     def order(self, epoch: int) -> EpochOrder:
@@ -79,27 +80,28 @@ class Engine:
         return self._epoch[1]
 
     def chosen(self, epoch: int, positions: Int64Array) -> Int64Array:
-        """Positions of an epoch to row numbers of the dataset before it was shuffled."""
+        """Return the row numbers, before shuffling, at positions of an epoch."""
         return self.order(epoch).chosen(positions)
 
     def reached(self, epoch: int, position: int) -> None:
-        """Rows from this position on are read next: where blocks have to be fetched, those that follow can be."""
+        """Note that rows from this position on are read next, so that the blocks that follow can be prefetched."""
         if self._expects:
             order = self.order(epoch)
             self._open_reader().expect(epoch, position, lambda: self._uses(order))
 
     def _uses(self, order: EpochOrder) -> tuple[Uses, Uses]:
-        """When this share of the epoch reads which block (its own lanes, if it has any to itself), and when all do."""
-        uses, cut = order.uses(), self.leaf.shard
-        if self.leaf.order.lanes % cut.count:
+        """Return the uses of blocks by this shard (by its own lanes, if it has any to itself), and by all shards."""
+        uses, shard = order.uses(), self.leaf.shard
+        if self.leaf.order.lanes % shard.count:
             return uses, uses
-        mine = (uses.lane % cut.count == cut.index) | (uses.lane < 0)
-        return Uses(uses.blocks[mine], uses.first[mine], uses.last[mine], uses.lane[mine]), uses
+        own = (uses.lane % shard.count == shard.index) | (uses.lane < 0)
+        return Uses(uses.blocks[own], uses.first[own], uses.last[own], uses.lane[own]), uses
 
     def passing(self, chosen: Int64Array) -> Int64Array | None:
-        """The places of those rows that pass an expression which is the first function, by its own columns alone.
+        """Return the places of the rows that pass an expression that is the first function.
 
-        None where rows may be missing, or lie side by side, so that nothing is spared.
+        Only the columns of the expression are read. Return None if rows may be missing, or are consecutive, so that
+        nothing would be saved.
         """
         first = self.leaf.tail[0]
         together = int(chosen[-1]) - int(chosen[0]) == len(chosen) - 1
@@ -110,16 +112,17 @@ class Engine:
             needed = first.columns(pa.schema([schema.field(old).with_name(new) for new, old in head.items()]))
             before = self.leaf.steps[: len(self.leaf.steps) - len(self.leaf.tail)]
             narrow = replace(self.leaf, steps=(*before, SelectColumns(tuple(needed))))
-            self._narrow = Engine(narrow, spent=self.spent)
+            self._narrow = Engine(narrow, timings=self.timings)
         pieces: list[Batch] = []
         while (at := sum(map(len, pieces))) < len(chosen):
             pieces += [piece for piece, _ in self._narrow.read_pieces(chosen[at:])]
         return np.flatnonzero(first.mask(pieces))
 
     def read_pieces(self, chosen: Int64Array) -> list[tuple[Batch, int]]:
-        """These rows, each piece with the number asked for: one piece, or views of blocks if they lie side by side.
+        """Read rows. Return pieces with their requested row counts: one piece, or views of blocks for consecutive rows.
 
-        Pieces stop before a block that cannot be read, unless it is the first: the good rows before it come first.
+        Pieces stop before a block that cannot be read, unless it is the first: the good rows before it are delivered
+        first.
         """
         rows = self.leaf.order.selection.source_rows(chosen)
         first, count = int(rows[0]), len(rows)
@@ -148,7 +151,7 @@ class Engine:
 
     def _open_reader(self) -> Reader:
         if self._reader is not None and self._process != os.getpid():
-            # A fork has the reader's locks but not its threads. Not freed either: that would wait for them.
+            # A fork has the reader's locks but not its threads. It is not freed either: that would wait for them.
             self._inherited, self._reader = self._reader, None
         if self._reader is None:
             self._process = os.getpid()
@@ -160,32 +163,32 @@ class Engine:
                 skip_corrupt=skip,
                 sharers=self._sharers,
                 threads=self._readers,
-                spent=self.spent,
+                timings=self.timings,
             )
         return self._reader
 
     @property
     def plain(self) -> bool:
-        """Whether every column is values of one size, or text: then a batch cut from a larger one is the same batch."""
+        """True if every column is text or of fixed-size values: then slices of batches equal batches of those rows."""
         schema = self.leaf.source.schema
         types = {name: schema.field(source_name).type for name, source_name in self.leaf.head.items()}
         lists_with_nulls = (pa.types.is_fixed_size_list(kind) and self._nullable[name] for name, kind in types.items())
         return not self._decoded and all(map(is_plain, types.values())) and not any(lists_with_nulls)
 
     def locate(self, chosen: Int64Array) -> dict[str, Located] | None:
-        """Where rows lie, if all columns are plain numbers without a null and as read; else None."""
+        """Return the locations of rows in memory, or None unless all columns are plain numbers without nulls."""
         if self._decoded or any(self._nullable.values()):
             return None
         found = self._open_reader().locate(self.leaf.order.selection.source_rows(chosen))
         return found and {name: found[source_name] for name, source_name in self.leaf.head.items()}
 
     def check(self) -> None:
-        """Look, once a second, whether mapped files have changed: before rows that were located are copied."""
+        """Check, at most once a second, that mapped files have not changed, before located rows are copied."""
         if self._reader is not None:
             self._reader.check()
 
     def read(self, chosen: Int64Array) -> Batch:
-        """Rows as they lie, before any step."""
+        """Read rows, before any step."""
         return self._batch(self._open_reader().read(self.leaf.order.selection.source_rows(chosen)), chosen)
 
     def _batch(self, found: Rows, chosen: Int64Array) -> Batch:
@@ -199,14 +202,14 @@ class Engine:
         return Batch(columns, chosen if found.kept is None else chosen[places], places, found.owned, self._nullable)
 
     def _encoded(self, found: Rows) -> dict[str, Encoded]:
-        """The columns that ``datasets`` has to decode."""
+        """Return the columns that ``datasets`` has to decode."""
         schema, head = self.leaf.source.schema, self.leaf.head
         return {n: Encoded(head[n], found.batch.column(self._names.index(n)), schema) for n in self._decoded}
 
     def _only_readable(self, found: Rows, places: Int64Array) -> tuple[Rows, Int64Array]:
-        """Without rows whose text is not UTF-8 or that do not decode: a block that opens can still hold such bytes.
+        """Drop rows whose text is not UTF-8 or that do not decode: a readable block may contain such bytes.
 
-        Only asked for under on_error="skip", and row by row: it decodes everything once more.
+        Called only under on_error="skip", and row by row, because it decodes everything a second time.
         """
         encoded = self._encoded(found).values()
         text = [c for c in found.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
@@ -220,12 +223,12 @@ class Engine:
         if len(good) == found.batch.num_rows:
             return found, places
         _log.warning("skipped %d rows that cannot be read or decoded", found.batch.num_rows - len(good))
-        kept = np.zeros(0, dtype=bool)  # not None: some are missing
+        kept = np.zeros(0, dtype=bool)  # not None: some rows are missing
         columns = [taken(column, np.array(good, dtype=np.int64)) for column in found.batch.columns]
         return Rows(pa.RecordBatch.from_arrays(columns, schema=found.batch.schema), True, kept), places[good]
 
     def transform(self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None) -> Batch:
-        """All steps in turn; or only some, of those from the first function on."""
+        """Run the steps from the first function on, or only ``steps`` of them after the first ``after``."""
         if not self.leaf.tail:
             return batch
         began = perf_counter()
@@ -233,7 +236,7 @@ class Engine:
         run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
         found = run_steps(chosen, batch, run)
-        self.spent.functions += perf_counter() - began
+        self.timings.functions += perf_counter() - began
         return found
 
     def _skip(self, rows: int) -> None:
@@ -244,24 +247,24 @@ class Engine:
         return self.leaf.source.place(int(source_row))
 
     def rows(self, batch: Batch) -> list[Any]:
-        """One object a row, in the pipeline's format (Python dicts unless another was chosen)."""
+        """Return one object for each row, in the pipeline's format (default: Python dicts)."""
         try:
             return present_rows(batch, self.leaf.format or "python")
         except UnreadableError as problem:
             raise self.named(problem) from problem.__cause__
 
     def columns(self, batch: Batch) -> Any:
-        """The batch as columns, in the pipeline's format."""
+        """Return the batch as columns, in the pipeline's format."""
         kind = self.leaf.format or "python"
         return finish(self.presented(batch, kind), kind)
 
     def presented(self, batch: Batch, kind: str) -> Any:
-        """As ``present``. Errors name the file of the row."""
+        """Call ``present``. Errors name the file of the row."""
         try:
             return present(batch, kind)
         except UnreadableError as problem:
             raise self.named(problem) from problem.__cause__
 
     def named(self, problem: UnreadableError) -> CorruptBlockError:
-        """The error with the file that the row is in."""
+        """Return the error with the file of the row."""
         return problem if problem.row is None else CorruptBlockError(f"{self._place(problem.row)}: {problem}")

@@ -1,9 +1,9 @@
 """Rows of a leaf whose batched functions get groups of rows at fixed positions of the epoch.
 
-Positions are dealt into ``groups`` interleaved sequences: position p is number p div groups of sequence p mod groups.
-Each sequence is cut into groups from its beginning, so what a function is given depends on the number of sequences
-alone: not on the batch size, the workers, or where a resume began. There is one sequence for each process that began
-the run, so that none has to make groups for others; a resume keeps the number.
+Positions are dealt into ``groups`` interleaved sequences: position p is number p // groups of sequence p % groups. Each
+sequence is split into groups from its beginning. The input of a function therefore depends only on the number of
+sequences, not on the batch size, the workers, or the position of a resume. There is one sequence for each process that
+began the run, so that no process computes groups for others. A resume keeps the number.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class GroupedRows:
-    """The outputs at positions of one epoch. Ask in ascending order: one bundle of each sequence is kept."""
+    """The outputs at positions of one epoch. Read in ascending order: one bundle of each sequence is kept."""
 
     def __init__(self, bundles: Bundles, epoch: int, groups: int) -> None:
         self._bundles, self._epoch, self._groups = bundles, epoch, groups
         leaf = bundles.engines[0].leaf
         self._rows, self._size = leaf.rows, bundle_rows(leaf) or 1
-        self._kept: dict[int, tuple[int, int, Batch]] = {}  # by sequence: first number, the one after the last, outputs
+        self._kept: dict[int, tuple[int, int, Batch]] = {}  # by sequence: first row, the row after the last, outputs
 
     def read(self, positions: Int64Array) -> Batch:
-        """Return the outputs of some positions, in their order. ``places`` are their numbers among the positions."""
+        """Return the outputs at positions, in their order. ``places`` are indices into ``positions``."""
         sequences, numbers = positions % self._groups, positions // self._groups
         parts: list[Batch] = []
         for sequence in np.unique(sequences).tolist():
@@ -60,7 +60,7 @@ class GroupedRows:
         return parts
 
     def _covering(self, lane: Shard, number: int) -> tuple[int, int, Batch]:
-        """Return the bundle with a row of a sequence. Bundles begin at fixed places, unless one came out shorter."""
+        """Return the bundle that contains a row of a sequence. Bundles begin at fixed rows, unless one was shorter."""
         kept = self._kept.get(lane.index)
         while kept is None or not kept[0] <= number < kept[1]:
             follows = kept is not None and kept[1] <= number < kept[1] - kept[1] % self._size + self._size

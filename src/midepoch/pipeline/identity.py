@@ -1,4 +1,4 @@
-"""The fields by which a state knows what it belongs to."""
+"""The identity of a pipeline: the fields with which a state is compared."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from midepoch.pipeline.spec import PipelineSpec
 
 DEFAULTS = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False, "arguments": ""}
-"""Values that are left out of the description of a part."""
+"""Values that are omitted from the description of a part."""
 
 
 def identity(spec: PipelineSpec) -> dict[str, Any]:
-    """Return the fields that a state of a pipeline is compared by."""
+    """Return the fields with which a state of the pipeline is compared."""
     node = spec.node
     if isinstance(node.base, Leaf):
         found = leaf_identity(node.base) | {"lanes": spec.lanes, "pipeline": node.text}
@@ -37,7 +37,7 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
 
 
 def leaf_identity(leaf: Leaf) -> dict[str, Any]:
-    """Return the fields that the rows of one source are compared by."""
+    """Return the fields with which the rows of one source are compared."""
     shuffle = leaf.order.shuffle
     return {
         "data": leaf.source.fingerprint,
@@ -53,7 +53,7 @@ def leaf_identity(leaf: Leaf) -> dict[str, Any]:
 
 
 def describe(node: Node) -> dict[str, Any]:
-    """Return what a node is, as far as a state depends on it: a tree of JSON-able dicts."""
+    """Describe a node, as far as a state depends on it, as a tree of JSON-able dicts."""
     base = node.base
     if isinstance(base, Leaf):
         found = leaf_identity(base) | {"pipeline": node.text, "arguments": node.arguments}

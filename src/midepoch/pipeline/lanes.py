@@ -1,4 +1,4 @@
-"""The lanes of a flow side by side: the next output is always that of the lane that has had the fewest."""
+"""The lanes of a flow, interleaved: the next output is that of the lane with the fewest outputs so far."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """Which outputs a process gets: those of its lanes, or, where several share them, each ``cut.count``-th."""
+    """The outputs of a process: those of its lanes or, if several processes share them, every ``shard.count``-th."""
 
     lanes: Shard
     shard: Shard
 
     @staticmethod
     def of(lanes: int, process: Shard) -> Share:
-        """``process`` of its world: the outputs that are its index modulo the count, if all lanes are dealt in turn."""
+        """Return the share of a process. If lanes alternate: outputs equal to its index modulo the process count."""
         groups = gcd(lanes, process.count)
         inner = Shard(process.index // groups, process.count // groups)
         return Share(Shard(process.index % groups, groups), inner)
@@ -44,55 +44,55 @@ class Lanes:
         self.numbers = share.lanes.positions(0, lanes).tolist()
         fresh = LaneCursor(0, False, start(spec))
         known = {} if cursor.lanes is None else cursor.lanes.by_lane
-        stands = [known.get(lane, fresh) for lane in self.numbers]
-        self.outputs = np.array([at.outputs for at in stands], dtype=np.int64)
+        cursors = [known.get(lane, fresh) for lane in self.numbers]
+        self.outputs = np.array([at.outputs for at in cursors], dtype=np.int64)
         self._started = int(self.outputs.sum())
-        self.live = [not at.ended for at in stands]
+        self.live = [not at.ended for at in cursors]
         self.intakes = [
             Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
-            for lane, at in zip(self.numbers, stands, strict=True)
+            for lane, at in zip(self.numbers, cursors, strict=True)
         ]
 
     def take(self, count: int) -> StepOutputs | None:
-        """The next ``count`` outputs of this process, fewer at the end; None if there are none for anybody.
+        """Return the next ``count`` outputs of this process, fewer at the end, or None if no process has any left.
 
-        Those that other processes get of the same lanes are made here, too, and left out.
+        Outputs of the same lanes for other processes are computed, too, and discarded.
         """
         wanted, before = count * self.share.shard.count, self.outputs.copy()
         taken: list[tuple[int, Pulled]] = []
         while wanted and any(self.live):
             for lane, quota in self._deal(wanted):
-                some = self.intakes[lane].take(quota)
-                if some.count < quota:
+                pulled = self.intakes[lane].take(quota)
+                if pulled.count < quota:
                     self.live[lane] = False
-                if some.count:
-                    taken.append((lane, some))
-                self.outputs[lane] += some.count
-                wanted -= some.count
+                if pulled.count:
+                    taken.append((lane, pulled))
+                self.outputs[lane] += pulled.count
+                wanted -= pulled.count
         return StepOutputs(self, self._start.epoch, before, taken) if taken else None
 
     def cursor(self) -> Cursor:
-        """Return the cursor after all that was taken."""
-        stands = {
+        """Return the cursor after all outputs that were taken."""
+        cursors = {
             lane: LaneCursor(int(outputs), not live, intake.cursor)
             for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
         }
         position = self.position(int(self.outputs.sum()))
-        return Cursor(self._start.epoch, position, LaneCursors(stands, self.share.lanes))
+        return Cursor(self._start.epoch, position, LaneCursors(cursors, self.share.lanes))
 
     def position(self, outputs: int) -> int:
-        """Return the outputs of all processes together, when these lanes have had so many."""
+        """Return the number of outputs of all processes together, given the number of outputs of these lanes."""
         return self._start.position + (outputs - self._started) * self.share.lanes.count
 
     def _deal(self, count: int) -> list[tuple[int, int]]:
-        """How many of the next outputs are to come from each lane that has not ended, if all of them have enough."""
+        """Return the number of the next outputs from each lane that has not ended, if all of them have enough."""
         if len(self.live) == 1:
             return [(0, count)]
         live = np.flatnonzero(self.live)
         had = self.outputs[live]
-        order = np.argsort(had, kind="stable")  # the lanes are in order: of equals the first comes first
+        order = np.argsort(had, kind="stable")  # lanes are in order: of equals the first comes first
         rising = had[order]
-        # Filling up the lanes that have had the fewest, like water: ``level`` is how many each has had then.
+        # Fill the lanes with the fewest outputs first, like water, up to ``level`` outputs each.
         needed = rising * np.arange(1, len(rising) + 1) - np.cumsum(rising)
         filled = int(np.searchsorted(needed, count, side="right"))
         level, over = divmod(count + int(rising[:filled].sum()), filled)
@@ -103,7 +103,7 @@ class Lanes:
 
 
 class StepOutputs:
-    """Outputs that were taken of the lanes together, and the cursor after each of them."""
+    """Outputs that were taken from the lanes together, and the cursor after each of them."""
 
     def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Pulled]]) -> None:
         self._epoch, self._before, self._taken = epoch, before, taken
@@ -115,13 +115,13 @@ class StepOutputs:
 
     @cached_property
     def _lane_of(self) -> Int64Array:
-        """The lane of each output, in the order in which they come."""
+        """The lane of each output, in the order of delivery."""
         lanes = np.concatenate([np.full(some.count, lane) for lane, some in self._taken])
         return lanes if self._order is None else lanes[self._order]
 
     @cached_property
     def _order(self) -> Int64Array | None:
-        """In which order the outputs come; None: as they were taken."""
+        """The order of delivery, or None if it is the order in which they were taken."""
         if len({lane for lane, _ in self._taken}) == 1:
             return None
         had, turns, lanes = self._before.tolist(), [], []
@@ -133,35 +133,35 @@ class StepOutputs:
 
     @property
     def some(self) -> Items:
-        """The first of the outputs of all processes that share these lanes."""
+        """Return the first of the outputs of all processes that share these lanes."""
         return self._taken[0][1].items().slice(0, 1)
 
     @cached_property
     def items(self) -> Items:
-        """The outputs of this process: maybe none, if all are of others."""
+        """Return the outputs of this process, possibly none."""
         found = joined([some.items() for _, some in self._taken])
-        cut, order = self._share.shard, self._order
-        if cut.count > 1:
-            mine = np.arange(cut.index, self.total, cut.count)
-            order = mine if order is None else order[mine]
+        shard, order = self._share.shard, self._order
+        if shard.count > 1:
+            own = np.arange(shard.index, self.total, shard.count)
+            order = own if order is None else order[own]
         return found if order is None else found.keep(order)
 
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.
 
-        Where processes share the lanes, it counts what the others get until each has had as many turns: it is the same
-        on all of them.
+        If processes share the lanes, it includes the outputs of the others up to the same turn, and is equal on all of
+        them.
         """
         count = self.total if own is None else min(self.total, own * self._share.shard.count)
         done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
-        stands = {}
+        cursors = {}
         for lane, number in enumerate(self._numbers):
-            mine, left = [some for at, some in self._taken if at == lane], done[lane]
-            cursor = mine[0].at(0) if mine else at_mark(self._marks[lane])
-            for some in mine:
+            pulls, left = [pulled for at, pulled in self._taken if at == lane], done[lane]
+            cursor = pulls[0].at(0) if pulls else at_mark(self._marks[lane])
+            for pulled in pulls:
                 if left:
-                    cursor, left = some.at(min(left, some.count)), max(0, left - some.count)
+                    cursor, left = pulled.at(min(left, pulled.count)), max(0, left - pulled.count)
             ended = count == self.total and not self._live[lane]
-            stands[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
+            cursors[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
         position = self._position(int(self._before.sum()) + count)
-        return Cursor(self._epoch, position, LaneCursors(stands, self._share.lanes))
+        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes))

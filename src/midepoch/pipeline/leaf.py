@@ -1,4 +1,4 @@
-"""The leaf of a pipeline: one source, its order, and the steps that look at rows or groups of rows."""
+"""The leaf of a pipeline: one source, its order, and the steps over rows or groups of rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ON_ERROR = ("raise", "skip")
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """All that decides which row of one source stands at a position. Immutable, and it pickles small.
+    """The definition of the row of one source at each position. Immutable, and small when pickled.
 
-    ``seed_drawn``: the seed was not given by the user, so a resume takes over that of the state; ``seed_agreed``: all
-    ranks have the same all the same. ``shard``, ``format``, ``global_seed`` and ``path`` are set where it is run:
+    ``seed_drawn``: the seed was not given by the user, so a resume adopts that of the state. ``seed_agreed``: all ranks
+    have the same drawn seed. ``shard``, ``format``, ``global_seed`` and ``path`` are set when it is run:
     ``global_seed`` seeds the global random generators while functions run, ``path`` is explained in ``RunContext``.
     """
 
@@ -40,7 +40,8 @@ class Leaf:
     seed_drawn: bool = False
     seed_agreed: bool = False
     defaults: frozenset[str] = frozenset()
-    """The settings of the shuffle ("scope", "window") that the user did not give: a resume takes over the state's."""
+    """The settings of the shuffle ("scope", "window") that the user did not give: a resume adopts those of the state.
+    """
     shard: Shard = field(default_factory=Shard)
     format: str | None = None
     global_seed: int | None = None
@@ -52,7 +53,7 @@ class Leaf:
 
     @property
     def seed_alone(self) -> bool:
-        """Whether the seed was drawn by this process alone."""
+        """True if the seed was drawn by this process alone."""
         return self.seed_drawn and not self.seed_agreed
 
     @property
@@ -62,12 +63,12 @@ class Leaf:
 
     @property
     def seed(self) -> int:
-        """What the generators of its functions are made from."""
+        """The seed of the generators of its functions."""
         return self.order.shuffle.seed if self.order.shuffle else 0
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """The columns that the steps before the first function leave: name -> name in the source. No other is read."""
+        """The columns left by the steps before the first function: name -> name in the source. No other is read."""
         kept = {name: name for name in self.source.schema.names}
         for step in self.steps[: self._first]:
             assert isinstance(step, ColumnStep)
@@ -87,22 +88,22 @@ class Leaf:
 
     @cached_property
     def known_columns(self) -> tuple[str, ...] | None:
-        """The columns after all steps, or None where only running a map would tell."""
+        """The columns after all steps, or None if they are known only after a map has run."""
         return columns_after(self.tail, tuple(self.head))
 
     @cached_property
     def group(self) -> int | None:
-        """How many rows the first batched function is given at a time when rows are iterated one by one."""
+        """The number of rows in a group of the first batched function that depends on its groups, or None."""
         return group_of(self.steps)
 
     @property
     def can_skip(self) -> bool:
-        """Whether rows may be passed over, so that shards that hand out rows one by one drift apart."""
+        """True if rows may be skipped, so that shards that deliver rows one by one drift apart."""
         return self.on_error == "skip" or any(getattr(step, "on_error", "raise") == "skip" for step in self.steps)
 
     @property
     def may_drop_rows(self) -> bool:
-        """True if some rows become nothing, as by a filter, and it is known which: not where groups become others."""
+        """True if it is known that some rows yield no output, as after a filter. False if groups become other rows."""
         grouped = any(isinstance(step, Map) and not (step.one_to_one and not step.drop_last) for step in self.steps)
         return not grouped and any(
             isinstance(step, (FilterExpression, FilterRows, FlatMap, Unbatch)) for step in self.steps
@@ -110,7 +111,7 @@ class Leaf:
 
     @property
     def one_to_one(self) -> bool:
-        """Whether there is a row out for each row in (or, where it fails, none)."""
+        """True if each row yields one output (or none if it fails)."""
         return all(is_one_to_one(step) for step in self.steps)
 
     @property
@@ -124,17 +125,17 @@ class Leaf:
 
     @cached_property
     def text(self) -> str:
-        """The steps in words, as far as a state depends on them: what a step *is*, not its code."""
+        """The steps in words, as far as a state depends on them: the kind of each step, not its code."""
         return text_of(self.steps) or "none"
 
     @cached_property
     def arguments(self) -> str:
-        """The arguments of the steps, as far as they have a stable text; empty without steps."""
+        """The arguments of the steps, as far as they have a stable text. Empty without steps."""
         return arguments_text(self.steps)
 
 
 def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The columns that steps leave of others, or None where only running a map would tell."""
+    """Return the columns after steps, or None if they are known only after a map has run."""
     for step in steps:
         if isinstance(step, ColumnStep):
             names = step.columns(names)
@@ -144,7 +145,7 @@ def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str,
 
 
 def group_of(steps: tuple[Step, ...]) -> int | None:
-    """How many rows the first batched function is given at a time, of those to which that matters."""
+    """Return the number of rows in a group of the first batched function that depends on its groups."""
     return next(
         (step.batch_size for step in steps if isinstance(step, Function) and step.batched and not _rowwise(step)), None
     )

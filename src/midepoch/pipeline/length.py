@@ -1,4 +1,4 @@
-"""How many outputs an epoch has: known, or estimated from how far the lanes have come."""
+"""The number of outputs of an epoch: computed, or estimated from the progress of the lanes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from midepoch.transforms.packing import PackSpec
 
 
 def known_length(node: Node) -> int | None:
-    """Return the outputs of an epoch, where arithmetic tells."""
+    """Return the number of outputs of an epoch, or None if it cannot be computed."""
     if node.stages:
         stage, before = node.stages[-1], known_length(node.before)
         if before is None or isinstance(stage, Window):
@@ -31,7 +31,7 @@ def known_length(node: Node) -> int | None:
 
 
 def estimated_length(spec: Node, cursor: Cursor, lanes: int) -> float | None:
-    """Outputs of an epoch, if what is left is like what was seen; None if nothing was, or it never ends."""
+    """Estimate the outputs of an epoch by those so far. Return None if there are none yet, or if it never ends."""
     if (known := known_length(spec)) is not None:
         return known
     if cursor.lanes is None:
@@ -44,7 +44,7 @@ def estimated_length(spec: Node, cursor: Cursor, lanes: int) -> float | None:
 
 
 def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> float | None:
-    """From the cursors of some of the lanes, of which so many outputs came."""
+    """Estimate from the cursors of some of the lanes, which have delivered ``outputs`` so far."""
     part = len(cursors) / lanes
     if spec.stages:
         before = spec.before
@@ -55,7 +55,7 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
             whole = _estimate(before, inner, sum(at[1] for at in cursors), lanes)
             return None if whole is None and stage.stop is None else stage.count_of(whole)
         if not isinstance(spec.stages[-1], PackSpec) or spec.stages[-1].strategy != "concat":
-            outputs -= sum(at[1] for at in cursors)  # of groups that have begun: their rows are not counted either
+            outputs -= sum(at[1] for at in cursors)  # of groups in progress, whose rows are not counted either
         seen = _seen(before, inner, lanes)
         whole = _estimate(before, inner, seen, lanes) if not isinstance(before.base, Leaf) else before.base.rows
         return whole * outputs / seen if seen and whole is not None else None
@@ -76,7 +76,7 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
     for number, one in active:
         share = base.counts[number] / sum(base.counts)
         entries = [at[2][number] for at in cursors]
-        if any(entry[0] for entry in entries):  # gone through at least once: about as often as it has come by now
+        if any(entry[0] for entry in entries):  # iterated at least once: about as often as so far
             runs = sum(entry[0] for entry in entries) / len(entries)
             length: float | None = outputs * share / part / max(runs, 1.0)
         else:
@@ -89,7 +89,7 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
 
 
 def _seen(spec: Node, cursors: Sequence[At], lanes: int) -> float:
-    """How many rows (of a mix: outputs) have been gone through so far."""
+    """Return the number of rows (of a mix: outputs) consumed so far."""
     for _ in spec.remembering:
         cursors = [at[0] for at in cursors]
     base = spec.base

@@ -20,17 +20,19 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Mixed:
-    """Cursor: [position, era, [[pass, stage of the part, cursor of the part], …]], and what the mix was before it was
-    changed, while something continues that was begun then.
+    """Outputs of several parts, interleaved by their weights.
 
-    A part that ends is iterated again in an epoch of its own, unless the first end is that of the mix. One of which
-    nothing comes in any lane leaves its positions empty. One of weight 0 is paused: it keeps its place.
+    Cursor: [position, schedule_version, [[pass, stage of the part, cursor of the part], …]], and the previous mix after
+    a change, until the outputs in progress are complete.
+
+    A part that ends is iterated again in an epoch of its own, unless the first end is that of the mix. A part that
+    yields nothing in any lane leaves its positions empty. A part of weight 0 is paused: it keeps its position.
     """
 
     def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Shard, cursor: At) -> None:
         self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
-        self._position, self._era, parts, *old = cursor
-        self._old: At = old[0] if old else None  # what it was before it was changed, while it stays so
+        self._position, self._schedule_version, parts, *old = cursor
+        self._old: At = old[0] if old else None  # the mix before a change, as long as it still applies
         self._schedule = self._make_schedule()
         self._parts = [
             Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
@@ -40,14 +42,14 @@ class Mixed:
 
     def _make_schedule(self) -> Schedule:
         if self._old is None:
-            return Schedule(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._era)
-        return old_schedule(self._old, self._mix.seed, self._epoch, self._lane.index, self._era)
+            return Schedule(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
+        return old_schedule(self._old, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
 
     def pull(self) -> Chunk | None:
         if self._ended or (self._mix.stop == "all" and all(self._parts[number].exhausted for number in self._active)):
             return None
         if self._old is not None and self._position >= self._old[0]:
-            self._old, self._position, self._era = None, 0, self._era + 1
+            self._old, self._position, self._schedule_version = None, 0, self._schedule_version + 1
             self._schedule = self._make_schedule()
         size, first, old = self._growing.next(), self._position, self._old
         if old is not None:
@@ -61,7 +63,7 @@ class Mixed:
         if end is not None or all(self._parts[number].barren for number in self._active):
             self._ended, size = True, size if end is None else end
         self._position += size
-        era, items, filled = self._era, *_in_order(draws, places, size)
+        schedule_version, items, filled = self._schedule_version, *_in_order(draws, places, size)
         self._growing.made(items)
 
         def at(outputs: int) -> At:
@@ -80,14 +82,14 @@ class Mixed:
                 draw.before(count) if number == coming else draw.at(count)
                 for number, (draw, count) in enumerate(zip(draws, counts, strict=True))
             ]
-            return [first + position, era, parts, *([old] if old is not None else [])]
+            return [first + position, schedule_version, parts, *([old] if old is not None else [])]
 
         return Chunk(items, at, before)
 
     def _end(self, draws: Sequence[Draw], places: Sequence[Int64Array]) -> int | None:
         """Return the position in this chunk at which the mix ends, if it does.
 
-        That is where a part is needed that has ended, or, with "all", after the last output of the last part to end.
+        It is where an ended part is needed or, with "all", after the last output of the last part to end.
         """
         if self._mix.stop == "first":
             ends = (int(found[count]) for draw, found in zip(draws, places, strict=True) for count in draw.ends)
@@ -106,16 +108,16 @@ class Mixed:
         return latest
 
 
-def old_schedule(old: At, seed: int, epoch: int, lane: int, era: int) -> Schedule:
+def old_schedule(old: At, seed: int, epoch: int, lane: int, schedule_version: int) -> Schedule:
     """Return the schedule of a mix before it was changed.
 
-    ``old`` is [up to which position it holds, [[weight, number of the part now], …]].
+    ``old``: [position up to which it applies, [[weight, current number of the part], …]].
     """
-    return Schedule(spans([weight for weight, _ in old[1]]), seed, epoch, lane, era)
+    return Schedule(spans([weight for weight, _ in old[1]]), seed, epoch, lane, schedule_version)
 
 
 def _in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
-    """Outputs of the parts, each at its place, up to the end; and their places."""
+    """Return the outputs of the parts in the order of their positions, up to the end, and those positions."""
     found = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
     if not found:
         none = np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""The tree of a pipeline: a leaf, or several nodes combined, and the stages after it. Frozen values."""
+"""The tree of a pipeline: a leaf or a combination of nodes, and the stages after it. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ STOPS = ("first", "all", "never")
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """Steps behind a stage, over groups of its outputs."""
+    """Steps after a stage, over groups of its outputs."""
 
     steps: tuple[Step, ...]
 
     @property
     def size(self) -> int:
-        """How many outputs make a group."""
+        """The number of outputs in a group."""
         return group_of(self.steps) or 1
 
     @property
     def grouped(self) -> bool:
-        """Whether it matters which outputs are put through them together."""
+        """True if the result depends on which outputs are in a group."""
         return group_of(self.steps) is not None
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether every output becomes one, for itself: then there is nothing to remember."""
+        """True if every output becomes exactly one, independently of others: then the stage needs no cursor."""
         return not self.grouped and all(is_one_to_one(step) and not _skips(step) for step in self.steps)
 
     @property
@@ -57,7 +57,7 @@ class Rebatch:
 
 @dataclass(frozen=True)
 class Window:
-    """Outputs shuffled within windows of so many."""
+    """Outputs shuffled within windows of ``size``."""
 
     size: int
     seed: int
@@ -69,13 +69,13 @@ class Window:
 
 @dataclass(frozen=True)
 class Slice:
-    """Outputs number ``start`` to ``stop`` of every epoch; to its end, if ``stop`` is None."""
+    """Outputs number ``start`` to ``stop`` of every epoch, or to its end if ``stop`` is None."""
 
     start: int = 0
     stop: int | None = None
 
     def count_of(self, outputs: float | None) -> int:
-        """Return how many of so many outputs are left; of any number of them, if that is None."""
+        """Return the number of outputs left of ``outputs``, or of an unlimited number if that is None."""
         if outputs is None or (self.stop is not None and self.stop < outputs):
             assert self.stop is not None
             outputs = self.stop
@@ -91,7 +91,7 @@ StageSpec = Local | Rebatch | Window | Slice | PackSpec
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """Outputs of several flows in turn, as often as their weights say."""
+    """Outputs of several flows, interleaved by their weights."""
 
     parts: tuple[Node, ...]
     weights: tuple[float, ...]
@@ -110,12 +110,12 @@ class Mix:
 
     @cached_property
     def tags(self) -> tuple[int, ...]:
-        """A number for each part that tells its rows apart, wherever it stands: by its name, else by what it is."""
+        """A number for each part that identifies its rows anywhere in the mix: from its name, or else its digest."""
         return tags_of(self.names or [part.digest for part in self.parts])
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema that the rows of all parts are brought to. Raises ColumnError if there is none."""
+        """The schema to which the rows of all parts are converted. Raises ColumnError if there is none."""
         return schema_of(self.parts, "mix")
 
     @property
@@ -131,12 +131,12 @@ class Concat:
 
     @cached_property
     def tags(self) -> tuple[int, ...]:
-        """As those of a mix."""
+        """Numbers of the parts, as in a mix."""
         return tags_of([part.digest for part in self.parts])
 
     @cached_property
     def schema(self) -> Schema:
-        """As that of a mix; columns that a part lacks are null in it."""
+        """The common schema, as in a mix. Columns that a part lacks are null in it."""
         return schema_of(self.parts, "concat", fill=True)
 
     @property
@@ -146,13 +146,13 @@ class Concat:
 
 @dataclass(frozen=True, eq=False)
 class Zip:
-    """Flows side by side, until the shortest ends: the columns of all in one row."""
+    """Flows side by side until the shortest ends: the columns of all in one row."""
 
     parts: tuple[Node, ...]
 
     @property
     def tags(self) -> tuple[int, ...]:
-        """As those of a mix; the parts are known by their places."""
+        """Numbers of the parts, as in a mix, from their order."""
         return tags_of([str(number) for number in range(len(self.parts))])
 
     @property
@@ -164,13 +164,13 @@ Combination = Mix | Concat | Zip
 
 
 def tags_of(names: Sequence[str]) -> tuple[int, ...]:
-    """A number for each of these, and another for each that comes again."""
+    """Return a number for each name, different for names that repeat."""
     texts = [f"{name} {names[:i].count(name)}" for i, name in enumerate(names)]
     return tuple(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts)
 
 
 def path_below(path: int, tag: int) -> int:
-    """The path of a part of a combination, by the combination's own: 64 bits, and not 0."""
+    """Return the path of a part of a combination: 64 bits, not 0."""
     digest = hashlib.blake2b(f"{path} {tag}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1
 
@@ -180,7 +180,7 @@ def _skips(step: Step) -> bool:
 
 
 def _of_a_row(step: Step) -> bool:
-    """Whether a step makes one row of each row, whatever rows it is given together and wherever they stand."""
+    """Return True if a step makes one row of each row, independently of the other rows and of its position."""
     if isinstance(step, (ColumnStep, Cast)):
         return True
     if not isinstance(step, Map) or not step.one_to_one or _skips(step):
@@ -190,25 +190,26 @@ def _of_a_row(step: Step) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """All that decides what a flow yields from a cursor on, but for the lanes."""
+    """The definition of the outputs of a flow from a cursor on, except for the lanes."""
 
     base: Leaf | Combination
     stages: tuple[StageSpec, ...] = ()
 
     @property
     def remembering(self) -> tuple[StageSpec, ...]:
-        """The stages that have a level of the cursor."""
+        """The stages that have a level in the cursor."""
         return tuple(stage for stage in self.stages if not (isinstance(stage, Local) and stage.keeps_rows))
 
     @property
     def before(self) -> Node:
-        """What the last stage is behind."""
+        """The node without its last stage."""
         return Node(self.base, self.stages[:-1])
 
     @property
     def cuts_alike(self) -> bool:
-        """Whether lanes are pieces of the same outputs however many there are: not if flows are put side by side that
-        are cut in different places.
+        """True if the lanes together have the same outputs for any number of lanes.
+
+        False for a slice, and for zipped parts that are split at different rows.
         """
         if any(isinstance(stage, Slice) for stage in self.stages):
             return False
@@ -222,24 +223,24 @@ class Node:
 
     @property
     def has_positions(self) -> bool:
-        """True if positions can be computed: there is one row for each row of one source, or, where it fails, none."""
+        """True if positions can be computed: each row of the one source yields one output (or none if it fails)."""
         return isinstance(self.base, Leaf) and not self.stages and self.base.one_to_one
 
     @property
     def shuffled(self) -> bool:
-        """True if another epoch has another order."""
+        """True if the order differs between epochs."""
         windows = any(isinstance(stage, Window) for stage in self.stages)
         return windows or any(leaf.order.shuffle is not None for leaf in self.leaves)
 
     @property
     def is_rows(self) -> bool:
-        """Whether outputs are the rows of one source, one for one."""
+        """True if outputs are the rows of one source, one to one."""
         keeps = all(isinstance(stage, Local) and stage.keeps_rows for stage in self.stages)
         return isinstance(self.base, Leaf) and self.base.one_to_one and not self.base.can_skip and keeps
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The pipelines of single sources, from left to right."""
+        """The leaves, from left to right."""
         if isinstance(self.base, Leaf):
             return (self.base,)
         return tuple(chain.from_iterable(part.leaves for part in self.base.parts))
@@ -251,15 +252,16 @@ class Node:
         return any(isinstance(step, Function) for step in after) or any(leaf.has_functions for leaf in self.leaves)
 
     def paths(self, path: int = 0) -> tuple[int, ...]:
-        """For each leaf, the number that tells the generators of its functions from those of all others."""
+        """Return a number for each leaf that separates the generators of its functions from those of all others."""
         if isinstance(self.base, Leaf):
             return (path,)
         parts = zip(self.base.parts, self.base.tags, strict=True)
         return tuple(chain.from_iterable(part.paths(path_below(path, tag)) for part, tag in parts))
 
     def with_step(self, step: Step) -> Node:
-        """With one step more. What a row of a mix becomes does not depend on the mix: where that is so for certain, its
-        sources do it, each in its workers.
+        """Return the node with one more step.
+
+        A step that treats each row of a mix independently is moved into its parts, where workers run it.
         """
         base, stages = self.base, self.stages
         if isinstance(step, Map) and step.drop_last and not self._has_whole_groups:
@@ -274,18 +276,18 @@ class Node:
 
     @property
     def _has_whole_groups(self) -> bool:
-        """True if a batched function would get full groups but for the last: rows as they are, grouped by no other."""
+        """True if a batched function would get full groups except for the last: rows as read, not grouped before."""
         base = self.base
         rows = isinstance(base, Leaf) and base.one_to_one and not base.can_skip and base.group is None
         return rows and not self.stages
 
     def _numbered(self, step: Step) -> Step:
-        """A function with the number of those before it, which tells their generators apart."""
+        """Return a function with the number of functions before it, which separates their generators."""
         return replace(step, number=self.functions) if isinstance(step, Function) else step
 
     @property
     def functions(self) -> int:
-        """The number of functions, but for those of the parts of a combination."""
+        """The number of functions, except for those of the parts of a combination."""
         steps = chain(
             self.base.steps if isinstance(self.base, Leaf) else (),
             chain.from_iterable(stage.steps for stage in self.stages if isinstance(stage, Local)),
@@ -294,14 +296,14 @@ class Node:
 
     @property
     def seed(self) -> int:
-        """What the generators of functions behind a stage are made from."""
+        """The seed of the generators of functions after a stage."""
         if isinstance(self.base, Leaf):
             return self.base.seed
         return self.base.seed if isinstance(self.base, Mix) else self.base.parts[0].seed
 
     @property
     def plain(self) -> bool:
-        """Whether outputs are just rows of sources: then their place in memory is known without reading them."""
+        """True if outputs are unchanged rows of sources: then they can be located in memory without reading them."""
         if self.stages or isinstance(self.base, Zip):
             return False
         if isinstance(self.base, Leaf):
@@ -331,7 +333,7 @@ class Node:
 
     @property
     def known_columns(self) -> tuple[str, ...] | None:
-        """The columns of an output, or None where only running would tell."""
+        """The columns of an output, or None if they are known only after a function has run."""
         if isinstance(self.base, Leaf):
             names = self.base.known_columns
         else:
@@ -350,7 +352,7 @@ class Node:
 
     @cached_property
     def text(self) -> str:
-        """What it is in words, as far as a state depends on it."""
+        """The pipeline in words, as far as a state depends on it."""
         stages = [stage.text for stage in self.stages]
         if isinstance(self.base, Leaf):
             return ",".join(text for text in (self.base.text, *stages) if text and text != "none") or "none"
@@ -358,21 +360,21 @@ class Node:
 
     @cached_property
     def arguments(self) -> str:
-        """The arguments of the steps, but for those of the parts of a combination."""
+        """The arguments of the steps, except for those of the parts of a combination."""
         steps = [arguments_text(stage.steps) for stage in self.stages if isinstance(stage, Local)]
         first = self.base.arguments if isinstance(self.base, Leaf) else ""
         return ",".join(text for text in (first, *steps) if text)
 
     @cached_property
     def digest(self) -> str:
-        """A name for what it is, by which a mix knows its parts again."""
+        """A name of the pipeline by which a mix recognizes its parts."""
         what = [self.text]
         if isinstance(self.base, Leaf):
             shuffle = self.base.order.shuffle
             seed = None if shuffle is None or self.base.seed_drawn else shuffle.seed
             what += [self.base.source.fingerprint, self.base.order.selection.text]
             if shuffle is not None:
-                # By default windows depend on the size of the cache, which says nothing about the data.
+                # Default windows depend on the size of the cache, not on the data.
                 window = self.base.source.window if "window" in self.base.defaults else shuffle.window
                 what += [shuffle.scope, str(window), str(seed)]
         else:

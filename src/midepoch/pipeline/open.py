@@ -1,4 +1,4 @@
-"""Opening a flow at a cursor; the cursor at which it begins; and whether a cursor is one of its own."""
+"""Opening a flow at a cursor, its first cursor, and the check of a cursor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midepoch.transforms.generators import Generators
 def open_flow(
     spec: Node, bundles: Bundles, packing: Packing, epoch: int, lane: Shard, cursor: At, leaf: int = 0, path: int = 0
 ) -> Flow:
-    """One lane of a flow, from a cursor on. ``leaf`` is the number of its first source among all."""
+    """Open one lane of a flow at a cursor. ``leaf``: number of its first source among all."""
     if spec.stages:
 
         def source(inner: At) -> Flow:
@@ -47,12 +47,17 @@ def open_flow(
         return Mixed(base, open_part, start(spec), epoch, lane, cursor)
     if isinstance(base, Concat):
         starts = [start(part) for part in base.parts]
-        return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, cursor)
+
+        def kept(number: int) -> list[int]:
+            passes = (bundles.first_passes.get((leaf, lane.index)) for leaf in range(firsts[0], firsts[number]))
+            return [-1 if one is None else one.kept for one in passes]
+
+        return Concatenated(base, lambda number, inner: open_part(number, epoch, lane, inner), starts, kept, cursor)
     return Zipped(lambda number, inner: open_part(number, epoch, lane, inner), cursor)
 
 
 def start(spec: Node) -> At:
-    """The cursor at the beginning of an epoch."""
+    """Return the cursor at the beginning of an epoch."""
     found: At = [0, 0]
     if isinstance(spec.base, Mix):
         found = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
@@ -66,11 +71,11 @@ def start(spec: Node) -> At:
 
 
 def check_cursor(spec: Node, cursor: Any) -> None:
-    """Raise StateError unless this is a cursor of such a flow."""
+    """Raise StateError unless the cursor fits the flow."""
     if not _fits(spec, cursor):
         raise StateError(
-            "the place of a lane does not fit this pipeline: it has other stages than when it was saved, or the state "
-            "is damaged."
+            "the cursor of a lane does not fit this pipeline: its stages have changed since the state was saved, or "
+            "the state is damaged. Resume with the same pipeline."
         )
 
 
@@ -99,7 +104,7 @@ def _fits(spec: Node, cursor: Any) -> bool:
 
 
 def _is_old(value: Any, parts: int) -> bool:
-    """How a mix was before it was changed, and up to which position it still is: [position, [[weight, part], …]]."""
+    """Return True for a changed mix's previous state: [position up to which it applies, [[weight, part], …]]."""
     if not (_is_list(value, 2) and _is_count(value[0]) and isinstance(value[1], list) and value[1]):
         return False
     good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 <= one[0] < 1e300 for one in value[1])

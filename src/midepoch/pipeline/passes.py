@@ -11,23 +11,23 @@ from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import Mix
 
 Open = Callable[[int, int, Shard, At], Flow]
-"""Opens a part by its number, in an epoch, in a lane, at a cursor."""
+"""Function that opens a part, given its number, epoch, lane and cursor."""
 
 FIRST, AGAIN, BORROWING = 0, 1, 2
-"""Kinds of passes: the first, a later one, or one over the pieces of all lanes in turn.
+"""Stages of a part: its first pass, a later one, or a pass over the shards of all lanes in turn.
 
-The last is for a lane in which a pass brought nothing, as where a source has fewer rows than there are lanes: the
-weights hold in every lane.
+The last is for a lane in which a pass yielded nothing, as when a source has fewer rows than there are lanes: the
+weights apply in every lane.
 """
 
 
 def pair(epoch: int, run: int) -> int:
-    """A number for each pair, no two the same, and small: (0, 0), (1, 0), (0, 1), (2, 0) … are 0, 1, 2, 3 …"""
+    """Return a small number, different for each pair: (0, 0), (1, 0), (0, 1), (2, 0) … are 0, 1, 2, 3 …"""
     return (epoch + run) * (epoch + run + 1) // 2 + run
 
 
 def place_of(run: int, stage: int, epoch: int, lane: Shard) -> tuple[int, Shard]:
-    """The epoch and the lane that a pass of a part is over."""
+    """Return the epoch and the lane of a pass over a part."""
     if stage != BORROWING:
         return pair(epoch, run), lane
     shift = run % lane.count
@@ -35,12 +35,12 @@ def place_of(run: int, stage: int, epoch: int, lane: Shard) -> tuple[int, Shard]
 
 
 def run_number(run: int, stage: int, lane: Shard) -> int:
-    """A number for a pass: lanes that borrow have numbers of their own, one for each time over all pieces."""
+    """Return the number of a pass. Lanes that borrow have numbers of their own, one for each round over all lanes."""
     return (run // lane.count + 1) * lane.count + lane.index if stage == BORROWING else run
 
 
 class Part:
-    """One flow of a mix, pass after pass."""
+    """One part of a mix, pass after pass."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Part:
         self._conform = conformer(mix, number)
         self._pass, self._stage = run, stage
         self._open(cursor)
-        self._found = cursor != start  # something came of this pass
-        # Something came of the lanes in turn, or may have: what came before a resume is not known.
+        self._found = cursor != start  # this pass has yielded outputs
+        # The round over all lanes has yielded outputs, or may have: outputs before a resume are not known.
         self._found_in_turn = self._found or run % lane.count > 0
         self.barren = False
 
@@ -70,16 +70,16 @@ class Part:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether it has been iterated once."""
+        """Return True if it has been iterated once."""
         return self._stage != FIRST
 
     def has_more(self) -> bool:
-        """Return whether something is left of this pass."""
+        """Return True if this pass has outputs left."""
         return self._intake.has_more()
 
     def draw(self, count: int) -> Draw:
-        """The next outputs; fewer only if the part has ended and is not iterated again."""
-        # One that is barren begins its pass again on resume, to find that out again.
+        """Return the next outputs, fewer only if the part has ended and is not iterated again."""
+        # A part that yields nothing begins its pass again on resume, and finds that out again.
         before = [self._pass, self._stage, self._start if self.barren else self._intake.cursor]
         taken: list[tuple[int, int, Pulled]] = []
         ends: list[int] = []
@@ -99,11 +99,11 @@ class Part:
         return Draw([(self._tag << 24) + number for number in numbers], self._conform, before, taken, ends)
 
     def _next_pass(self) -> None:
-        """Begin again, and where this pass brought nothing, with the pieces of all lanes in turn."""
+        """Begin again. If this pass yielded nothing, continue with the shards of all lanes in turn."""
         lanes, found, self._found = self._lane.count, self._found, False
         if self._stage != BORROWING and not found:
             self._pass, self._stage, self._found_in_turn = 0, BORROWING, False
-            self.barren = lanes == 1  # there is no other
+            self.barren = lanes == 1  # there is no other lane
         else:
             self._pass, self._stage = self._pass + 1, max(self._stage, AGAIN)
             self._found_in_turn |= found
@@ -116,9 +116,7 @@ class Part:
 
 
 class Draw:
-    """Outputs that were taken of a part at once. ``ends``: after how many of them it had to begin again, or could not
-    continue.
-    """
+    """Outputs taken from a part in one call. ``ends``: numbers of outputs after which it began again, or ended."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class Draw:
         return bool(self._before[1] != FIRST)
 
     def items(self) -> Items | None:
-        """The outputs. Ordinals distinguish rows of other sources and other passes, for the generators of functions."""
+        """Return the outputs. Ordinals separate the generators of functions for rows of other sources and passes."""
         if not self._taken:
             return None
         passes = [
@@ -146,7 +144,7 @@ class Draw:
         return self._conform(joined(passes))
 
     def before(self, count: int) -> At:
-        """The part's entry in the cursor from which one of them comes first."""
+        """Return the part's entry in the cursor right before one of them."""
         done = count
         for run, stage, taken in self._taken:
             if done < taken.count:
@@ -155,7 +153,7 @@ class Draw:
         return self.at(count)
 
     def at(self, count: int) -> At:
-        """The part's entry in the cursor, after the first ``count``: it begins again only when more is needed."""
+        """Return the part's entry in the cursor after the first ``count``. It begins again only when more is needed."""
         found = self._before
         for run, stage, taken in self._taken:
             if not count:

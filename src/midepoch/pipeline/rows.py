@@ -1,10 +1,10 @@
-"""Where flows begin: the rows of a lane of a source, in bundles, through all steps that look at a bundle at a time."""
+"""Beginnings of flows: the rows of a lane of a source, in bundles, after all steps that take one bundle at a time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,17 +17,18 @@ from midepoch.pipeline.cursor import At, RowAt
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.transforms import Batch, FilterExpression, FilterRows, join
+from midepoch.transforms.map import DifferentColumnsError
 
 _FIRST = 32
 _BUNDLE_BYTES = 1 << 20
 _MADE_BYTES = 4 << 20
-"""Of the outputs of a bundle: functions may make much of little."""
+"""Maximum bytes of the outputs of a bundle: functions may turn a few rows into much data."""
 _QUICK, _SLOW = 0.06, 0.3
-"""Seconds: bundles that take less than the one are made larger, those that take more than the other smaller."""
+"""Seconds: bundles that take less than the first grow, those that take more than the second shrink."""
 _REFS = 4096
 _FIRST_FILTERED, _FILTERED = 1 << 13, 1 << 17
-_NOT_OF_A_ROW = (FetchError, DataChangedError, OSError, MemoryError, ImportError)
-"""Errors that fewer rows would not avoid, and that may take long to come again."""
+_NOT_OF_A_ROW = (FetchError, DataChangedError, DifferentColumnsError, OSError, MemoryError, ImportError)
+"""Errors that a smaller bundle would not avoid, and that may take long to occur again."""
 
 
 class Bundle(NamedTuple):
@@ -41,29 +42,41 @@ class Bundle(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The outputs of a bundle up to a row, and how many of its rows were left out under ``on_error="skip"``."""
+    """The outputs of a bundle up to a row, and the number of its rows skipped under ``on_error="skip"``."""
 
     stop: int
     batch: Batch
     skipped: int
 
 
+@dataclass
+class FirstPass:
+    """The first pass over a lane of a leaf: its epoch, and the rows that yielded outputs, once it has ended."""
+
+    epoch: int
+    kept: int = -1
+
+
 class Bundles(Protocol):
-    """Makes the bundles of lanes. ``engines``: one for every leaf, of this process. ``skipped``: rows left out so far
-    under ``on_error="skip"``, of the bundles that were taken.
+    """Maker of the bundles of lanes.
+
+    ``engines``: one for every leaf, in this process. ``skipped``: rows skipped so far under ``on_error="skip"``, of the
+    bundles that were taken.
     """
 
     skipped: int
+    first_passes: dict[tuple[int, int], FirstPass]
+    """By leaf and lane."""
 
     @property
     def engines(self) -> Sequence[Engine]: ...
 
     def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
-        """The outputs of the bundle that begins at a row of a lane with so many, and the row behind its last."""
+        """Return the outputs of the bundle that begins at ``row`` of a lane of ``total`` rows, and its end."""
 
 
 class Sizes:
-    """How large the bundles of each source are: fixed where functions get groups, else as large as is quick to make."""
+    """Sizes of the bundles of each source: fixed if functions get groups, else as large as can be made quickly."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._fixed = [bundle_rows(leaf) for leaf in leaves]
@@ -73,7 +86,7 @@ class Sizes:
         return self._fixed[leaf] or self._now[leaf]
 
     def took(self, leaf: int, most: int, rows: int, seconds: float) -> None:
-        """Rows of a bundle were made in so many seconds; ``most`` rows are a bundle's size at most."""
+        """Note the seconds that rows of a bundle took. ``most``: maximum rows of a bundle."""
         now = self._now[leaf] = min(self._now[leaf], max(most, 1))
         if seconds < _QUICK and rows >= now:
             self._now[leaf] = min(2 * now, most)
@@ -82,23 +95,23 @@ class Sizes:
 
 
 def bundle_rows(pipeline: Leaf) -> int | None:
-    """Rows of every bundle, where functions get groups of rows: whole groups, about a thousand rows."""
+    """Return the rows of every bundle if functions get groups of rows: full groups, about a thousand rows."""
     group = pipeline.group
     return None if group is None else group * max(1, 1024 // group)
 
 
 def make(engine: Engine, bundle: Bundle) -> Batch:
-    """The outputs of a bundle, made here and now. ``places`` are the rows they came of, counted from its first."""
-    began, functions = time.perf_counter(), engine.spent.functions
+    """Return the outputs of a bundle. ``places`` are the rows they were made from, counted from its first."""
+    began, functions = time.perf_counter(), engine.timings.functions
     made = _make(engine, bundle)
-    engine.spent.read += time.perf_counter() - began - (engine.spent.functions - functions)
+    engine.timings.read += time.perf_counter() - began - (engine.timings.functions - functions)
     return made
 
 
 def make_good(engine: Engine, bundle: Bundle) -> Made:
-    """The outputs of a bundle; of fewer rows, where one cannot be made: the good rows before it come first.
+    """Return the outputs of a bundle, or of the good rows before one that fails, which are delivered first.
 
-    Raises only where the first row (or group of rows) is the one that fails.
+    Raise only if the first row (or group of rows) fails.
     """
     unit, before = engine.leaf.group or 1, engine.skipped
     while True:
@@ -121,10 +134,10 @@ def _make(engine: Engine, bundle: Bundle) -> Batch:
     if not _filters_first(engine.leaf):
         return engine.transform(bundle.epoch, engine.read(chosen))
     if (kept := engine.passing(chosen)) is not None and 4 * len(kept) < len(chosen):
-        # Few are left of rows that lie apart: all columns are read of those only.
+        # Few scattered rows are left: all columns are read for those only.
         left = replace(engine.read(chosen[kept]), places=kept)
         return engine.transform(bundle.epoch, left, after=1)
-    # Rows that lie side by side are looked at where they lie, and only those that are left are copied.
+    # Consecutive rows are filtered in place, and only those that are left are copied.
     pieces: list[Batch] = []
     at = 0
     while at < len(chosen):
@@ -148,7 +161,7 @@ def _filters_first(pipeline: Leaf) -> bool:
 
 
 def most_rows(engine: Engine, rows: int, made: Batch) -> int:
-    """Rows of a bundle at most, by what came of one. Those that an expression leaves out cost next to nothing."""
+    """Return the maximum rows of a bundle, by the outputs of one. Rows dropped by an expression cost almost nothing."""
     few = _by_expression(engine.leaf) and 4 * len(made) < rows
     most = _FILTERED if few else engine.chunk_rows(_BUNDLE_BYTES)
     return int(max(1, min(most, rows * _MADE_BYTES / max(1, made.nbytes))))
@@ -159,18 +172,20 @@ def _by_expression(pipeline: Leaf) -> bool:
 
 
 class BundlesHere:
-    """Bundles made by the caller itself."""
+    """Bundles made in this process."""
 
-    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, spent: Timings | None = None) -> None:
-        self.engines = [Engine(leaf, shared=shared, spent=spent) for leaf in leaves]
+    def __init__(self, leaves: Sequence[Leaf], *, shared: bool = False, timings: Timings | None = None) -> None:
+        self.engines = [Engine(leaf, shared=shared, timings=timings) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self.skipped = 0
+        self.first_passes: dict[tuple[int, int], FirstPass] = {}
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
+        self.first_passes = {}
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no workers."""
 
     def take(self, leaf: int, epoch: int, lane: Shard, row: int, total: int) -> tuple[int, Batch]:
         engine, started = self.engines[leaf], time.perf_counter()
@@ -182,15 +197,16 @@ class BundlesHere:
 
 
 class Rows:
-    """A lane of a leaf. Cursor: [row, outputs delivered of what is made from that row on]."""
+    """A lane of a leaf. Cursor: [row, outputs delivered of those made from that row on]."""
 
     def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane
         self._row, self._skip = cursor
         spec = bundles.engines[leaf].leaf
         self._total = lane.before(spec.rows)
-        self._by_row = spec.group is None  # each row for itself: a resume can begin at any
-        self._kept = 0 if spec.may_drop_rows else None  # rows that something came of, so far
+        self._by_row = spec.group is None  # rows are independent: a resume can begin at any
+        self._kept = 0 if spec.may_drop_rows else None  # rows that have yielded outputs so far
+        self._first = bundles.first_passes.setdefault((leaf, lane.index), FirstPass(epoch))
 
     def pull(self) -> Chunk | None:
         if self._row >= self._total:
@@ -198,13 +214,16 @@ class Rows:
         first, skip, by_row, kept = self._row, self._skip, self._by_row, self._kept
         stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total)
         self._row, self._skip = stop, max(0, skip - len(made))
-        left = self._skip  # of what was delivered before: made of rows of the next bundles
+        left = self._skip  # outputs delivered before, made from rows of the next bundles
         count = max(0, len(made) - skip)
+        in_first = self._first.kept if self._first.epoch != self._epoch else -1
         if kept is not None:
             self._kept = kept + _distinct(made.places, len(made))
+            if stop >= self._total and self._first.epoch == self._epoch:
+                self._first.kept = self._kept
 
         def counted(cursor: At, outputs: int) -> At:
-            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs))
+            return cursor if kept is None else RowAt(cursor, kept + _distinct(made.places, outputs), in_first)
 
         def at(outputs: int) -> At:
             if outputs == count:
@@ -224,19 +243,19 @@ class Rows:
 
 
 def _distinct(places: Int64Array, outputs: int) -> int:
-    """Return how many rows the first outputs came from."""
+    """Return the number of rows that the first outputs were made from."""
     return 0 if not outputs else int(np.count_nonzero(np.diff(places[:outputs]))) + 1
 
 
 def _after(places: Int64Array, first: int, outputs: int) -> At:
-    """Return the cursor after so many outputs, by the row that the last of them came from."""
+    """Return the cursor after ``outputs`` outputs, by the row that the last of them was made from."""
     row = int(places[outputs - 1])
     begin, end = np.searchsorted(places, (row, row + 1)).tolist()
     return [first + row + 1, 0] if outputs == end else [first + row, outputs - begin]
 
 
 class LazyRows:
-    """A lane of a pipeline without functions: its rows are only named, and read when it is known which are wanted."""
+    """A lane of a pipeline without functions: rows are referenced, and read once it is known which are needed."""
 
     def __init__(self, bundles: Bundles, leaf: int, epoch: int, lane: Shard, cursor: At) -> None:
         self._bundles, self._leaf, self._epoch, self._lane = bundles, leaf, epoch, lane

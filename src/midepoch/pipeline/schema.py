@@ -1,7 +1,7 @@
-"""The schema of a flow, as far as it is known before anything runs; and bringing the parts of a mix to one.
+"""The schema of a flow, as far as it is known before anything runs, and the common schema of the parts of a mix.
 
-Types are known until a function has run: what a function makes, only running tells. A mix or a concatenation has the
-types of the parts that are known, and what functions of the other parts make is converted to them.
+Types are known up to the first function; its results are known only after it has run. A mix or a concatenation has the
+types of the parts that are known, and results of functions of the other parts are converted to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A column as read: its type and where it has nulls. ``encoded``: a Hugging Face feature decodes it."""
+    """A column as read: its type and the paths of its nulls. ``encoded``: a Hugging Face feature decodes it."""
 
     kind: pa.DataType
     nulls: Paths = frozenset()
@@ -36,16 +36,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Known:
-    """The columns of a flow. ``certain``: no function has run, so there are no others, of no other types."""
+    """The columns of a flow before anything runs. ``certain``: without functions, these are exact."""
 
     columns: Mapping[str, Column]
     certain: bool = True
     sequences: tuple[str, ...] | None = None
-    """The columns that hold lists, where that is known of columns whose types are not."""
+    """The columns that contain lists, if known although their types are not."""
 
     @property
     def lists(self) -> tuple[str, ...] | None:
-        """The columns that hold lists, or None where only running tells."""
+        """The columns that contain lists, or None if they are known only after a function has run."""
         if not self.certain:
             return self.sequences
         found = ((name, column) for name, column in self.columns.items() if not column.encoded)
@@ -89,7 +89,7 @@ class Known:
 
 
 NOTHING = Known({}, certain=False)
-_REMEDY = "bring them to the same columns (select_columns, rename_columns, map) first."
+_REMEDY = "Give them the same columns first (select_columns, rename_columns, map)."
 
 
 def _list_of(column: Column) -> Column:
@@ -113,9 +113,9 @@ def known_of(pipeline: Leaf) -> Known:
 
 @dataclass(frozen=True)
 class Schema:
-    """One schema for several parts. ``fixed``: columns of these types and no others, in this order.
+    """The common schema of several parts. ``fixed``: exactly these columns and types, in this order.
 
-    Where no part is certain, ``fixed`` is empty and columns that come as Arrow arrays get the types of ``likely``.
+    If no part is certain, ``fixed`` is empty, and columns that are Arrow arrays get the types of ``likely``.
     """
 
     what: str
@@ -124,7 +124,7 @@ class Schema:
     filled: frozenset[str] = frozenset()
 
     def conform(self, batch: Batch) -> Batch:
-        """The rows with the columns and types of the schema. Raises ColumnError."""
+        """Return the rows with the columns and types of the schema. Raises ColumnError."""
         if not len(batch):
             return batch
         if not self.fixed:
@@ -132,7 +132,7 @@ class Schema:
         if batch.columns.keys() - self.fixed.keys() or self.fixed.keys() - batch.columns.keys() - self.filled:
             raise ColumnError(
                 f"{self.what}: one source has the columns {', '.join(self.fixed)}, another has "
-                f"{', '.join(batch.columns)}: {_REMEDY}"
+                f"{', '.join(batch.columns)}. {_REMEDY}"
             )
         columns = {}
         for name, column in self.fixed.items():
@@ -153,7 +153,7 @@ class Schema:
         return batch.with_columns(columns, nullable)
 
     def leaves_as_read(self, known: Known) -> bool:
-        """Return whether rows of a part have this schema as they lie in the file: the same types, and no nulls."""
+        """Return True if rows of a part have this schema as stored in the file: the same types, and no nulls."""
         if not self.fixed or self.fixed.keys() != known.columns.keys():
             return False
         return all(
@@ -163,9 +163,10 @@ class Schema:
 
 
 def schema_of(parts: Sequence[Node], what: str, *, fill: bool = False) -> Schema:
-    """One schema for the parts of a mix or concatenation. ``fill``: columns that a part lacks are null in it.
+    """Return the common schema of the parts of a mix or concatenation.
 
-    Raises ColumnError where parts that are certain have no type in common.
+    ``fill``: columns that a part lacks are null in it. Raises ColumnError if parts that are certain have no type in
+    common.
     """
     known = [part.known for part in parts]
     certain = [(number, each) for number, each in enumerate(known) if each.certain]
@@ -177,7 +178,7 @@ def schema_of(parts: Sequence[Node], what: str, *, fill: bool = False) -> Schema
         if each.columns.keys() != expected.columns.keys() and not fill:
             raise ColumnError(
                 f"{what}: source {first} has the columns {', '.join(expected.columns)}, source {number} has "
-                f"{', '.join(each.columns)}: {_REMEDY}"
+                f"{', '.join(each.columns)}. {_REMEDY}"
             )
     filled = frozenset(name for name in names if any(name not in each.columns for _, each in certain))
     fixed = {}
@@ -198,7 +199,7 @@ def _joint(name: str, having: Sequence[tuple[int, Column]], what: str) -> Column
         if both is None or other.encoded != column.encoded:
             raise ColumnError(
                 f"{what}: column {name!r} is {kind} in source {first} and {other.kind} in source {number}, which have "
-                f"no type in common. Choose one with cast({{{name!r}: …}}) in one of them."
+                f"no type in common. Convert one of them with cast({{{name!r}: …}})."
             )
         kind = both
     nulls = frozenset().union(*(renamed_paths(each.nulls, each.kind, kind) for _, each in having))
@@ -212,7 +213,7 @@ def _likely(known: Sequence[Known]) -> dict[str, Column]:
             before = found.get(name)
             both = column.kind if before is None else common_type(before.kind, column.kind)
             if both is None or (before is not None and before.encoded != column.encoded):
-                continue  # a function may make something else of it
+                continue  # a function may return another type
             nulls = renamed_paths(column.nulls, column.kind, both)
             if before is not None:
                 nulls |= renamed_paths(before.nulls, before.kind, both)

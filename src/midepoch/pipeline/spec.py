@@ -1,4 +1,4 @@
-"""The spec of a pipeline: its tree, its lanes, and the share of it that this process has."""
+"""The spec of a pipeline: its tree, its lanes, and the shard of this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from midepoch.sources import Source
 
 @dataclass(frozen=True, eq=False)
 class PipelineSpec:
-    """What a dataset is. Immutable.
+    """The definition of a dataset. Immutable.
 
-    ``lanes_chosen``: the number of lanes was given, or taken over from a state, so a loader does not choose it.
-    ``groups``: into how many interleaved sequences positions are dealt, each of which is cut into groups for batched
+    ``lanes_chosen``: the number of lanes was given, or adopted from a state, so a loader does not choose it.
+    ``groups``: the number of interleaved sequences of positions, each of which is split into groups for batched
     functions; 0 before anything has run.
     """
 
@@ -34,7 +34,7 @@ class PipelineSpec:
     lanes_chosen: bool = False
     groups: int = 0
     changes: tuple[str, ...] = ()
-    """What was allowed to differ from the run that saved a state, or was changed in a mix, at resumes so far."""
+    """Fields allowed to differ from the run that saved a state, and changes of a mix, at all resumes so far."""
     epoch_outputs: int = 0
     """Outputs of the last epoch that was iterated to its end."""
     global_seed: int | None = None
@@ -42,24 +42,26 @@ class PipelineSpec:
 
     @staticmethod
     def of(leaf: Leaf) -> PipelineSpec:
-        """Return the spec of rows of one source."""
+        """Return the spec of the rows of one source."""
         return PipelineSpec(Node(leaf))
 
     @cached_property
     def has_positions(self) -> bool:
-        """True if positions can be computed. On this depend ``len``, indexing and direct gathers."""
+        """True if positions can be computed, as for ``len``, indexing and direct gathers."""
         return self.node.has_positions
 
     @property
     def base(self) -> Leaf:
-        """The one source that it is made of. Raises TypeError if there are several."""
+        """The leaf, if there is only one. Raises TypeError if there are several."""
         if not isinstance(self.node.base, Leaf):
-            raise TypeError(f"this dataset has several sources ({self.node.text}): ask the datasets that it is made of")
+            raise TypeError(
+                f"this dataset has several sources ({self.node.text}). Use the datasets that it was made from."
+            )
         return self.node.base
 
     @property
     def source(self) -> Source:
-        """The one source that it reads. Raises TypeError if there are several."""
+        """The source, if there is only one. Raises TypeError if there are several."""
         return self.base.source
 
     @property
@@ -79,13 +81,13 @@ class PipelineSpec:
 
     @cached_property
     def leaf(self) -> Leaf:
-        """The leaf as it is run, where positions can be computed."""
+        """The leaf as it is run, if positions can be computed."""
         order = replace(self.base.order, lanes=self.lanes)
         return replace(self.base, order=order, shard=self.shard, format=self.format, global_seed=self.global_seed)
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves as they are run, each cut into the lanes."""
+        """The leaves as they are run, each split into the lanes."""
         return tuple(
             replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=self.global_seed, path=path)
             for leaf, path in zip(self.node.leaves, self.node.paths(), strict=True)
@@ -98,41 +100,41 @@ class PipelineSpec:
 
     @property
     def skips_rows(self) -> bool:
-        """True if shards that iterate rows one by one drift apart, because each skips rows of its own."""
+        """True if shards that iterate rows one by one drift apart, because each skips different rows."""
         return self.has_positions and self.shard.count > 1 and self.base.can_skip
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The fields by which a state knows what it belongs to."""
+        """The fields with which a state is compared."""
         return identity(self)
 
     @property
     def state_is_global(self) -> bool:
-        """True if the state of one process restores all: not if each runs lanes of its own."""
+        """True if the state of one process restores all processes. False if each runs lanes of its own."""
         return self.has_positions or Share.of(self.for_processes(self.shard.count).lanes, self.shard).lanes.count == 1
 
     def seeded(self) -> PipelineSpec:
-        """Return the spec with the seed of the global generators, drawn unless there is one."""
+        """Return the spec with the seed of the global generators, drawn if necessary."""
         if self.global_seed is not None:
             return self
         what = self.base.source.fingerprint if self.has_positions else self.node.digest
         return replace(self, global_seed=draw_global_seed(what))
 
     def for_processes(self, count: int) -> PipelineSpec:
-        """Return the spec as ``count`` processes begin it.
+        """Return the spec with which ``count`` processes begin.
 
-        Where positions cannot be computed each process gets a lane, unless lanes were chosen, or rows are only copied.
-        Batched functions get groups of the rows of each process, unless a state says otherwise.
+        If positions cannot be computed, each process gets a lane, unless the number of lanes was chosen or rows are
+        only copied. Batched functions get groups of the rows of each process, unless a state has another number.
         """
         if self.has_positions:
-            kept = self.groups and self.lanes_chosen  # taken over from a state
+            kept = self.groups and self.lanes_chosen  # adopted from a state
             return self if kept or self.base.group is None else replace(self, groups=count)
         if self.lanes_chosen or self.node.plain or not self.node.cuts_alike:
             return self
         return replace(self, lanes=count)
 
     def open(self, process: Shard, bundles: Bundles, cursor: Cursor) -> Lanes:
-        """Open the lanes of one process at a cursor. Raises CheckpointMismatchError if it is another's."""
+        """Open the lanes of one process at a cursor. Raises CheckpointMismatchError if the cursor lacks them."""
         share = Share.of(self.lanes, process)
         check_known(cursor, share, self.lanes)
         return Lanes(self.node, self.lanes, share, bundles, cursor)
@@ -148,7 +150,8 @@ def check_known(cursor: Cursor, share: Share, lanes: int) -> None:
         raise CheckpointMismatchError(
             "flow",
             f"the lanes {known.index}, {known.index + known.count}, … of {lanes}",
-            f"lane {missing[0]} is needed here",
-            "this is the state of one of several ranks: a rank knows only the lanes that it runs. Load the list of the "
-            "states of all ranks (any number of ranks can resume from it), or save with PipelineCheckpoint, which does",
+            f"lane {missing[0]}, which this rank needs",
+            "this is the state of one of several ranks, with the lanes of that rank only. Load the list of the "
+            "states of all ranks (any number of ranks can resume from it), or save with PipelineCheckpoint, which "
+            "does so",
         )

@@ -1,4 +1,4 @@
-"""Stages: groups of outputs made into others, and packing. Each is a flow over a flow."""
+"""Stages: flows over a flow, which turn groups of outputs into others, or pack them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Packing:
-    """Counts of packed tokens and of the places they went into; and of outputs skipped under ``on_error="skip"`` by
-    functions after a stage.
+    """Counts of packed tokens and of the token slots of sequences, and of skipped outputs.
+
+    ``skipped``: by functions after a stage, under ``on_error="skip"``.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Packing:
 
 
 def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing) -> Flow:
-    """The flow of a stage over the flow before it, which is opened at the cursor that this one's begins with."""
+    """Return the flow of a stage over the flow before it, which is opened at the inner cursor."""
     if isinstance(spec, Local) and spec.keeps_rows:
         return Same(source(cursor), spec.steps, run)
     inner, count = cursor
@@ -78,7 +79,7 @@ class Same:
 
 
 class Each:
-    """Steps that look at one output at a time. Cursor: [where one begins, how many of what it becomes are out]."""
+    """Steps that take one output at a time. Cursor: [cursor before an output, delivered results of that output]."""
 
     _MOST = 64
 
@@ -91,7 +92,7 @@ class Each:
             return None
         made, places = self._made(taken.items())
         first = self._skip
-        skip, self._skip = min(first, int(np.searchsorted(places, 1))), 0  # of the first one alone
+        skip, self._skip = min(first, int(np.searchsorted(places, 1))), 0  # of the first input only
         count = len(made) - skip
 
         def at(outputs: int) -> At:
@@ -114,7 +115,7 @@ class Each:
         return Chunk(made.slice(skip, len(made)) if skip else made, at, before)
 
     def _made(self, items: Items) -> tuple[Items, Int64Array]:
-        """Return the outputs of the steps and the place of the row each came from. Sources are processed one by one."""
+        """Return the results of the steps, and the index of the input of each. Sources are processed one by one."""
         if not isinstance(items, Pieces):
             given = materialize(items)
             made = run_steps(self._steps, replace(given, places=np.arange(len(given))), self._run)
@@ -130,9 +131,10 @@ class Each:
 
 
 class Grouped:
-    """Groups of ``size`` outputs, each made into others. Cursor: [where a group begins, outputs of it that are out].
+    """Groups of ``size`` outputs, each turned into others.
 
-    The last group may be smaller; it is left out if it is not to be ``partial``.
+    Cursor: [cursor before a group, delivered results of that group]. The last group may be smaller. It is omitted
+    unless ``partial``.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class Grouped:
 
 
 class Sliced:
-    """Some of the outputs, by their numbers. Cursor: [where the next output is, its number]."""
+    """Outputs ``start`` to ``stop``. Cursor: [cursor of the next output, its number]."""
 
     _MOST = 64
 
@@ -189,7 +191,7 @@ class Sliced:
 
 
 def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
-    """A window of outputs in another order, which depends on what it begins with: there are no positions to go by."""
+    """Shuffle a window of outputs. Its order depends on its first output, because there are no positions."""
     ordinal = 0 if batch.ordinals is None else int(batch.ordinals[0])
     index = (int(batch.rows[0]) + (ordinal * 0x9E3779B97F4A7C15)) & (2**64 - 1)
     return batch.keep(Bijection(len(batch), derive(seed, epoch, "outputs", index))(np.arange(len(batch))))
@@ -203,20 +205,20 @@ def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
 
 
 class Packed:
-    """Documents one after the other, cut into sequences.
+    """Documents one after the other, split into sequences.
 
-    Cursor: [where the document is that the next sequence begins in, how many of its tokens are out]. What is left over
-    of a chunk is held in memory while running, and read again on resume.
+    Cursor: [cursor before the document in which the next sequence begins, delivered tokens of it]. The rest of a chunk
+    is kept in memory while running, and read again on resume.
     """
 
     def __init__(self, source: Flow, spec: PackSpec, inner: At, offset: int, packing: Packing) -> None:
         self._source, self._spec, self._packing = source, spec, packing
-        self._inner, self._offset = inner, offset  # where the first pending document is, and what of it is gone
+        self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
         self._skip = offset
         self._pending: Documents | None = None
         self._rows: Int64Array = np.zeros(0, np.int64)
         self._ordinals: Int64Array = np.zeros(0, np.int64)
-        self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, the first's number, count
+        self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, first number, count
         self._ended = False
 
     def pull(self) -> Chunk | None:
@@ -295,7 +297,7 @@ class Packed:
 
 
 def _at(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
-    """The cursor at a pending document; right before it, if it is to be gone on with."""
+    """Return the cursor at a pending document, or right before it if it is to be resumed in the middle."""
     for number, (chunk, first, count) in enumerate(origins):
         if document < count or (document == count and number == len(origins) - 1):
             return chunk.before(first + document) if before else chunk.at(first + document)

@@ -46,10 +46,10 @@ class FetchedBlocks:
     """
 
     def __init__(
-        self, source: Source, columns: Sequence[str], sharers: int, threads: int, spent: Timings | None = None
+        self, source: Source, columns: Sequence[str], sharers: int, threads: int, timings: Timings | None = None
     ) -> None:
         assert source.access is not None
-        self._spent = Timings() if spent is None else spent
+        self._timings = Timings() if timings is None else timings
         self._source, self._columns = source, list(columns)
         spec = source.access.cache
         self._limit = int(spec.limit * _KEPT_SHARE)
@@ -77,7 +77,7 @@ class FetchedBlocks:
         return table
 
     def _make_late(self, block: int) -> pa.Table:
-        self._spent.blocks_there -= 1
+        self._timings.blocks_there -= 1
         return self._make(block)
 
     def expect(self, epoch: int, position: int, uses: Callable[[], tuple[Uses, Uses]]) -> None:
@@ -101,8 +101,8 @@ class FetchedBlocks:
         """Return the block. Its addresses are valid until ``trim`` returns it."""
         batch = self._open.get(block)
         if batch is None:
-            self._spent.blocks += 1
-            self._spent.blocks_there += 1
+            self._timings.blocks += 1
+            self._timings.blocks_there += 1
             batch = self._cache.get(block, lambda: self._make_late(block))
             self._plan.learn(bytes_of(batch), batch.num_rows)
             self._open[block] = batch

@@ -49,7 +49,7 @@ class Reader:
         skip_corrupt: bool = False,
         sharers: int = 1,
         threads: int = 0,
-        spent: Timings | None = None,
+        timings: Timings | None = None,
     ) -> None:
         schema = plain_schema(source.schema)
         names = schema.names if columns is None else list(columns)
@@ -57,7 +57,7 @@ class Reader:
         self.schema = pa.schema([schema.field(i) for i in self._numbers], metadata=schema.metadata)
         self._source, self._skip_corrupt = source, skip_corrupt
         self._blocks: Blocks | FetchedBlocks = Blocks(source)
-        self._fetched = FetchedBlocks(source, names, sharers, threads, spent) if source.access is not None else None
+        self._fetched = FetchedBlocks(source, names, sharers, threads, timings) if source.access is not None else None
         if self._fetched is not None:  # such blocks hold only the requested columns
             self._blocks, self._numbers = self._fetched, list(range(len(names)))
         self._starts = source.layout.block_starts

@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from midepoch._internal.progress import Progress
 from midepoch.errors import CorruptBlockError
 from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
 from midepoch.sources.formats import Block, Scanned, format_named
-from midepoch.sources.index import Index, IndexedFile, Progress, default_index_dir, read_index, serialise, usable
+from midepoch.sources.index import Index, IndexedFile, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.sources.spread import for_all

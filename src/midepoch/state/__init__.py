@@ -1,5 +1,5 @@
-"""The versioned state: its format, what it is compared by, and how a pipeline resumes from it.
+"""The versioned state: its format, its comparison with a pipeline, and resuming from it.
 
-*State*: a flat, JSON-able dict. *Identity*: the fields of it that say what it belongs to. *Matching*: comparing them
-with a pipeline, field by field and source by source. *Resumed*: what loading a state gives.
+*State*: a flat, JSON-able dict. *Identity*: the fields of a state that are compared. *Matching*: their comparison with
+a pipeline, field by field and source by source. *Resumed*: the result of loading a state.
 """

@@ -1,7 +1,7 @@
-"""Going on with a mix that was changed: sources go on where they were, and what was begun is ended as it was.
+"""Resuming with a changed mix: sources continue at their positions, and outputs in progress are completed as before.
 
-A stage behind a mix may have handed over a part of what it made of some outputs: tokens of a document, rows of a
-window. Until those outputs have come again on resume, the mix stays as it was; only then it is another.
+A stage after a mix may have delivered only a part of the results of some outputs: tokens of a document, rows of a
+window. The mix stays unchanged on resume until those outputs are repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from midepoch.transforms.packing import PackSpec
 
 @dataclass(frozen=True)
 class LaneContext:
-    """Whose cursor it is: that of a lane, in an epoch. ``inside``: of a flow that is a part of another."""
+    """The epoch and the lane of a cursor. ``inside``: the flow is a part of another."""
 
     epoch: int
     lane: Shard
@@ -32,14 +32,16 @@ class LaneContext:
 
 
 Convert = Callable[[At, int | None, LaneContext], At]
-"""From a saved cursor to one of the current flow. The number is that of outputs from there on that must not become
-other ones, because something that was made of them was handed over in part; None if it is not known.
+"""Function from a saved cursor to one of the current flow.
+
+The second argument is the number of next outputs that must stay the same, because their results were delivered in part.
+It is None if unknown.
 """
 
 
 @dataclass(frozen=True)
 class Found:
-    """A part of a mix: which of the saved ones it is, if any, and how to convert its cursor."""
+    """A part of a mix: the number of the saved part it corresponds to, if any, and the conversion of its cursor."""
 
     spec: Node
     old: int | None
@@ -47,11 +49,11 @@ class Found:
 
 
 class SourceRemoved(Exception):  # noqa: N818  (never leaves this package)
-    """What was begun is of a source that is not there any more: there is nothing to end."""
+    """The source of the outputs in progress has been removed: there is nothing to complete."""
 
 
 def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
-    """How many outputs below a stage must stay the same, so that ``need`` of its own do, and what is begun is ended."""
+    """Return the number of outputs before a stage that must stay the same, so that ``need`` of its own do."""
     if isinstance(stage, Slice):
         return need
     if need == 0 and not skip:
@@ -75,53 +77,61 @@ def changed_mix(
     of: LaneContext,
     where: str,
 ) -> At:
-    """The cursor of a mix that had these weights before, as one of the mix that it is now."""
+    """Return the cursor of a mix with previous weights as one of the current mix."""
     count = len(weights) if isinstance(weights, list) else -1
     whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
     if not whole or not _are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
-        return at  # not one of a mix: refused by the check that follows
-    position, era, each, *old = at
-    coming = _coming(base, weights, position, era, old, need, of)
+        return at  # not a cursor of a mix: refused by the check that follows
+    position, schedule_version, each, *old = at
+    coming = _coming(base, weights, position, schedule_version, old, need, of)
     entries = [_entry(one, each, coming, of) for one in found]
     if not changed:
-        return [position, era, entries, *old]
+        return [position, schedule_version, entries, *old]
     if need == 0 and not (old and position < old[0][0]):
-        return [0, era + 1, entries]
+        return [0, schedule_version + 1, entries]
     if coming is not None and need is not None and not old and (need == 1 or not of.inside):
         now = {one.old: number for number, one in enumerate(found) if one.old is not None}
         gone = [number for number in coming if number not in now]
         if not gone:
             kept = [[weight, now.get(number, -1)] for number, weight in enumerate(weights)]
-            return [position, era, entries, [position + need, kept]]
+            return [position, schedule_version, entries, [position + need, kept]]
         if need == 1:
             raise SourceRemoved
     raise refused(weights, list(base.weights), where)
 
 
 def refused(before: Any, now: Any, where: str) -> CheckpointMismatchError:
-    """What to raise where a mix was changed while something is begun that cannot be ended."""
+    """Return the error for a mix that was changed while outputs are in progress that cannot be completed."""
     return CheckpointMismatchError(
         f"{where}weights",
         before,
         now,
-        "the mix was changed while stages behind it stand in the middle of what they make of its outputs, which would "
-        "be other ones. Go on with the mix as it was for a while, or shuffle and batch before mixing",
+        "the mix was changed while stages after it had delivered only a part of their results, which would change. "
+        "Continue with the previous mix for some steps, or shuffle and batch before mixing",
     )
 
 
 def _coming(
-    base: Mix, weights: list[float], position: int, era: int, old: Sequence[At], need: int | None, of: LaneContext
+    base: Mix,
+    weights: list[float],
+    position: int,
+    schedule_version: int,
+    old: Sequence[At],
+    need: int | None,
+    of: LaneContext,
 ) -> dict[int, int] | None:
-    """How many of the next outputs come from each part, by its number when it was saved; None if that is not known."""
+    """Return the number of the next outputs from each part, by its saved number, or None if unknown."""
     if not need:
         return None if need is None else {}
     if old and position < old[0][0]:
         if position + need > old[0][0]:
             return None
         mapping = [number for _, number in old[0][1]]
-        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, era).sources(position, position + need)
+        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
+            position, position + need
+        )
         return dict(Counter(mapping[source] for source in sources.tolist()))
-    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, era)
+    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 

@@ -1,15 +1,15 @@
-"""The format of a state: a flat, versioned, JSON-able dict that says what it belongs to.
+"""The format of a state: a flat, versioned, JSON-able dict with the identity of its pipeline.
 
 Rules of evolution: a new field gets a default in ``_DEFAULTS``; the type or meaning of a field never changes; every
-released version keeps a fixture under ``tests/fixtures`` and is accepted forever.
+released version keeps a fixture under ``tests/fixtures`` and is always accepted.
 
-Pipelines whose positions cannot be computed have these fields beside the others:
+Additional fields of pipelines whose positions cannot be computed:
 
-``flow``  (text, JSON): [[lane, outputs, ended, cursor], …]
-``known`` (text): which lanes those are, "index/count"
-``parts`` (text, JSON): of several sources, what each was
-``epoch_outputs``: how many outputs the last epoch had that was iterated to its end
-``changes`` (text, JSON): what was allowed to change, or was changed in a mix, since the run began
+- ``flow`` (text, JSON): [[lane, outputs, ended, cursor], …]
+- ``known`` (text): the lanes in ``flow``, "index/count"
+- ``parts`` (text, JSON): the description of each of several sources
+- ``epoch_outputs``: outputs of the last epoch that was iterated to its end
+- ``changes`` (text, JSON): fields allowed to differ, and changes of a mix, since the run began
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ VERSION = 1
 KEY = "midepoch"
 
 CAUSES = {
-    "data": "the files' contents are not those of the run that saved it (moved or renamed files would be accepted)",
-    "rows": "another split, slice, take, skip or select than when it was saved",
-    "selection": "another split, slice, take, skip or select than when it was saved",
-    "scope": "shuffle() was added, left out or given another scope",
-    "aligned": "the files are mapped now and were fetched when it was saved, or the other way round",
+    "data": "the contents of the files have changed since it was saved (moved or renamed files would be accepted)",
+    "rows": "the split, slice, take, skip or select has changed since it was saved",
+    "selection": "the split, slice, take, skip or select has changed since it was saved",
+    "scope": "shuffle() was added, removed or given another scope",
+    "aligned": "the files are mapped now and were fetched when it was saved, or vice versa",
     "seed": "shuffle() was given another seed",
     "window": "shuffle() was given another window",
-    "pipeline": "a map or another step was added, left out, moved, or given other parameters that move rows",
+    "pipeline": "a map or another step was added, removed, moved, or given other parameters that move rows",
     "arguments": "a filter was given another expression, or a function other fn_kwargs",
 }
 
 
 OF_ONE_RANK = ("global_seed", "arguments")
-"""Fields in which ranks of one run may differ: they were seeded, or their functions told, which rank they are."""
+"""Fields in which ranks of one run may differ: each rank may be seeded, or parametrize its functions, differently."""
 
 
 def comparable(saved: Any, here: Any, allow: Collection[str]) -> bool:
-    """Return whether arguments can be compared: not with those of other steps, nor with a state that has none."""
+    """Return True if arguments can be compared: not with those of other steps, nor with a state that has none."""
     return bool(saved) and bool(here) and "pipeline" not in allow
 
 
@@ -51,11 +51,11 @@ def check_allow(allow: Collection[str]) -> None:
     """Raise ValueError for names of fields that cannot be allowed to differ."""
     unknown = [allow] if isinstance(allow, str) else [name for name in allow if name not in CAUSES]
     if unknown:
-        raise ValueError(f"allow takes a list of names out of {', '.join(sorted(CAUSES))}, got {allow!r}")
+        raise ValueError(f"allow takes a list of names from {', '.join(sorted(CAUSES))}, got {allow!r}")
 
 
 def changes_in(text: str) -> list[str]:
-    """What a state records of what was changed."""
+    """Return the changes recorded in a state."""
     try:
         found = json.loads(text or "[]")
     except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ def changes_in(text: str) -> list[str]:
 
 
 def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
-    """The order that an ``identity`` (or a state) tells of, over the rows that were selected."""
+    """Return the order that an identity (or a state) describes, over the selected rows."""
     if belongs["scope"] == "none":
         return Order(selection, None, belongs["lanes"])
     window = {} if belongs["window"] is None else {"window": belongs["window"]}
@@ -75,24 +75,24 @@ def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
 
 
 def check(state: Any) -> None:
-    """Raise StateError unless this is a state that can be read, whatever it belongs to."""
+    """Raise StateError unless this is a readable state of any pipeline."""
     parse(state)
 
 
 def check_worker(saved: tuple[int, int, int] | None, here: tuple[int, int, int] | None) -> None:
-    """Raise CheckpointMismatchError for the state of another DataLoader worker, or of one where none is."""
+    """Raise CheckpointMismatchError if one state is of another DataLoader worker, or only one is of a worker."""
     if saved != here:
         raise CheckpointMismatchError(
             "worker",
             saved and f"worker {saved[0]} of {saved[1]}, {saved[2]} shards",
             here and f"worker {here[0]} of {here[1]}, {here[2]} shards",
-            "StatefulDataLoader keeps a state of each worker, which fits the same num_workers and number of shards "
-            "only; ds.loader(…) resumes with any",
+            "StatefulDataLoader keeps a state for each worker, which fits only the same num_workers and number of "
+            "shards; ds.loader(…) resumes with any",
         )
 
 
 def apart(field: str, text: str) -> CheckpointMismatchError:
-    """Ranks that differ among themselves, not from what is here."""
+    """Return the error for ranks that differ from each other, not from this process."""
     problem = CheckpointMismatchError(text)
     problem.field = field
     return problem
@@ -148,19 +148,20 @@ _MOST_LANES = 2**31
 
 def parse(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping):
-        raise StateError(f"a state is a dict as state_dict() returns it, got {type(state).__name__}.")
+        raise StateError(f"expected a state dict as returned by state_dict(), got {type(state).__name__}.")
     version = state.get(KEY)
     if isinstance(version, bool) or not isinstance(version, int):
         raise StateError(
-            f"this is not a state of midepoch: it has no whole number under {KEY!r}. "
-            f"It has: {', '.join(map(str, list(state)[:8])) or 'nothing'}. "
-            "Pass what state_dict() returned, not what it was saved in."
+            f"this is not a state of midepoch: it has no integer under {KEY!r}, but: "
+            f"{', '.join(map(str, list(state)[:8])) or 'nothing'}. Pass the dict that state_dict() returned, not the "
+            "one that contains it."
         )
     if version < 1:
         raise StateError(f"the state is damaged: {KEY!r} is {version}.")
     if version > VERSION:
         raise StateError(
-            f"the state is of version {version}, this midepoch reads up to {VERSION}: upgrade midepoch to resume it."
+            f"the state has version {version}, but this midepoch reads only versions up to {VERSION}. Upgrade "
+            "midepoch to resume from it."
         )
     found = {**_DEFAULTS, **state}
     for name, types in _TYPES.items():

@@ -1,4 +1,4 @@
-"""Finding the parts of a saved flow again in a current one: what may differ, what may not, and what is recorded."""
+"""Matching the parts of a saved flow with those of a current one, and recording the differences."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CHECKED = ("rows", "selection", "scope", "aligned", "seed", "window", "pipeline"
 
 
 def taken_over(leaf: Leaf, saved: Mapping[str, Any], allow: Collection[str] = ()) -> Leaf:
-    """Return the leaf with those settings of its shuffle that were not given to it, as a state has them.
+    """Return the leaf with the state's values for those settings of its shuffle that were not given.
 
-    Defaults depend on how the data is reached and on the size of the cache, which may both change between runs.
+    Defaults depend on the access to the data and on the size of the cache, both of which may change between runs.
     """
     shuffle, scope = leaf.order.shuffle, saved["scope"]
     if shuffle is None or scope not in SCOPES or (scope != shuffle.scope and "scope" not in leaf.defaults):
@@ -41,15 +41,15 @@ def taken_over(leaf: Leaf, saved: Mapping[str, Any], allow: Collection[str] = ()
 
 
 class Matched:
-    """Compares a saved flow with a current one. ``changes`` grows by what differs and is let pass."""
+    """Comparison of a saved flow with a current one. ``changes``: the differences that were allowed."""
 
     def __init__(self, allow: Collection[str], changes: list[str]) -> None:
         self._allow, self._changes = allow, changes
         self.mixed = False
-        """Whether a mix was changed."""
+        """True if a mix was changed."""
 
     def match(self, spec: Node, saved: Any, where: str) -> tuple[Node, Convert]:
-        """The spec with drawn seeds taken over, and how to convert its cursors."""
+        """Return the spec with adopted drawn seeds, and the conversion of its cursors."""
         base, here = spec.base, describe(spec)
         if not isinstance(saved, Mapping) or ("parts" in saved) == isinstance(base, Leaf):
             text = saved.get("pipeline") if isinstance(saved, Mapping) else saved
@@ -88,7 +88,7 @@ class Matched:
             if not isinstance(at, list):
                 return at
             if self.mixed and (need is None or need > 1):
-                raise refused("another mix", "inside of a zip or concat", where)  # it may reach into what comes next
+                raise refused("another mix", "inside of a zip or concat", where)  # it may affect the next outputs
             of = replace(of, inside=True)
             if isinstance(base, Zip):
                 return [one(inner, need, of) for one, inner in zip(converts, at, strict=False)]
@@ -125,7 +125,7 @@ class Matched:
                 f"sources {left}",
                 f"sources {joined} in their place",
                 where,
-                "a source of the mix stands in the place of another, and would begin at its beginning",
+                "a source of the mix replaces another, and would start at its beginning",
             )
         moved = [old for old in same if old is not None]
         text = f"{where}mix: weights {before} became {now}"
@@ -134,7 +134,7 @@ class Matched:
         text += f"; sources {moved} in this order" if moved != sorted(moved) else ""
         self._changes.append(text[:200])
         self.mixed = True
-        hint = ". Their place is not kept: a weight of 0 would keep it" if left else ""
+        hint = ". Their position is not kept; a weight of 0 would keep it" if left else ""
         _log.warning("the state is resumed with another mix: %s%s", text, hint)
 
     def _check(self, name: str, saved: Any, here: Any, where: str) -> None:
@@ -147,13 +147,13 @@ class Matched:
                 f"{where}pipeline",
                 saved,
                 here,
-                "other stages, for which the place means nothing: this cannot be allowed",
+                "the stages have changed, so the cursor does not apply. This cannot be allowed",
             )
         self._changes.append(f"{where}{name}: {saved!r} became {here!r}"[:200])
 
 
 def _stages_in(text: Any) -> list[str]:
-    """The stages of a pipeline that have places of their own, by their kinds."""
+    """Return the kinds of the stages of a pipeline that have cursors of their own."""
     found = []
     for step in str(text).split(","):
         kind, _, rest = step.partition("[")
@@ -167,27 +167,27 @@ def _stages_in(text: Any) -> list[str]:
 def _same_parts(
     base: Mix, saved: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], where: str
 ) -> list[int | None]:
-    """For each part of a mix, which of the saved ones it is: by name; else by all that it is; else by its data."""
+    """Return the saved part that corresponds to each part of a mix: by name, else by description, else by data."""
     names, found = saved.get("names"), dict[int, int]()
-    told = any(map(_has_arguments, parts))  # states of before do not tell
+    compares_arguments = any(map(_has_arguments, parts))  # older states lack it
     if base.names and isinstance(names, list) and len(names) == len(parts):
         found = {number: names.index(name) for number, name in enumerate(base.names) if name in names}
-    alike: dict[tuple[str, bool], list[int]] = {}  # of those whose name is new: that may be just another name
+    alike: dict[tuple[str, bool], list[int]] = {}  # parts with a new name: possibly just renamed
     for number, part in enumerate(base.parts):
         if number not in found:
             drawn = any(leaf.seed_drawn for leaf in part.leaves)
-            described = describe(part) if told else _without(describe(part), "arguments")
+            described = describe(part) if compares_arguments else _without(describe(part), "arguments")
             alike.setdefault((_key(described, drawn), drawn), []).append(number)
-    for (key, drawn), mine in alike.items():
-        theirs = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
-        if theirs and len(mine) != len(theirs):
+    for (key, drawn), current in alike.items():
+        candidates = [i for i, one in enumerate(parts) if i not in found.values() and _key(one, drawn) == key]
+        if candidates and len(current) != len(candidates):
             raise mismatch(
                 "parts",
-                f"{len(theirs)} sources that look the same",
-                f"{len(mine)} of them, and which is not known: give the sources names, mix({{'web': a, 'code': b}})",
+                f"{len(candidates)} sources that look the same",
+                f"{len(current)} of them, in unknown order: name the sources, mix({{'web': a, 'code': b}})",
                 where,
             )
-        found.update(zip(mine, theirs, strict=False))
+        found.update(zip(current, candidates, strict=False))
     for number, part in enumerate(base.parts):
         if number not in found:
             data = _data_of(describe(part))
@@ -197,7 +197,7 @@ def _same_parts(
 
 
 def _key(described: Mapping[str, Any], drawn: bool) -> str:
-    """All that a part is; but for its seeds, if they were drawn."""
+    """Return the description of a part as text, without its seeds if they were drawn."""
     return json.dumps(_without(described, "seed") if drawn else described, sort_keys=True)
 
 
@@ -215,14 +215,14 @@ def _has_arguments(described: Mapping[str, Any]) -> bool:
 
 
 def _data_of(described: Mapping[str, Any]) -> Any:
-    """What data a described part is of."""
+    """Return the data of a described part."""
     if isinstance(described.get("parts"), list):
         return [_data_of(part) if isinstance(part, Mapping) else part for part in described["parts"]]
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
 
 
 def _through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
-    """Convert what lies below the stages of a flow."""
+    """Convert the part of a cursor below the stages of a flow."""
     skips, asked = [], need
     for stage in reversed(spec.remembering):
         if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
@@ -242,9 +242,9 @@ def _through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Con
 
 
 def mismatch(name: str, saved: Any, here: Any, where: str = "", cause: str = "") -> CheckpointMismatchError:
-    cause = cause or states.CAUSES.get(name, "another pipeline than when it was saved")
+    cause = cause or states.CAUSES.get(name, "the pipeline has changed since it was saved")
     if name in states.CAUSES:
-        cause += f"; allow=[{name!r}] loads it all the same"
+        cause += f"; allow=[{name!r}] loads it anyway"
     problem = CheckpointMismatchError(f"{where}{name}", saved, here, cause)
     problem.field = name
     return problem

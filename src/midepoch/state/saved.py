@@ -1,4 +1,4 @@
-"""Saving a state, and loading one: where a pipeline is, and what it takes over from the run that saved it."""
+"""Saving and loading a state: the cursor, and the pipeline with what it adopts from the run that saved it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from midepoch.state.matching import CHECKED, Matched, mismatch
 
 _MOST_LANES = 1 << 16
 _KEPT = 16
-"""Changes that are kept in the state: the last ones."""
+"""Maximum number of changes in a state: the last ones."""
 _OF_POSITION = {"epoch", "position", "worker", "round", "batch", *OF_ONE_RANK}
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The contents of a state: where to resume, and the pipeline with what it takes over from the run that saved it."""
+    """The contents of a state: the cursor, and the pipeline with what it adopts from the run that saved it."""
 
     cursor: Cursor
     spec: PipelineSpec
@@ -35,7 +35,7 @@ class Resumed:
     round: int = 0
     batch: int = 0
     shard: tuple[int, int] | None = None
-    """(shard, shards) of a state that holds for one shard only."""
+    """(shard, shards) of a state that is valid for one shard only."""
 
 
 def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
@@ -58,15 +58,15 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
 
 
 def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
-    """Read and check a state, or the list of those of all ranks.
+    """Load a state, or the list of the states of all ranks.
 
-    Raises StateError or CheckpointMismatchError, and changes nothing, if it does not fit. Fields that are ``allow``ed
-    to differ do not raise: they are recorded.
+    Raises StateError or CheckpointMismatchError if it does not fit, and changes nothing. Fields in ``allow`` may
+    differ: differences are recorded.
     """
     check_allow(allow)
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
-        raise StateError("a list of the states of all ranks is empty.")
+        raise StateError("the list of the states of all ranks is empty.")
     found = [parse(one) for one in several]
     if spec.has_positions:
         first = found[_rank_to_load(found, spec.shard)]
@@ -90,7 +90,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
             for lane, at in cursor.lanes.by_lane.items():
                 inner = convert(at.cursor, 0, LaneContext(cursor.epoch, Shard(lane, first["lanes"])))
                 check_cursor(node, inner)
-                # A lane may have something left in another mix; an epoch that was over in all lanes stays so.
+                # A lane may have outputs left in a changed mix. An epoch that had ended in all lanes stays ended.
                 lanes[lane] = replace(at, cursor=inner, ended=at.ended and (over or not matched.mixed))
             cursor = cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
     adopted = replace(
@@ -109,7 +109,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
 
 
 def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
-    """As ``load``, of a state that is one for all ranks and workers."""
+    """Load a state that is equal on all ranks and workers."""
     resumed = load(state, spec, allow)
     if resumed.worker is not None:
         worker = f"worker {resumed.worker[0]} of {resumed.worker[1]}"
@@ -121,16 +121,16 @@ def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> 
     return resumed
 
 
-def one_of(state: Any, cut: Shard) -> Any:
-    """Return a state, or of a list with one of each rank the one to load on this rank.
+def one_of(state: Any, shard: Shard) -> Any:
+    """Return a state, or from a list of the states of all ranks the one to load on this rank.
 
     Raises CheckpointMismatchError if the ranks were not at the same position.
     """
     if not isinstance(state, (list, tuple)):
         return state
     if not state:
-        raise StateError("a list of the states of all ranks is empty.")
-    return state[_rank_to_load([parse(one) for one in state], cut)]
+        raise StateError("the list of the states of all ranks is empty.")
+    return state[_rank_to_load([parse(one) for one in state], shard)]
 
 
 def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
@@ -159,25 +159,25 @@ def _shard(found: Mapping[str, Any], spec: PipelineSpec) -> tuple[int, int]:
             "shard",
             f"shard {shard[0]} of {shard[1]}",
             f"shard {here[0]} of {here[1]}",
-            'with on_error="skip" shards that deliver rows one by one skip different ones, so each must keep a state '
-            "of its own; ds.loader(…) keeps one for all",
+            'with on_error="skip", shards that deliver rows one by one skip different rows, so each needs a state of '
+            "its own; ds.loader(…) keeps one for all",
         )
     return shard
 
 
-def _rank_to_load(found: Sequence[Mapping[str, Any]], cut: Shard) -> int:
-    """Return the rank whose state is to be loaded: they must be at the same position."""
+def _rank_to_load(found: Sequence[Mapping[str, Any]], shard: Shard) -> int:
+    """Return the rank whose state is loaded. All must be at the same position."""
     skipping = all(one["shard"] is not None for one in found)  # then each rank has a position of its own
     if not skipping and not _one_position(found):
         raise _steps_apart([Cursor(one["epoch"], one["position"]) for one in found])
     _check_alike(found, _OF_POSITION | ({"shard"} if skipping else set()), "different runs")
     if skipping:
-        return next((rank for rank, one in enumerate(found) if one["shard"] == cut.index), 0)
+        return next((rank for rank, one in enumerate(found) if one["shard"] == shard.index), 0)
     return max(range(len(found)), key=lambda rank: (found[rank]["epoch"], found[rank]["position"]))
 
 
 def _one_position(found: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether states are at one position: the end of an epoch and the beginning of the next are the same."""
+    """Return True if states are at one position. The end of an epoch equals the beginning of the next."""
     positions = {(one["epoch"], one["position"]) for one in found}
     ends = {
         (one["epoch"] + 1, 0) if one["position"] == one["rows"] else (one["epoch"], one["position"]) for one in found
@@ -213,7 +213,7 @@ def _lanes(found: Mapping[str, Any]) -> Cursor:
     if not lanes and found["position"]:
         raise StateError(f"the state is damaged: position {found['position']} of no lane.")
     if lanes and set(lanes) != set(known.positions(0, found["lanes"]).tolist()):
-        raise StateError("the state is damaged: it does not have the lanes that it says it has.")
+        raise StateError("the state is damaged: its lanes are not those that it names.")
     return Cursor(found["epoch"], found["position"], LaneCursors(lanes, known) if lanes else None)
 
 
@@ -227,19 +227,19 @@ def _check_alike(found: Sequence[Mapping[str, Any]], free: set[str], what: str) 
             if one[name] != found[0][name]:
                 raise apart(
                     name,
-                    f"the list holds states of {what}: {name} is {found[0][name]!r} on rank 0 and "
-                    f"{one[name]!r} on rank {rank}. Nothing was changed.",
+                    f"the list contains states of {what}: {name} is {found[0][name]!r} on rank 0 and {one[name]!r} on "
+                    f"rank {rank}. Nothing was changed.",
                 )
 
 
 def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool) -> Cursor:
-    """Return the cursor with the lanes that all ranks together know. They must have been at the same step."""
+    """Return the cursor with the lanes of all ranks together. They must have been at the same step."""
     epoch = min(cursor.epoch for cursor in cursors)
     if changed and len({(cursor.epoch, cursor.lanes_ended) for cursor in cursors}) > 1:
         raise apart(
             "parts",
-            "some ranks had finished the epoch when these states were saved, others had not: a mix can only be changed "
-            "where all are. Nothing was changed.",
+            "some ranks had finished the epoch when these states were saved, others had not: a mix can be changed "
+            "only if all or none have. Nothing was changed.",
         )
     if len(cursors) == 1 or not any(cursor.lanes for cursor in cursors):
         if any(cursor.epoch != epoch for cursor in cursors):
@@ -258,7 +258,7 @@ def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool)
             before = found.get(lane, at)
             if before.outputs != at.outputs:
                 raise _steps_apart(cursors)
-            found[lane] = before if before.ended else at  # one of the ranks may know that it is the end
+            found[lane] = before if before.ended else at  # possibly only one of the ranks has noticed the end
         if not any(at.ended for at in cursor.lanes.by_lane.values()):
             running.add(cursor.position)
     if len(running) > 1:
@@ -266,7 +266,7 @@ def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool)
     missing = [lane for lane in range(lanes) if lane not in found]
     if missing and not finished:
         raise apart(
-            "flow", f"of {lanes} lanes the states know {len(found)} only: the list must have those of all ranks."
+            "flow", f"the states contain {len(found)} of {lanes} lanes. Pass a list with the states of all ranks."
         )
     over = LaneCursor(0, True, start(node))
     position = max(cursor.position for cursor in inside)
@@ -277,7 +277,7 @@ def _steps_apart(cursors: Sequence[Cursor]) -> CheckpointMismatchError:
     at = [f"rank {rank}: epoch {cursor.epoch}, position {cursor.position}" for rank, cursor in enumerate(cursors)]
     return apart(
         "position",
-        f"the ranks were not at the same step when these states were saved ({'; '.join(at[:4])}"
-        f"{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all ranks after the same "
-        "batch; where the state is the same on all ranks, that of one rank restores every rank.",
+        "the ranks were not at the same step when these states were saved "
+        f"({'; '.join(at[:4])}{'; …' * (len(at) > 4)}): rows would be lost or repeated. Nothing was changed. Save all "
+        "ranks after the same batch. If the state is the same on all ranks, that of one rank restores every rank.",
     )

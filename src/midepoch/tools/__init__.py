@@ -1,5 +1,9 @@
-"""Answers about data, states and runs, for the command line and for scripts.
+"""Tools around a run, also as commands of ``midepoch``.
 
-*Plan*: what a resume would do. *Describe*: a state in words, and how two differ. *Locate*: the data of a state on this
-machine. *Bench*: settings tried on this machine. *Doctor*: what is wrong with an installation. *Report*: a run as a page.
+- ``plan``: the effect of a resume, before it
+- ``describe``: a state in words, and the differences between two
+- ``locate``: the data of a state on this machine
+- ``bench``: measured loader settings for this machine
+- ``doctor``: problems of an installation
+- ``report``: a run as an HTML page
 """

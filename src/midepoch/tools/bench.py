@@ -1,7 +1,7 @@
-"""Trying settings on this machine: how fast is this data, with which workers and batches, beside the limit.
+"""Measurements of loader settings on this machine: rows/s by workers and batch size, beside the limit.
 
-The limit is what the same rows cost without a loader: copied in order from where they are mapped, or fetched and
-decoded block after block by as many threads as there are cores, and not looked at.
+The limit is the speed of the same rows without a loader: copied in order from mapped files, or fetched and decoded
+block after block by as many threads as there are cores, and discarded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from midepoch.pipeline.engine import Engine
 from midepoch.stats import Stats
 
 _NEAR = 0.95
-"""A setting with fewer workers is as good as the best if it reaches so much of it."""
+"""A setting with fewer workers is as good as the fastest if it reaches this share of its speed."""
 _LIMIT_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting, and what came of it."""
+    """One setting, and its measurements."""
 
     num_workers: int
     batch_size: int
@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limit:
-    """Of this machine for these rows: without a loader, warm."""
+    """The speed of this machine for these rows, without a loader, warm."""
 
     rows_per_second: float
     bytes_per_second: float
@@ -48,7 +48,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Advice:
-    """The setting to take, and why."""
+    """The recommended setting, and the reason."""
 
     best: Trial
     why: str
@@ -62,12 +62,10 @@ def try_settings(
     seconds: float,
     report: Callable[[int, int], Any] | None = None,
 ) -> list[Trial]:
-    """Each setting for so many seconds, in turn, after a first look that nobody counts."""
+    """Measure each setting for ``seconds`` seconds, in turn, after a first pass that is not counted."""
     settings = [(count, size) for count in workers for size in batch_sizes]
     found = []
-    _consume(
-        ds.loader(batch_sizes[0], last_batch="uneven"), min(seconds, 0.5)
-    )  # what is read for the first time is slower
+    _consume(ds.loader(batch_sizes[0], last_batch="uneven"), min(seconds, 0.5))  # the first read is slower
     for number, (count, size) in enumerate(settings, 1):
         with ds.loader(size, num_workers=count, last_batch="uneven", persistent_workers=count > 0) as loader:
             _consume(loader, seconds)
@@ -78,7 +76,7 @@ def try_settings(
 
 
 def _consume(loader: Any, seconds: float) -> None:
-    """Take batches for a while after the first one, epoch after epoch if they are short."""
+    """Take batches for a while after the first one, over several epochs if they are short."""
     until = None
     while True:
         batches = 0
@@ -94,7 +92,7 @@ def _consume(loader: Any, seconds: float) -> None:
 
 
 def find_limit(ds: Dataset, seconds: float) -> Limit:
-    """What the same columns cost without a loader."""
+    """Measure the same columns without a loader."""
     leaf = ds.pipeline.leaf
     source, engine = leaf.source, Engine(leaf)
     rows, size, began = 0, 0, time.perf_counter()
@@ -117,13 +115,13 @@ def find_limit(ds: Dataset, seconds: float) -> Limit:
             for piece, count in engine.read_pieces(np.arange(at, min(at + step, total))):
                 rows, size = rows + count, size + _copied(piece.columns.values())
             at = at + step if at + step < total else 0
-        how = "rows in order, copied once from where they are mapped"
+        how = "rows in order, copied once from mapped files"
     elapsed = time.perf_counter() - began
     return Limit(rows / elapsed, size / elapsed, how)
 
 
 def _copied(columns: Iterable[Any]) -> int:
-    """Copy the memory of some Arrow columns; how many bytes that were."""
+    """Copy the memory of Arrow columns, and return the number of bytes."""
     size = 0
     for column in columns:
         for buffer in getattr(column, "array", column).buffers():
@@ -134,19 +132,19 @@ def _copied(columns: Iterable[Any]) -> int:
 
 
 def advise(trials: Sequence[Trial]) -> Advice:
-    """The fastest setting; of those that come near, the one with the fewest workers, then the smallest batches."""
+    """Return the fastest setting; of those close to it, the one with the fewest workers, then the smallest batches."""
     fastest = max(trials, key=lambda one: one.rows_per_second)
     near = [one for one in trials if one.rows_per_second >= _NEAR * fastest.rows_per_second]
     best = min(near, key=lambda one: (one.num_workers, one.batch_size))
     alone = max((one for one in trials if not one.num_workers), key=lambda one: one.rows_per_second, default=None)
     stages = best.stats.stages
     most = max(stages, key=lambda name: stages[name])
-    work = {"read": "reading", "functions": "your functions", "present": "putting batches together"}[most]
+    work = {"read": "reading", "functions": "your functions", "present": "assembling batches"}[most]
     if best.num_workers and alone is not None and alone.rows_per_second:
         ratio = best.rows_per_second / alone.rows_per_second
         why = f"{best.num_workers} workers are {ratio:.1f} × as fast as none: most of the work is {work}."
     elif not best.num_workers and any(one.num_workers for one in trials):
-        why = f"workers do not help here: most of the work is {work}, and handing batches over costs as much."
+        why = f"workers do not help here: most of the work is {work}, and transferring batches costs as much."
     else:
         why = f"most of the work is {work}."
     if best is not fastest:

@@ -1,7 +1,7 @@
-"""States in words: where a run stood, in what, and how two of them differ.
+"""States in words: the position and the pipeline of a run, and the differences between two states.
 
-print(describe(state))                     # epoch 3, 41.2 %: position 412,000 of 1,000,000; next: row 17 of a.parquet …
-differences(state, other_state)            # [] if one can be loaded where the other can
+print(describe(state))                 # epoch 3, 41.2 %: position 412,000 of 1,000,000; next: row 17 of a.parquet …
+differences(state, other_state)        # [] if one can be loaded where the other can
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from midepoch.tools.locate import of_index
 
 _SHOWN_CHANGES = 8
 _OF_SHUFFLE = ("seed", "window", "aligned")
-"""Fields that follow from the scope: where that differs, they say nothing more."""
+"""Fields that follow from the scope: if it differs, they add nothing."""
 
 
 @dataclass(frozen=True)
 class StateSummary:
-    """What a state says. ``rows`` and ``share`` of a stream are None before an epoch of it has been gone through."""
+    """The contents of a state. ``rows`` and ``share`` of a stream are None until an epoch of it has been iterated."""
 
     epoch: int
     position: int
@@ -42,20 +42,20 @@ class StateSummary:
     data: str
     lanes: int
     next_row: str | None = None
-    """Of the data, if it was found on this machine: which row of which file is next."""
+    """The next row and its file, if the data was found on this machine."""
     steps_left: int | None = None
     whose: str | None = None
-    """If it is not that of a whole run: which worker's or shard's it is."""
+    """The worker or shard of the state, if it is not that of a complete run."""
     changes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
     @property
     def share(self) -> float | None:
-        """Of the epoch that is over."""
+        """The share of the epoch that has been delivered."""
         return None if not self.rows else min(1.0, self.position / self.rows)
 
     def lines(self) -> dict[str, str]:
-        """By name, what there is to say."""
+        """The summary as lines, by name."""
         unit = "outputs" if self.stream else "rows"
         of = "" if self.rows is None else f" of {'about ' * self.stream}{self.rows:,}"
         share = "" if self.share is None else f" ({100 * self.share:.1f} %)"
@@ -89,20 +89,20 @@ def describe(
     last_batch: str | None = None,
     index_dir: str | os.PathLike[str] | None = None,
 ) -> StateSummary:
-    """A state, or the list of those of all ranks, in words. Raises StateError if it is none.
+    """Describe a state, or the list of the states of all ranks, in words. Raises StateError if it is none.
 
-    ``last_batch`` is as for a loader. With a ``batch_size`` (of a rank) also how many steps are left of the epoch.
+    ``last_batch`` is that of the loader. With a ``batch_size`` (of a rank), the steps left of the epoch are included.
     """
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
-        raise StateError("a list of the states of all ranks is empty.")
+        raise StateError("the list of the states of all ranks is empty.")
     found = [parse(one) for one in several]
     first, chosen = found[0], several[0]
     is_stream = bool(first["flow"])
     if is_stream:
         position, rows = sum(one["position"] for one in found), first["epoch_outputs"] or None
         if len({one["known"] for one in found}) < len(found):
-            position = first["position"]  # of ranks that run all lanes together: each knows of all
+            position = first["position"]  # ranks that run all lanes together: each has all of them
     else:
         chosen = one_of(several, Shard())
         first = parse(chosen)
@@ -151,7 +151,7 @@ def _whose(state: Mapping[str, Any]) -> str:
 
 
 def _sources(parts: str) -> tuple[str, ...]:
-    """Of a mix and the like: each source, with its weight."""
+    """Return each source of a mix or another combination, with its weight."""
     if not parts:
         return ()
     try:
@@ -170,7 +170,7 @@ def _sources(parts: str) -> tuple[str, ...]:
 
 
 class Difference(NamedTuple):
-    """A field in which two states differ. ``cause`` is empty where it does not stand in the way of a resume."""
+    """A field in which two states differ. ``cause`` is empty if the difference does not prevent a resume."""
 
     field: str
     first: Any
@@ -179,29 +179,29 @@ class Difference(NamedTuple):
 
 
 def differences(first: Any, second: Any) -> list[Difference]:
-    """How a state differs from another, or from a dataset, stream or loader. With causes: why it is not its state."""
-    mine = parse(one_of(first, Shard()) if not _flows(first) else _one(first))
+    """Return the differences between a state and another state, a dataset or a loader, with causes for a refusal."""
+    state = parse(one_of(first, Shard()) if not _flows(first) else _one(first))
     if isinstance(second, (Dataset, Loader)):
         spec = second.pipeline
-        flow = "" if spec.has_positions else mine["flow"] or "[]"
-        other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=mine["lanes"])), "flow": flow}
+        flow = "" if spec.has_positions else state["flow"] or "[]"
+        other: Mapping[str, Any] = {"parts": "", **identity(replace(spec, lanes=state["lanes"])), "flow": flow}
     else:
         other = parse(one_of(second, Shard()) if not _flows(second) else _one(second))
     found = []
     for name in ("epoch", "position", "lanes"):
-        if name in other and mine[name] != other[name]:
-            found.append(Difference(name, mine[name], other[name], ""))
-    shuffled = mine["scope"] == other.get("scope", mine["scope"])
+        if name in other and state[name] != other[name]:
+            found.append(Difference(name, state[name], other[name], ""))
+    shuffled = state["scope"] == other.get("scope", state["scope"])
     for name, cause in CAUSES.items():
-        if name == "arguments" and not comparable(mine[name], other.get(name), ()):
+        if name == "arguments" and not comparable(state[name], other.get(name), ()):
             continue
-        if mine[name] != other.get(name, mine[name]) and (shuffled or name not in _OF_SHUFFLE):
-            found.append(Difference(name, mine[name], other[name], cause))
-    if bool(mine["flow"]) != bool(other["flow"]):
-        cause = "steps that change the number of rows were added or left out"
-        found.append(Difference("kind", _kind(mine), _kind(other), cause))
-    if mine["parts"] != other["parts"]:
-        found.append(Difference("parts", mine["parts"], other["parts"], "the sources, or their steps, are others"))
+        if state[name] != other.get(name, state[name]) and (shuffled or name not in _OF_SHUFFLE):
+            found.append(Difference(name, state[name], other[name], cause))
+    if bool(state["flow"]) != bool(other["flow"]):
+        cause = "steps that change the number of rows were added or removed"
+        found.append(Difference("kind", _kind(state), _kind(other), cause))
+    if state["parts"] != other["parts"]:
+        found.append(Difference("parts", state["parts"], other["parts"], "the sources, or their steps, have changed"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a machine is like, as far as it matters to loading data: versions, limits, caches, settings that go wrong."""
+"""Findings about a machine for loading data: versions, limits, caches, settings that often go wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROOM = 5 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict``: "good", "mind" (it may hurt), "bad" (it will not work)."""
+    """A finding. ``verdict``: "good", "mind" (it may slow things down), "bad" (it will not work)."""
 
     verdict: str
     what: str
@@ -39,14 +39,14 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, the same order every time."""
+    """Return all findings, always in the same order."""
     return [*_versions(), *_processor(), *_files(), *_memory(), *_folders(), *_settings()]
 
 
 def _versions() -> Iterator[Finding]:
     fits = sys.version_info >= (3, 10)
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield Finding("good" if fits else "bad", "Python", text, "" if fits else "3.10 or newer is needed")
+    yield Finding("good" if fits else "bad", "Python", text, "" if fits else "3.10 or newer is required")
     bounds = _least()
     for name in ("midepoch", *_SHOWN, *_OTHERS):
         try:
@@ -57,13 +57,13 @@ def _versions() -> Iterator[Finding]:
             continue
         least = bounds.get(name)
         if least is not None and _numbers(version) < _numbers(least):
-            yield Finding("bad" if name in _NEEDED else "mind", name, version, f"{least} or newer is needed")
+            yield Finding("bad" if name in _NEEDED else "mind", name, version, f"{least} or newer is required")
         else:
             yield Finding("good", name, version)
 
 
 def _least() -> dict[str, str]:
-    """The lowest version of each package that midepoch asks for, by its own metadata."""
+    """Return the lowest version of each package that midepoch requires, from its own metadata."""
     found: dict[str, str] = {}
     for asked in importlib.metadata.requires("midepoch") or ():
         if (bound := re.match(r"([\w-]+)(?:\[[^\]]*\])?\s*>=\s*([\d.]+)", asked)) is not None:
@@ -77,17 +77,17 @@ def _numbers(version: str) -> list[int]:
 
 
 def _processor() -> Iterator[Finding]:
-    mine, all_cores = cores(), os.cpu_count() or 1
+    usable, all_cores = cores(), os.cpu_count() or 1
     quota = _quota()
-    if quota is not None and quota < mine:
-        text = f"{mine}, but the container may use only {quota:g}"
-        yield Finding("mind", "cores", text, f"no more than {max(1, int(quota))} workers over all ranks")
+    if quota is not None and quota < usable:
+        text = f"{usable}, but the container may use only {quota:g}"
+        yield Finding("mind", "cores", text, f"use at most {max(1, int(quota))} workers over all ranks")
     else:
-        yield Finding("good", "cores", str(mine) if mine == all_cores else f"{mine} of {all_cores}")
+        yield Finding("good", "cores", str(usable) if usable == all_cores else f"{usable} of {all_cores}")
 
 
 def _quota() -> float | None:
-    """Cores that a container may use, if there is a limit."""
+    """Return the number of cores that a container may use, if there is a limit."""
     try:
         most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if most == "max" else int(most) / int(period)
@@ -118,7 +118,7 @@ def _memory() -> Iterator[Finding]:
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         small = size < 1 << 30
-        remedy = "midepoch's workers do not need it; torch's DataLoader does: docker run --shm-size=8g" if small else ""
+        remedy = "midepoch's workers do not need it, torch's DataLoader does: docker run --shm-size=8g" if small else ""
         yield Finding("mind" if small else "good", "shared memory", f"{size / 1e9:.1f} GB in /dev/shm", remedy)
 
 
@@ -145,7 +145,7 @@ def _folders() -> Iterator[Finding]:
     text = f"{folder} ({kind or 'disk'}, {free / 1e9:.0f} GB free)"
     if free < _ROOM:
         yield Finding(
-            "mind", "index folder", text, "decoded blocks are kept there too: set MIDEPOCH_CACHE to a larger disk"
+            "mind", "index folder", text, "decoded blocks are stored there, too: set MIDEPOCH_CACHE to a larger disk"
         )
     elif is_network(folder):
         yield Finding(
@@ -166,8 +166,8 @@ def _settings() -> Iterator[Finding]:
         yield Finding("bad", "ranks", str(problem), "unset the variables of the launcher that was not used")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None and threads.isdigit() and int(threads) > cores():
-        yield Finding("mind", "OMP_NUM_THREADS", threads, f"more than the {cores()} cores there are")
+        yield Finding("mind", "OMP_NUM_THREADS", threads, f"more than the {cores()} available cores")
     if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("true", "1"):
-        yield Finding("mind", "TOKENIZERS_PARALLELISM", "true", "unset it: workers tokenize side by side already")
+        yield Finding("mind", "TOKENIZERS_PARALLELISM", "true", "unset it: workers already tokenize in parallel")
     if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
-        yield Finding("good", "Hugging Face", "offline: only what is in the cache can be loaded")
+        yield Finding("good", "Hugging Face", "offline: only cached data can be loaded")

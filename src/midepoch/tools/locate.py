@@ -1,4 +1,4 @@
-"""What is known of the data of a state: given as a dataset, or found on this machine by its fingerprint."""
+"""The data of a state: given as a dataset, or found on this machine by its fingerprint."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Where a state stands, its order, and where its blocks and files begin, if they were found.
+    """A state's cursor and order, and the first rows of its blocks and files, if they were found.
 
-    ``checked``: against what the state was, "dataset", "index" or "nothing".
+    ``checked``: what the state was checked against: "dataset", "index" or "nothing".
     """
 
     cursor: Cursor
@@ -43,20 +43,20 @@ class Known:
     notes: tuple[str, ...] = ()
 
     def at(self, epoch: int, notes: list[str]) -> EpochOrder | None:
-        """The order of an epoch, if enough is known; if not, ``notes`` say what is missing."""
+        """Return the order of an epoch, if enough is known. Otherwise add what is missing to ``notes``."""
         if self.order is None:
-            notes.append("which rows were selected is not in the state: give the dataset to see rows and blocks.")
+            notes.append("the selected rows are not in the state. Pass the dataset to see rows and blocks.")
             return None
         by_rows = self.order.shuffle is None or self.order.shuffle.scope == "rows"
         if self.layout is None:
             if not by_rows:
-                notes.append("where blocks begin is not in the state: give the dataset to see rows and blocks.")
+                notes.append("the first rows of blocks are not in the state. Pass the dataset to see rows and blocks.")
                 return None
             return self.order.at(epoch, Layout(np.array([0, self.rows]), np.array([0, self.rows])))
         return self.order.at(epoch, self.layout)
 
     def place(self, position: int) -> str | None:
-        """Which row of which file stands at a position of the epoch that the state is in."""
+        """Return the row at a position of the state's epoch, and its file."""
         order = self.at(self.cursor.epoch, [])
         if order is None or self.layout is None or self.order is None or position >= self.rows:
             return None
@@ -87,7 +87,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     state = one_of(state, Shard())
     check(state)
     if state.get("workers") or state.get("shard") is not None:
-        raise StateError("the state is that of one worker or shard, which fits just the same number of them.")
+        raise StateError("this is the state of one worker or shard, which fits only the same number of them.")
     cursor, order = Cursor(state["epoch"], state["position"]), _order(state)
     if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
         raise StateError(
@@ -96,7 +96,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     folder = default_index_dir() if index_dir is None else Path(index_dir).expanduser()
     index = _index_of(state["data"], folder)
     if index is None:
-        note = "its data was not found among the indexes on this machine: it was not checked against any."
+        note = "its data was not found among the indexes on this machine, so it was not checked against any."
         return Known(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
     files = np.cumsum([0, *(file.rows for file in index.files)], dtype=np.int64)
     total = int(files[-1])
@@ -116,7 +116,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
 
 
 def _order(state: Mapping[str, Any]) -> Order | None:
-    """The order that a state tells of, as far as it does: which rows were picked one by one it does not."""
+    """Return the order that a state describes, or None if rows were selected one by one."""
     if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", state["selection"]) is None:
         return None
     ranges = [tuple(map(int, part.split(":"))) for part in state["selection"].split(",")]
@@ -125,7 +125,7 @@ def _order(state: Mapping[str, Any]) -> Order | None:
 
 
 def _index_of(fingerprint: str, folder: Path) -> Index | None:
-    """The index of some data; of several copies, one whose files are still there."""
+    """Return the index of some data. Of several copies, prefer one whose files still exist."""
     gone: Index | None = None
     for path in sorted(folder.glob("*.midepoch-index")):
         index = read_index(path)
@@ -137,7 +137,7 @@ def _index_of(fingerprint: str, folder: Path) -> Index | None:
 
 
 def block_bytes(index: Index) -> Int64Array:
-    """About how many bytes each block has in its file: its rows' share."""
+    """Return the approximate bytes of each block in its file: the share of its rows."""
     if not index.files:
         return np.zeros(0, dtype=np.int64)
     rows = np.diff(index.starts)
@@ -147,15 +147,13 @@ def block_bytes(index: Index) -> Int64Array:
 
 
 def state_in(tree: Any, part: str | None = None) -> Any:
-    """The state of a pipeline in what a checkpoint holds: the only one there is, or the one under a name."""
+    """Return the state of a pipeline in a checkpoint: the only one, or the one with a name."""
     found = dict(_states(tree, ""))
     if part is not None:
         found = {name: state for name, state in found.items() if name == part}
     if len(found) != 1:
-        there = ", ".join(found) or "none"
-        raise CheckpointNotFoundError(
-            f"there must be one state of a pipeline to plan with{f' called {part!r}' if part else ''}, found: {there}."
-        )
+        named, there = f" called {part!r}" if part else "", ", ".join(found) or "none"
+        raise CheckpointNotFoundError(f"expected one state of a pipeline{named} to plan with, found: {there}.")
     return next(iter(found.values()))
 
 

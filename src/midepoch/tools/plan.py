@@ -1,4 +1,4 @@
-"""What a resume would do, before anyone pays for GPUs: accepted or refused, the next rows, steps left, what is read.
+"""The effect of a resume, before it costs GPU time: accepted or refused, the next rows, steps left, blocks to read.
 
 from midepoch.tools.plan import plan_resume
 plan = plan_resume(state, ds, world_size=6, batch_size=48, num_workers=4)
@@ -34,7 +34,7 @@ from midepoch.tools.locate import Known, block_bytes, of_dataset, of_index
 
 @dataclass(frozen=True)
 class Reading:
-    """What one machine reads until the end of the epoch: rows it hands out, blocks it touches, about how many bytes."""
+    """The reads of one machine until the end of the epoch: rows it delivers, blocks it reads, approximate bytes."""
 
     ranks: tuple[int, int]
     rows: int
@@ -44,12 +44,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What a resume would do. If it is not ``accepted``, ``problem`` says why, and the rest is empty."""
+    """The effect of a resume. If it is not ``accepted``, ``problem`` is the reason, and the rest is empty."""
 
     accepted: bool
     problem: str | None
     checked: str
-    """Against what the state was checked: "dataset", "index" (its data was found by its fingerprint), or "nothing"."""
+    """Reference of the check of the state: "dataset", "index" (its data was found by its fingerprint), or "nothing"."""
     epoch: int = 0
     position: int = 0
     rows: int = 0
@@ -59,11 +59,11 @@ class ResumePlan:
     dropped: int = 0
     padded: int = 0
     ranks_left_out: int = 0
-    """How many ranks get no row of the last step (under ``last_batch="uneven"``)."""
+    """Number of ranks without a row of the last step (under ``last_batch="uneven"``)."""
     batches: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """The next steps: for each of them, for each rank, the rows by their numbers in the dataset before the shuffle."""
+    """The rows of the next steps, by step and rank: row numbers in the dataset before shuffling."""
     lanes: tuple[tuple[int, ...], ...] = ()
-    """For each rank, the lanes that it runs, where steps change the number of rows: then ``batches`` is empty."""
+    """The lanes of each rank, if steps change the number of rows. Then ``batches`` is empty."""
     machines: tuple[Reading, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -80,11 +80,11 @@ def plan_resume(
     machines: int = 1,
     index_dir: str | os.PathLike[str] | None = None,
 ) -> ResumePlan:
-    """What loading a state would do on ``world_size`` ranks with ``batch_size`` rows each.
+    """Return the effect of loading a state on ``world_size`` ranks with ``batch_size`` rows each.
 
-    Without a dataset the state's data is looked up among the indexes on this machine by its fingerprint. ``machines``:
-    over how many the ranks are spread, evenly. ``steps``: of how many steps to list the rows. ``last_batch``: as the
-    loader has it, if one is given, else "uneven".
+    Without a dataset, the state's data is searched by its fingerprint among the indexes on this machine. ``machines``:
+    number of machines over which the ranks are spread evenly. ``steps``: number of steps whose rows are listed.
+    ``last_batch``: default is that of the loader if one is given, else "uneven".
     """
     size = integer(world_size, "plan(world_size=…)", 1)
     machines = integer(machines, "plan(machines=…)", 1)
@@ -115,11 +115,11 @@ def _in_lanes(state: Any) -> bool:
 
 
 def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int) -> ResumePlan:
-    """Plan the resume of a pipeline whose steps change the number of rows: by what is left of its lanes."""
+    """Plan the resume of a pipeline that changes the number of rows, by what is left of its lanes."""
     if dataset is None:
         raise StateError(
-            "the pipeline of this state changes the number of rows: what is left of its sources is known with the "
-            "dataset only. Give it (--dataset)."
+            "the pipeline of this state changes the number of rows, so the rest of its sources is known only with "
+            "the dataset. Pass it (--dataset)."
         )
     whole_state = load_global(state, dataset.pipeline)
     spec, cursor = whole_state.spec, whole_state.cursor
@@ -132,14 +132,14 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
         check_known(cursor, share, spec.lanes)
     if spec.lanes % ranks:
         notes.append(
-            f"{ranks} ranks do not divide {spec.lanes} lanes: some lanes are run by several ranks, each in full."
+            f"{ranks} ranks do not divide {spec.lanes} lanes: some lanes are run by several ranks, each completely."
         )
     lanes = [tuple(share.lanes.positions(0, spec.lanes).tolist()) for share in shares]
     total = spec.epoch_outputs or estimated_length(spec.node, cursor, spec.lanes)
     size = options.batch_size * ranks
     steps = 0 if total is None else max(0, -(-round(total - cursor.position) // size))
     notes.append(
-        "how many steps are left is an estimate" if total is not None else "how many steps are left is not known"
+        "the number of steps left is an estimate" if total is not None else "the number of steps left is not known"
     )
     each = ranks // machines
     readings = []
@@ -165,7 +165,7 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
 
 
 def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], lanes: list[int]) -> Reading:
-    """Return what is left to read of some lanes until the end of the epoch: rows of the sources, blocks, bytes."""
+    """Return the reads of some lanes until the end of the epoch: rows of the sources, blocks, bytes."""
     tree, fresh = tree_of(spec.node), start(spec.node)
     known = {} if cursor.lanes is None else cursor.lanes.by_lane
     rows, size = 0, 0.0
@@ -199,7 +199,7 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
     size = options.batch_size * ranks
     plan = Plan.of(epoch, position, known.rows, size, options.last_batch)
     if position and not len(plan):
-        notes.append(f"epoch {epoch} is over: it goes on with epoch {epoch + 1}.")
+        notes.append(f"epoch {epoch} is over: it continues with epoch {epoch + 1}.")
         epoch, position = epoch + 1, 0
         plan = Plan.of(epoch, 0, known.rows, size, options.last_batch)
     batches: list[tuple[tuple[int, ...], ...]] = []
@@ -231,17 +231,17 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
     )
 
 
-def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, mine: range) -> Reading:
-    """Blocks with a row between here and the end of the epoch, of the lanes that these ranks read."""
-    rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in mine)
-    span = (mine.start, mine.stop - 1)
+def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, own: range) -> Reading:
+    """Return the reads of some ranks until the end of the epoch, by the blocks of the lanes that they read."""
+    rows = sum(Shard(r, ranks).before(plan.end) - Shard(r, ranks).before(plan.start) for r in own)
+    span = (own.start, own.stop - 1)
     if order is None or known.layout is None or known.order is None or known.block_bytes is None:
         return Reading(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))
     uses = order.uses()
     wanted = (uses.last >= plan.start) & (uses.first < plan.end)
     if known.order.lanes % ranks == 0:
-        wanted &= (uses.lane < 0) | np.isin(uses.lane % ranks, list(mine))
+        wanted &= (uses.lane < 0) | np.isin(uses.lane % ranks, list(own))
     blocks = np.unique(uses.blocks[wanted])
-    # Mapped files are read row by row; blocks that are fetched or decoded, as a whole and once for a machine.
+    # Mapped files are read row by row; blocks that are fetched or decoded, completely and once for each machine.
     size = int(known.block_bytes[blocks].sum())
     return Reading(span, rows, len(blocks), size if known.fetched else min(size, int(rows * (known.row_bytes or 0))))

@@ -17,6 +17,10 @@ from midepoch.transforms.function import Function, RunContext
 __all__ = ["Map", "RunContext"]
 
 
+class DifferentColumnsError(MapError):
+    """A function returned different columns for different rows: no single row is the wrong one."""
+
+
 @dataclass(frozen=True, eq=False)
 class Map(Function):
     """One call of ``Dataset.map``.
@@ -74,18 +78,18 @@ class Map(Function):
         wrong would depend on their order.
         """
         if before and result and before[0] and isinstance(result, Columns) != isinstance(before[0], Columns):
-            raise MapError(
+            raise DifferentColumnsError(
                 f"map({self.name}) returned a table for some rows and a dict for others, as of row {row} of the "
                 "dataset. Return the same for every row"
             )
         if before and result.keys() != before[0].keys():
             if not result or not before[0]:
-                raise MapError(
+                raise DifferentColumnsError(
                     f"map({self.name}) returned None (no columns) for some rows and {sorted(result or before[0])} for "
                     f"others, as of row {row} of the dataset. Leave rows out with filter() instead, or return the same "
                     "columns for every row"
                 )
-            raise MapError(
+            raise DifferentColumnsError(
                 f"map({self.name}) returned columns {sorted(result)} for row {row} of the dataset but "
                 f"{sorted(before[0])} for a row before. Return the same columns for every row"
             )

@@ -1,7 +1,7 @@
-"""Pictures of data and runs: one self-contained page, as a file or served live.
+"""Reports on data and runs: one self-contained HTML page, as a file or served live.
 
-``collect`` gathers what there is to see as plain numbers; ``page`` puts it into HTML; ``watch`` serves the same page
-for a run in progress.
+``collect`` gathers the contents as plain numbers; ``page`` puts them into HTML; ``watch`` serves the same page for a
+run in progress.
 """
 
 from midepoch.tools.report.contents import collect

@@ -1,4 +1,4 @@
-"""What has been consumed, epoch by epoch, by which start of the run; and when, by how many ranks, how fast."""
+"""Consumption of each epoch by each start of the run, and its speed over time and ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from midepoch.audit.coverage import pieces_of
 from midepoch.audit.passes import Generation
 
 _MOST_RANKS = 64
-"""Ranks whose curves are shown one by one; of more of them, only all together."""
+"""Maximum number of ranks with a curve of their own. Of more ranks, only the sum is shown."""
 _MOST_POINTS = 600
 
 
 def of_run(run: Run) -> dict[str, Any]:
-    """All that the ledger tells, as plain numbers."""
+    """Return the contents of the ledger as plain numbers."""
     starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
     kept = set(map(_key, run.generations))
     order = run.order
@@ -57,12 +57,12 @@ def of_run(run: Run) -> dict[str, Any]:
 
 
 def _key(one: Generation) -> Any:
-    """By which a pass is known, also in the history that the weights have."""
+    """Return the key of a pass, also in the history that the weights have."""
     return one.shape, one.beginning
 
 
 def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[dict[str, Any]]]:
-    """By epoch, the positions that each pass handed over: kept, and what was made again after a crash."""
+    """Return by epoch the positions that each pass delivered: kept, or repeated after a crash."""
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*run.generations, *(one for one in run.every if _key(one) not in kept)]:
         about = {"start": starts[one.shape.attempt], "ranks": one.shape.ranks}
@@ -110,7 +110,7 @@ def _pass(one: Generation, start: int, kept: bool) -> dict[str, Any]:
 
 
 def _speed(run: Run, starts: dict[str, int]) -> list[dict[str, Any]]:
-    """By pass and rank: [time, rows/s, share of the time waited, seconds], between two marks."""
+    """Return by pass and rank: [time, rows/s, share of the time waited, seconds], between two marks."""
     found = []
     for one in run.every:
         ranks = one.shape.ranks
@@ -137,7 +137,7 @@ def _curve(began: float, marks: tuple[tuple[int, int, int], ...], rows: float) -
 
 
 def _all_together(curves: dict[int, list[list[float]]]) -> list[list[float]]:
-    """The sum of all ranks' rows/s, and the mean of their waiting, in spans of ten seconds."""
+    """Return the sum of all ranks' rows/s, and the mean of their waiting, in spans of ten seconds."""
     spans: dict[int, list[list[float]]] = defaultdict(list)
     for points in curves.values():
         for point in points:

@@ -1,4 +1,4 @@
-"""Everything that a report shows, as plain numbers: of a dataset, of a run's ledger, of its checkpoints."""
+"""The contents of a report as plain numbers: of a dataset, of a run's ledger, of its checkpoints."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def collect(
     label: str | None = None,
     batch_size: int = 256,
 ) -> dict[str, Any]:
-    """What a report shows of a run (the folder given to ``audit=``), of a dataset, or of a run and its dataset.
+    """Return the contents of a report on a run (the folder given to ``audit=``), a dataset, or both.
 
-    ``checkpoints``: their folder; if not given, ``checkpoints`` beside or in the run's folder, if there is one.
+    ``checkpoints``: their folder; default: ``checkpoints`` beside or in the run's folder, if there is one.
     ``read_checkpoints``: read every byte of them. ``label``: a column whose values should be spread evenly.
     """
     if run is None and dataset is None:
-        raise ValueError("give a run, a dataset, or both")
+        raise ValueError("pass a run, a dataset, or both")
     if label is not None and dataset is None:
-        raise ValueError("labels are in the data: give the dataset too")
+        raise ValueError("labels are in the data: pass the dataset, too")
     runs = (
         [] if run is None else [one for one in read_runs(run) if stream in (None, one.stream, one.streams[one.stream])]
     )
@@ -92,7 +92,7 @@ def _layout(ds: Dataset) -> dict[str, Any]:
 
 
 def _layout_of_run(run: Run) -> dict[str, Any]:
-    """As far as the ledger tells: the data itself need not be here."""
+    """Return the layout as far as the ledger contains it: the data itself is not needed."""
     files = []
     for source in run.order.sources:
         names = source.about["files"]
@@ -110,7 +110,7 @@ def _layout_of_run(run: Run) -> dict[str, Any]:
 
 
 def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours put together, if there are too many to draw."""
+    """Merge neighbouring files if there are too many to draw."""
     size = -(-len(files) // _MOST_FILES)
     if size <= 1:
         return files
@@ -125,20 +125,20 @@ def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
-    """What the ledger tells, and its data; more of that if the dataset is given, and is the one."""
+    """Return the contents of the ledger, and of the data if the dataset is given and is that of the run."""
     sources, last = run.order.sources, run.generations[-1].shape
-    mine = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
+    matches = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
         source.about["data"] for source in sources
     }
-    if ds is not None and not mine and len(run.streams) == 1:
+    if ds is not None and not matches and len(run.streams) == 1:
         raise StateError(
             f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
             f"{', '.join(source.about['data'] for source in sources)}."
         )
-    found = {**of_run(run), "data": _layout(ds) if ds is not None and mine else _layout_of_run(run), "shuffle": None}
-    if len(sources) == 1:  # of several, batches are as well mixed as their weights say
+    found = {**of_run(run), "data": _layout(ds) if ds is not None and matches else _layout_of_run(run), "shuffle": None}
+    if len(sources) == 1:  # of several sources, batches are as mixed as the weights
         order = sources[0]
-        labels = _labels(ds, label, order.order.selection) if ds is not None and mine and label is not None else None
+        labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
         shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
         found["shuffle"] = {**shuffle, "label": label if labels is not None else None}
     return found
@@ -153,7 +153,7 @@ def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | Non
 
 
 def _labels(ds: Dataset, label: str, selection: Selection) -> Callable[[Int64Array], Any]:
-    """The values of a column at rows of a selection of the files."""
+    """Return a function from rows of a selection of the files to the values of a column."""
     everything = Order(Selection.of_ranges([(0, ds.pipeline.source.rows)]))
     plain = (
         Dataset(PipelineSpec.of(replace(ds.pipeline.base, order=everything)))

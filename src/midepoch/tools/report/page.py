@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, with its numbers inside."""
+"""The page: one self-contained HTML file with its numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LIVE = "/*live*/false"
 
 
 def render(found: dict[str, Any], *, live: bool = False) -> str:
-    """The page of what ``collect`` found. ``live``: it asks where it came from for newer numbers."""
+    """Return the page of the contents from ``collect``. ``live``: it requests newer numbers from its server."""
     page = files("midepoch.tools.report").joinpath("page.html").read_text(encoding="utf-8")
-    # "<" inside of a script could end it, whatever a file or column is called.
+    # "<" inside a script could end it, as part of the name of a file or column.
     numbers = json.dumps(to_jsonable(found), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return page.replace(_LIVE, "true" if live else "false", 1).replace(_NUMBERS, numbers, 1)

@@ -1,6 +1,6 @@
-"""How well an order mixes, beside a true permutation of as many rows: a picture, serial correlation, batches.
+"""Shuffle quality of an order, beside a true permutation of as many rows: picture, serial correlation, batches.
 
-Batches are judged by classes: the values of a label, or else the files that rows lie in, or else tenths of the data.
+Batches are judged by classes: the values of a label, else the files of the rows, else tenths of the data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _TENTHS = 10
 def quality(
     order: Order, layout: Layout, epoch: int, *, batch: int, labels: Callable[[Int64Array], Any] | None = None
 ) -> dict[str, Any]:
-    """Of one epoch's order, and of a true permutation with the same seed. ``labels``: the classes of rows, if known."""
+    """Return the quality of one epoch's order, and of a true permutation with the same seed.
+
+    ``labels``: the classes of rows, if known.
+    """
     seed = order.shuffle.seed if order.shuffle is not None else 0
     true = replace(order, shuffle=Shuffle(seed, "rows"), lanes=1)
     of_row, name = _classes(order, layout, labels)
@@ -57,18 +60,18 @@ def _judged(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Arr
 
 
 def _picture(order: EpochOrder, rows: int) -> list[int]:
-    """Counts by cell: position from left to right, row of the data from top to bottom."""
+    """Return counts by cell: position from left to right, row of the data from top to bottom."""
     positions = np.unique(np.linspace(0, rows - 1, min(rows, _PICTURE)).astype(np.int64))
     x, y = positions * _CELLS // rows, order.chosen(positions) * _CELLS // rows
     return [int(count) for count in np.bincount(y * _CELLS + x, minlength=_CELLS * _CELLS)]
 
 
 def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
-    """(lag, correlation) of row numbers that stand so many positions apart; 0 where one says nothing of the other."""
+    """Return (lag, correlation) of row numbers ``lag`` positions apart. 0 means that they are unrelated."""
     length = min(rows, _RUN)
     starts = np.unique(np.linspace(0, rows - length, _RUNS).astype(np.int64))
     runs = [order.chosen(np.arange(start, start + length)).astype(np.float64) for start in starts]
-    centre, spread = (rows - 1) / 2, (rows**2 - 1) / 12  # of all rows: of a few neighbours, everything is alike
+    centre, spread = (rows - 1) / 2, (rows**2 - 1) / 12  # over all rows: among a few neighbours, all rows are similar
     found = []
     for lag in _LAGS:
         if lag < length // 2 and spread:
@@ -78,13 +81,13 @@ def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
 
 
 def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64Array], Int64Array]) -> dict[str, Any]:
-    """Of some batches, by how much their classes differ from those of the data: 0 is the same, 1 nothing in common."""
+    """Return the difference between the classes of some batches and of the data: 0 is equal, 1 nothing in common."""
     batch = max(1, min(batch, rows))
     whole = max(1, rows // batch)
     starts = np.unique(np.linspace(0, whole - 1, min(whole, _BATCHES)).astype(np.int64)) * batch
     positions = (starts[:, None] + np.arange(batch)).ravel()
     classes = of_row(order.chosen(positions)).reshape(len(starts), batch)
-    # Drawn, and not every n-th: labels may alternate.
+    # Drawn, not every n-th: labels may alternate.
     some = of_row(np.arange(rows) if rows <= 4 * _RUN else np.random.default_rng(0).integers(0, rows, 4 * _RUN))
     count = int(max(classes.max(), some.max())) + 1
     everywhere = np.bincount(some, minlength=count) / len(some)
@@ -96,7 +99,7 @@ def _imbalance(order: EpochOrder, rows: int, batch: int, of_row: Callable[[Int64
 def _classes(
     order: Order, layout: Layout, labels: Callable[[Int64Array], Any] | None
 ) -> tuple[Callable[[Int64Array], Int64Array], str]:
-    """Row numbers (of the dataset) to classes from 0 on, and what those are."""
+    """Return a function from row numbers (of the dataset) to classes from 0 on, and the names of the classes."""
     if labels is not None:
         known: dict[Any, int] = {}
 

@@ -1,7 +1,7 @@
-"""A page that is served live: on this machine's own address, or with a token to whoever has it.
+"""A page that is served live, on this machine's own address, or protected by a token.
 
-Answers two addresses, / and /data.json, and reads nothing but what it was made for. Requests under a name that is not
-its own are refused, so that a page from elsewhere cannot read it through the user's browser (DNS rebinding).
+It answers two addresses, / and /data.json, and reads only the run it was created for. Requests under a foreign host
+name are refused, so that another page cannot read it through the user's browser (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from midepoch.tools.report.page import render
 
 _log = logging.getLogger("midepoch")
 _FRESH = 1.0
-"""Seconds for which what was collected is shown to all who ask."""
+"""Seconds for which collected numbers are reused for all requests."""
 
 
 class Watch:
-    """Serves what ``look`` finds. ``token`` is made where the address is not this machine's own and none is given."""
+    """Serves the contents that ``look`` returns. ``token`` is drawn if the address is not this machine's own."""
 
     def __init__(self, look: Callable[[], dict[str, Any]], host: str, port: int, token: str | None = None) -> None:
         self._look, self._host = look, host
@@ -58,12 +58,12 @@ class Watch:
 
     @property
     def address(self) -> str:
-        """To open in a browser."""
+        """The address to open in a browser."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
     def serve(self) -> None:
-        """Until interrupted or closed."""
+        """Serve until interrupted or closed."""
         with self._turn:
             if self._closed:
                 return
@@ -74,7 +74,7 @@ class Watch:
     def close(self) -> None:
         with self._turn:
             self._closed = True
-        if self._serves:  # or it would wait for ever for the end of that
+        if self._serves:  # else it would wait indefinitely for the end of that
             self._server.shutdown()
         self._server.server_close()
 
@@ -87,7 +87,7 @@ class Watch:
         self._server.server_close()
 
     def admits(self, host: str | None, given: str) -> bool:
-        """Whether a request may be answered: by its token, or on this machine's own address by the name asked for."""
+        """Return True if a request may be answered: by its token or, on this machine's own address, its host name."""
         if self.token is not None:
             return hmac.compare_digest(given.encode(), self.token.encode())
         try:
@@ -96,7 +96,7 @@ class Watch:
             return False
 
     def numbers(self) -> bytes:
-        """What there is to see, as JSON. One look for all who ask within a second."""
+        """Return the contents as JSON. Requests within a second share one collection."""
         with self._lock:
             now = time.monotonic()
             if self._found is None or now - self._found[0] > _FRESH:
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def is_own(host: str) -> bool:
-    """Whether a name or address is this machine's own."""
+    """Return True if a name or address is this machine's own."""
     if host == "localhost":
         return True
     with suppress(ValueError):

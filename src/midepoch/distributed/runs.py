@@ -1,0 +1,79 @@
+"""Names of the starts of a run, equal on all ranks of a start.
+
+A run that is interrupted and resumed has several starts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from typing import Any
+
+from midepoch._internal.imports import loaded
+from midepoch.distributed.keyvalue import connected
+from midepoch.distributed.rendezvous import first_value
+from midepoch.distributed.world import World
+
+_LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "MASTER_PORT",
+)
+_UNIQUE = ("SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+"""Those that no other start has."""
+
+
+def run_identity(world: World) -> str:
+    """Return a text that all ranks of this start share and that no other start has, as far as can be known.
+
+    It is the first of: ``MIDEPOCH_RUN_ID``; a text drawn by the first rank; the environment variables of the launcher;
+    the empty text.
+    """
+    if given := os.environ.get("MIDEPOCH_RUN_ID"):
+        return f"-{_file_name(given)}"
+    if connected() >= world.size and (drawn := first_value("run", secrets.token_hex(8))) is not None:
+        return f"-{drawn}"
+    if placed := _placement():
+        return f"-{placed}"
+    return "".join(f"-{_file_name(os.environ[name])}" for name in _LAUNCHER_VARIABLES if os.environ.get(name))
+
+
+def start_name(world: World) -> str:
+    """Return ``run_identity``, or an empty text if another start might have the same."""
+    identity = run_identity(world)
+    if os.environ.get("MIDEPOCH_RUN_ID") or connected() >= world.size:
+        return identity
+    if _placement() or any(os.environ.get(name) for name in _UNIQUE):
+        return identity
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world.size):  # torchrun on one machine: its agent started all ranks
+        return f"{identity}-{_parent()}"
+    return ""
+
+
+def _parent() -> str:
+    """Return the id and the start time of the parent process, a pair that is never reused."""
+    parent = os.getppid()
+    with suppress(OSError, IndexError), open(f"/proc/{parent}/stat") as file:
+        return f"{parent}.{file.read().rsplit(')', 1)[1].split()[19]}"
+    return str(parent)
+
+
+def _placement() -> str | None:
+    """Return the placement group that the workers of one start of Ray Train share, for use without a store."""
+    ray: Any = loaded("ray")
+    if loaded("ray.train") is None or ray is None or not ray.is_initialized():
+        return None
+    with suppress(Exception):
+        return ray.get_runtime_context().get_placement_group_id() or None
+    return None
+
+
+def _file_name(text: str) -> str:
+    """Return a text that is safe as part of a file name."""
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in text)
