@@ -12,13 +12,12 @@ import sys
 import threading
 from pathlib import Path
 
+import ray
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray_index_job import index
 from ray_train_job import END, LOSE_AT, STOP_AT, train, wait_for
-
-import ray
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 HEAD = {

@@ -123,6 +123,7 @@ def store(folder: Path) -> None:
 def ray(folder: Path) -> None:
     """An index made by Ray's workers is the one that is made without."""
     import ray
+
     from midepoch.integrations.ray import build_index
 
     write(folder)
