@@ -317,6 +317,31 @@ def test_the_last_batch_delivered_is_the_end_of_the_pass(name: str, open_ds: Cal
     assert same(list(resumed), second)
 
 
+@pytest.mark.parametrize("name", ["filter", "filter in order", "pack", "mix", "take", "flat map"])
+def test_every_rank_ends_its_pass_with_its_own_last_batch(
+    name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path
+) -> None:
+    """Also where ranks run lanes of their own, and the ledger says that nothing is missing."""
+    ledger = Ledger(tmp_path, attempt="1")
+    for rank in range(2):
+        make = lambda rank=rank, **more: PIPELINES[name](open_ds()).loader(  # noqa: E731
+            2, rank=rank, world_size=2, last_batch="uneven", **more
+        )
+        expected = [batches_of_epoch(make, epoch) for epoch in range(3)]
+        loader = make(audit=ledger)
+        for epoch in expected:
+            found = []
+            for batch in loader:
+                found.append(batch)
+                if len(found) == len(epoch):
+                    break
+            assert same(found, epoch)
+        list(loader)
+        loader.close()
+    run = read_run(tmp_path)
+    assert run.exact and all(epoch.complete for epoch in run.epochs), (run.problems, run.epochs)
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pass_that_was_left_continues_if_the_data_is_shuffled(
     name: str, open_ds: Callable[[], midepoch.Dataset], caplog: pytest.LogCaptureFixture
@@ -349,6 +374,12 @@ def test_naming_an_epoch_begins_it(name: str, open_ds: Callable[[], midepoch.Dat
     for _ in range(3):
         loader.set_epoch(0)
         assert same([batch for batch, _ in zip(loader, range(3), strict=False)], whole[:3])
+    for more in (1, 2):  # a look, or a few batches, after a pass that was left
+        loader.set_epoch(0)
+        for count in (2, more):
+            assert len([batch for batch, _ in zip(loader, range(count), strict=False)]) == count
+        loader.set_epoch(0)
+        assert same(next(iter(loader)), whole[0])
     loader.set_epoch(0)
     resumed = make()
     batches = iter(loader)
@@ -454,14 +485,30 @@ def test_the_ledger_proves_every_pipeline(name: str, open_ds: Callable[[], midep
     assert run.exact and epoch.complete, (run.problems, epoch)
     assert epoch.once + epoch.dropped == rows and (epoch.again > 0 or name in GROUPED)
     assert run.attempts == 4 and run.worlds == [1, 2, 1]
-    for delivery in run.rows_of_step(2):
-        assert 2 in [one.step for one in run.steps_of_row(delivery.row, delivery.source)]
+    seen: dict[tuple[int, int], set[int]] = {}
+    for step in range(1, run.steps + 1):
+        for one in run.rows_of_step(step):
+            seen.setdefault((one.row, one.source), set()).add(step)
+    assert seen == {key: {one.step for one in run.steps_of_row(*key)} for key in seen}, (
+        "by step and by row, the ledger says the same"
+    )
     if name in FILTERED:
         assert epoch.filtered == FILTERED[name]
 
 
 FILTERED = {"filter": 19, "filter in order": 19, "pack": 19, "mix": 19, "concat": 19, "expression": 12, "flat map": 13}
 """Rows that become nothing: 19 of 37 numbers are even, 12 are not above 11, and 13 are multiples of 3."""
+
+
+@pytest.mark.parametrize("name", ["rows", "filter", "pack", "mix"])
+def test_the_ledger_shows_a_rank_without_a_record(
+    name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path, attempt="1")
+    list(PIPELINES[name](open_ds()).loader(2, rank=0, world_size=2, last_batch="uneven", audit=ledger))
+    run = read_run(tmp_path)
+    assert not run.exact and not run.epochs[0].complete and "no record of rank 1" in run.problems[0]
+    assert run.epochs[0].never + run.epochs[0].pending > 0
 
 
 @pytest.mark.parametrize("name", ["filter", "pack", "mix", "concat"])

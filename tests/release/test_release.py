@@ -59,7 +59,7 @@ def test_the_core_alone(built: Path, tmp_path: Path) -> None:
         [sys.executable, "-S", "-c", asked], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
-    assert re.search(r'needs (typer|rich): pip install "midepoch\[cli\]"', done.stderr)
+    assert re.search(r'requires (typer|rich): pip install "midepoch\[cli\]"', done.stderr)
 
 
 def test_the_changelog_begins_with_this_version() -> None:

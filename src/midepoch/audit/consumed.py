@@ -6,7 +6,7 @@ each pass begins where the pass before it was left: then the intervals tile the 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class LaneRun:
 
     def owner(self, one: Generation, lane: int) -> LaneTrack | None:
         """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
-        tracks = [track for track in one.tracks.values() if lane in track.begin]
+        tracks = [track for track in one.tracks.values() if lane in track.begin and lane not in track.ended]
         return max(tracks, key=lambda track: track.delivered, default=None)
 
     def places(self, one: Generation, lane: int, at: At) -> list[LeafPlace]:
@@ -165,11 +165,13 @@ class LaneRun:
                 filtered + became_nothing,
             )
             before, last = self.places(one, lane, track.at(lane, steps)), (one, track, steps)
-        if last is None or before is None:
-            return LaneCounts()
+        ended = any(lane in track.ended for one in passes for track in one.tracks.values())
+        if last is None or before is None:  # no rank has a record of it, or it had nothing left
+            rows = sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows)
+            return LaneCounts(never=rows) if over else LaneCounts(pending=rows)
         one, track, steps = last
-        if track.finished and steps == track.delivered:
-            # Rows consumed after the last batch yielded no output, or too few for a batch.
+        is_over = track.finished and steps == track.delivered
+        if is_over:  # rows consumed after the last batch yielded no output, or too few for a batch
             rest, nothing = (
                 a - b
                 for a, b in zip(self._consumed(one, lane, steps + 1), self._consumed(one, lane, steps), strict=True)
@@ -178,10 +180,14 @@ class LaneRun:
                 dropped += rest
             else:
                 once, filtered = once + rest, filtered + nothing
-            dropped += self._left(one, lane, track.at(lane, steps + 1))
-            return LaneCounts(once, repeated, never, dropped, 0, filtered)
-        left = self._left(one, lane, track.at(lane, steps))
-        return LaneCounts(once, repeated, never + (left if over else 0), dropped, 0 if over else left, filtered)
+        left = self._left(one, lane, track.at(lane, steps + is_over))
+        if not (is_over or ended):
+            return LaneCounts(once, repeated, never + (left if over else 0), dropped, 0 if over else left, filtered)
+        if one.shape.ends == "drop" or self._tree.get("drops", True):
+            dropped += left
+        else:  # stages read on to the end of their sources, and nothing came of it
+            once, filtered = once + left, filtered + left
+        return LaneCounts(once, repeated, never, dropped, 0, filtered)
 
     def _left(self, one: Generation, lane: int, at: At) -> int:
         """Return the rows of a lane after a cursor, of sources that are not iterated again."""
@@ -245,40 +251,52 @@ class LaneRun:
         place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == found.leaf)
         return place.row if (place.epoch, place.lane) == (found.epoch, found.lane) else self._total(place)
 
-    def steps_of_row(self, one: Generation, before: int, row: int, source: int) -> Iterator[Delivery]:
+    def steps_of_row(
+        self, one: Generation, before: int, row: int, source: int, later: Sequence[Generation] = ()
+    ) -> Iterator[Delivery]:
         """Yield the steps of a pass that consumed a row. ``before``: steps of the run before the pass."""
+        numbers = set()
         for lane in range(one.lanes):
             track = self.owner(one, lane)
             steps = 0 if track is None else min(track.delivered, one.kept_steps)
-            for each in self.intervals(one, lane, 0, steps):
-                if each.leaf != source:
-                    continue
-                position = int(self._sources[source].at(each.epoch).positions(np.array([row]))[0])
-                number = position // each.lane.count
-                inside = each.first <= number < each.first + each.touched
-                if position % each.lane.count != each.lane.index or not inside:
-                    continue
-                at = (each.epoch, each.lane, number)
-                for step in range(self._first_step(one, lane, source, at, steps), steps):
-                    deliveries = [each for each in self.deliveries(one, step, before + step + 1) if each.row == row]
-                    if not (here := [each for each in deliveries if each.source == source]):
-                        break
-                    yield from here
+            numbers |= set(self._steps_with(one, lane, (row, source), 0, steps, later))
+        for number in sorted(numbers):
+            for found in self.deliveries(one, number, before + number + 1, later):
+                if (found.row, found.source) == (row, source):
+                    yield found
 
-    def _first_step(self, one: Generation, lane: int, leaf: int, at: tuple[int, Shard, int], steps: int) -> int:
-        """Return the number of the first step of a pass that consumed a row of a lane, by bisection."""
+    def _steps_with(
+        self, one: Generation, lane: int, wanted: tuple[int, int], first: int, stop: int, later: Sequence[Generation]
+    ) -> Iterator[int]:
+        """Yield the steps in a range that may have consumed a row in a lane: by halves, where it can be in both."""
+        if first >= stop or not self._may_hold(one, lane, wanted, first, stop, later):
+            return
+        if stop - first == 1:
+            yield first
+            return
+        middle = (first + stop) // 2
+        yield from self._steps_with(one, lane, wanted, first, middle, later)
+        yield from self._steps_with(one, lane, wanted, middle, stop, later)
+
+    def _may_hold(
+        self, one: Generation, lane: int, wanted: tuple[int, int], first: int, stop: int, later: Sequence[Generation]
+    ) -> bool:
+        row, source = wanted
         track = self.owner(one, lane)
         assert track is not None
-        places = self.places(one, lane, track.at(lane, steps))
-        last = next(place for place in places if place.leaf == leaf)
-
-        def reached(step: int) -> bool:
-            place = next(each for each in self.places(one, lane, track.at(lane, step)) if each.leaf == leaf)
-            if (place.epoch, place.lane) != at[:2]:
-                return place.run >= last.run and (last.epoch, last.lane) != at[:2]
-            return place.row + bool(place.part) > at[2]
-
-        return bisect_left(range(1, steps + 1), True, key=reached)
+        begin = self.places(one, lane, track.at(lane, first))[source]
+        end = self.places(one, lane, track.at(lane, stop))[source]
+        if abs(end.run - begin.run) > 1:
+            return True  # iterated more than once in between
+        for each in self.intervals(one, lane, first, stop):
+            if each.leaf != source:
+                continue
+            each = self._with_groups(one, lane, each, stop, later)
+            position = int(self._sources[source].at(each.epoch).positions(np.array([row]))[0])
+            inside = each.first <= position // each.lane.count < each.first + each.touched
+            if position % each.lane.count == each.lane.index and inside:
+                return True
+        return False
 
 
 def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]) -> str:

@@ -24,7 +24,7 @@ from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
 from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice
+from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Zip
 from midepoch.pipeline.passes import BORROWING, place_of
 from midepoch.transforms.packing import PackSpec
 
@@ -67,6 +67,7 @@ class LaneRecorder:
         known = {} if lanes is None else lanes.by_lane
         self.numbers = numbers
         self.begin = {number: nested(known[number].cursor if number in known else start) for number in numbers}
+        self.ended = [number for number in numbers if number in known and known[number].ended]
         self._before: list[tuple[list[Any], list[int]] | None] = [None] * len(numbers)
         self.pending: list[Sequence[Any]] = []
         """For each step that is not written yet, the marks of the lanes, in the order of their numbers."""
@@ -123,6 +124,8 @@ class LaneTrack:
 
     begin: Mapping[int, At]
     record: bytes
+    ended: frozenset[int] = frozenset()
+    """Lanes that were at their end when the pass began."""
 
     @cached_property
     def _segments(self) -> dict[int, list[tuple[int, At, Int64Array]]]:
@@ -193,6 +196,22 @@ def _has_floats(values: list[list[Any]]) -> bool:
 
 def _filled(template: At, values: Iterator[Any]) -> At:
     return [_filled(inner, values) if isinstance(inner, list) else next(values) for inner in template]
+
+
+def may_drop(node: Node) -> bool:
+    """Return True if rows may be left over at the end of an epoch: then they are dropped, not filtered."""
+    base = node.base
+    stages = any(
+        isinstance(stage, Slice)
+        or getattr(stage, "drop_last", False)
+        or getattr(stage, "drop_remainder", False)
+        or (isinstance(stage, Local) and any(getattr(step, "drop_last", False) for step in stage.steps))
+        for stage in node.stages
+    )
+    if isinstance(base, Leaf):
+        return stages or any(getattr(step, "drop_last", False) for step in base.steps)
+    mixed = isinstance(base, Zip) or (isinstance(base, Mix) and base.stop != "all")
+    return stages or mixed or any(map(may_drop, base.parts))
 
 
 def tree_of(node: Node, first: int = 0) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Ledger:
         if end is None:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
             self._lanes = LaneRecorder(cursor.lanes, numbers, start(spec.node))
-            header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items())}
+            header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items()), "ended": self._lanes.ended}
         try:
             header |= self._open(header["attempt"], shard)
             save_order(self.folder, spec)
@@ -209,6 +209,7 @@ class Ledger:
         if self._lanes is not None:
             self._lanes.pending.append(self._marks(self._lanes, cursor))
         if due:
+            self.flush()
             self.sync()
 
     def flush(self) -> None:

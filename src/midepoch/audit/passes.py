@@ -69,7 +69,8 @@ class Generation:
     @property
     def is_look(self) -> bool:
         """True if no rank received more than a first batch, of several."""
-        return max(self.steps.values()) <= 1 and self.shape.start + self.shape.global_batch < self.end
+        few = max(self.steps.values()) <= 1 and self.shape.start + self.shape.global_batch < self.end
+        return few and not any(track.finished for track in self.tracks.values())
 
     def made(self, rank: int) -> int:
         """Return the position up to which a rank received its rows, whether the run kept them or not."""

@@ -147,7 +147,9 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             marks=tuple(marks),
             is_load=bool(header.get("load")),
             lost=lost,
-            track=LaneTrack(dict(header["cursors"]), record) if "cursors" in header else None,
+            track=LaneTrack(dict(header["cursors"]), record, frozenset(header.get("ended", ())))
+            if "cursors" in header
+            else None,
             lanes=header.get("lanes", 0),
             finished=finished,
             previous=tuple((name, steps) for name, steps in header.get("previous", ())),

@@ -127,7 +127,7 @@ class Run:
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
-            if one.missing and (one is not self.generations[-1] or _are_through(one))
+            if one.missing and any(one.steps.values()) and (one is not self.generations[-1] or _are_through(one))
         ]
         if any(one.beside for one in self.every):
             problems.append(
@@ -278,7 +278,11 @@ class Run:
             if not 0 <= row < sources[source].rows:
                 raise DataNotFoundError(f"there is no row {row}: source {source} has {sources[source].rows:,} rows.")
             passes = zip(self.generations, self._first_steps, strict=False)
-            return [each for one, first in passes for each in self.lanes_of(one).steps_of_row(one, first, row, source)]
+            return [
+                each
+                for number, (one, first) in enumerate(passes)
+                for each in self.lanes_of(one).steps_of_row(one, first, row, source, self.generations[number + 1 :])
+            ]
         rows = self.generations[0].rows
         if not 0 <= row < rows:
             raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
@@ -360,7 +364,8 @@ def read_runs(folder: str | Path) -> list[Run]:
 
 def _are_through(one: Generation) -> bool:
     """Return True if some rank has completed a pass of several steps, so that the others have begun it."""
-    return one.frontier >= one.end and max(one.steps.values()) > 1
+    finished = one.frontier >= one.end or any(track.finished for track in one.tracks.values())
+    return finished and max(one.steps.values()) > 1
 
 
 def _drops(one: Generation, rows: int) -> bool:

@@ -13,6 +13,7 @@ from midepoch.errors import WorldError
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Plan
 from midepoch.order import Shard
+from midepoch.pipeline.cursor import Cursor
 from midepoch.state.format import OF_ONE_RANK
 
 _made, _loaders = keyvalue.Counters(), keyvalue.Counters()
@@ -55,6 +56,16 @@ class RankConsistencyCheck:
     def loaded(self) -> None:
         """Note that a state was loaded, which may have changed the seed or the lanes."""
         self._loads += 1
+
+    def compare(self, identity: Mapping[str, Any], start: Cursor, *, first: bool) -> None:
+        """Compare what this rank loads and, after the first batch of a pass, also where the pass began."""
+        if first:
+            self.check_identity(identity)
+            return
+        position, lanes = {"epoch": start.epoch}, start.lanes
+        if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
+            position["position"] = start.position  # the same on all ranks, unless one of them has nothing left
+        self.check_pass(identity, position)
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
         """Raise WorldError, at the first step, if the first rank to arrive loads different data."""

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from midepoch._internal.checks import integer
 from midepoch.audit.ledger import Ledger
@@ -24,7 +24,6 @@ from midepoch.pipeline.length import estimated_length, known_length
 from midepoch.pipeline.spec import PipelineSpec, check_known
 from midepoch.state import saved as states
 
-Self = TypeVar("Self", bound="Loader")
 _log = logging.getLogger("midepoch")
 
 
@@ -70,6 +69,8 @@ class Loader(Measured):
         """The cursor after the last batch delivered, or None if the next pass begins there."""
         self._named, self.namings = named, 0  # True if set_epoch chose the epoch, and the number of its calls
         self._left: _Left | None = None
+        self._resume_point = cursor if cursor.begun else None
+        """Where a loaded state left off, until more than a look follows: naming its epoch resumes there."""
         self._looked = self._warned = False
         self.iterator: weakref.ref[Pass] | None = None
         self._sources = Sources(options, equal, self.meter.timings)
@@ -175,18 +176,23 @@ class Loader(Measured):
         return 0 if self._is_over(at) else at.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate. The epoch of a loaded state resumes; any other starts at its beginning."""
+        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
         epoch = integer(epoch, "set_epoch")
         live, left = self._live(), self._left
-        batches = left.batches if left is not None else live.delivered if live is not None else 0
         self._pass = self._left = None
         self.namings += 1
+        if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
+            self._resume_point = None
         if self.how == "fresh" and not self._cursor.begun:
-            self.origin = Cursor(epoch)  # a run that begins here, as in loops that create a loader for every epoch
-        if epoch != self._cursor.epoch or batches > 1:
-            self._cursor, self.delivered = Cursor(epoch), None
-        elif self.delivered is not None and _resolved(self.delivered).epoch != epoch:
+            self.origin = Cursor(epoch)  # a run that begins there, as by those who make a loader for every epoch
+        point = self._resume_point
+        if (
+            epoch != self._cursor.epoch
+            or left is not None
+            or (self.delivered is not None and _resolved(self.delivered).epoch != epoch)
+        ):
             self.delivered = None
+        self._cursor = point if point is not None and point.epoch == epoch else Cursor(epoch)
         self._named = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +221,7 @@ class Loader(Measured):
         # No call between these: a signal handler that saves must not see only some of them.
         self._spec, self._named, self._left = spec, False, None
         self._cursor = self.origin = resumed.cursor
-        self.delivered, self.how = None, "loaded"
+        self.delivered, self.how, self._resume_point = None, "loaded", resumed.cursor
         if self._counterparts is not None:
             self._counterparts.loaded()
         if self.ledger is not None:  # now, not with the first batch: there may be no batch left
@@ -273,6 +279,8 @@ class Loader(Measured):
         if left is not None:
             at = _resolved(left.cursor)
             self._named, self._cursor, self._looked = False, at, left.batches == 1
+            if not self._looked:
+                self._resume_point = None
             if self._looked or not self._spec.node.shuffled:
                 restart = left.start if self._looked else Cursor(at.epoch)
             if restart is not None and self._spec.has_positions and not self._is_over(at):
@@ -281,11 +289,13 @@ class Loader(Measured):
         cursor, rolled = self._cursor, False
         if self._is_over(cursor) and not self._named:
             # After the last batch, continuing means the next epoch, not an empty one.
+            if self.ledger is not None and cursor.lanes is not None:
+                self.record_end(self.ledger, cursor, cursor)
             cursor, rolled = Cursor(cursor.epoch + 1), True
         self.delivered = cursor if rolled else None
         if (plan := self.plan(cursor)) is not None:
             check_equal_steps(plan, self._options, self.shard)
-        return Start(cursor, rolled, None if rolled else restart)
+        return Start(cursor, rolled, None if rolled else restart, left is not None)
 
     def restarted(self, cursor: Cursor) -> Cursor:
         """Begin again at a cursor: the pass before was left there, and is not continued."""
@@ -303,12 +313,13 @@ class Loader(Measured):
         assert self.delivered is not None
         self._left = _Left(batches.start, self.delivered, batches.delivered)
 
-    def may_roll(self, start: Cursor, rolled: bool) -> bool:
+    def may_roll(self, start: Cursor, rolled: bool, left: bool) -> bool:
         """Return True if a pass that finds nothing left continues with the next epoch.
 
-        False if the epoch was set, or if other ranks may have batches left.
+        False if the epoch was set, or if this rank has loaded a state and other ranks may have batches left. A rank
+        that left its own pass after the last batch does not wait for them.
         """
-        alone = self.state_is_global or self._options.last_batch != "uneven"
+        alone = left or self.state_is_global or self._options.last_batch != "uneven"
         return start.begun and not rolled and not self._named and alone
 
     def rolled_to(self, epoch: int) -> Cursor:
@@ -331,20 +342,19 @@ class Loader(Measured):
             self.delivered = None  # another epoch was set while this one was iterated
             return
         self._cursor = end if rolled else Cursor(end.epoch + 1)
+        self._resume_point = end if rolled else None
         self.delivered, self._named = end if end.position else None, False
 
     def compare(self, start: Cursor, *, first: bool) -> None:
-        """Compare the data of this rank with that of the others and, at the second batch of a pass, its start."""
-        if self._counterparts is None:
-            return
-        if first:
-            self._counterparts.check_identity(self._spec.identity)
-            return
-        at = {"epoch": start.epoch}
-        lanes = start.lanes
-        if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
-            at["position"] = start.position  # equal on all ranks, unless one of them has nothing left
-        self._counterparts.check_pass(self._spec.identity, at)
+        """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
+        if self._counterparts is not None:
+            self._counterparts.compare(self._spec.identity, start, first=first)
+
+    def record_end(self, ledger: Ledger, start: Cursor, end: Cursor) -> None:
+        """Record a pass without batches that comes to the end of the epoch: what was left became nothing."""
+        self.begin_record(ledger, start)
+        ledger.finish(self.meter.waited, end)
+        self.how, self.origin = "on", end
 
     def begin_record(self, ledger: Ledger, cursor: Cursor, *, load: bool = False) -> None:
         """Record that a pass begins at a cursor, or that a state was loaded there."""
@@ -388,12 +398,6 @@ class Loader(Measured):
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""
         self._end_iteration()
         self.close_workers()
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _resolved(cursor: Cursor | StepOutputs) -> Cursor:

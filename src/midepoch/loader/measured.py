@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import length_hint
-from typing import Any
+from typing import Any, TypeVar
 
 from midepoch._internal import html
 from midepoch._internal.checks import integer
@@ -15,9 +15,11 @@ from midepoch.loader.options import Options
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.stats import Hook, Stats
 
+Self = TypeVar("Self", bound="Measured")
+
 
 class Measured(Resumable):
-    """The methods of a loader that measure it."""
+    """The methods of a loader that measure it, and its use in a ``with`` statement."""
 
     def __init__(self, workers: int) -> None:
         self.meter = Meter(workers)
@@ -107,3 +109,13 @@ class Measured(Resumable):
             "so far": str(stats) if stats.batches else None,
         }
         return html.table("Loader", {k: v for k, v in about.items() if v is not None}, at / total if total else None)
+
+    def close(self) -> None:
+        """Stop threads and workers now."""
+        raise NotImplementedError
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

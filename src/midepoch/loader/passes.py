@@ -30,6 +30,8 @@ class Start(NamedTuple):
     cursor: Cursor
     rolled: bool = False
     restart: Cursor | None = None
+    left: bool = False
+    """True if the pass before was left in this process, and may have been at its end."""
 
 
 class Pass(HasState):
@@ -45,7 +47,7 @@ class Pass(HasState):
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
-        self.start, self.rolled, self._restart = start
+        self.start, self.rolled, self._restart, self._left = start
         self._meter.begin()
         self._namings = self._loader.namings
         self._plan = self._loader.plan(self.start)
@@ -142,15 +144,22 @@ class Pass(HasState):
                 self._made += 1
                 return made
             begun = self._made or (isinstance(self.source, LaneBatches) and self.source.begun)
-            if not begun and self._plan is None and loader.may_roll(self.start, self.rolled):
+            if not begun and self._plan is None and loader.may_roll(self.start, self.rolled, self._left):
                 # Nothing is left of the loader's epoch: continue with the next, instead of an empty pass.
+                self._record_end()
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
                 continue
             self._over = True
-            if self._ledger is not None:
-                self._ledger.finish(self._meter.waited, self._end())
+            self._record_end()
             loader.epoch_over(self._end(), self.rolled)
             return None
+
+    def _record_end(self) -> None:
+        """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
+        if self._ledger is not None and not self.delivered and self._plan is None:
+            self._loader.record_end(self._ledger, self.start, self._end())
+        elif self._ledger is not None:
+            self._ledger.finish(self._meter.waited, self._end())
 
     def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
         self.start, self.rolled, self._restart = cursor, rolled, None

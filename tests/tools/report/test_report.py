@@ -148,7 +148,7 @@ def test_command(run_folder: Path, labelled_files: str, tmp_path: Path) -> None:
     told = json.loads(call("report", run_folder, "--data", labelled_files, "--label", "label", "--json").stdout)
     assert told["runs"][0]["data"]["blocks"] == 40 and told["runs"][0]["shuffle"]["label"] == "label"
     for wrong, why in (
-        (["report", run_folder, "--shuffle", 1], "a run has the order that it has"),
+        (["report", run_folder, "--shuffle", 1], "a run already has an order"),
         (["report", *paths, "--scope", "rows"], "--shuffle"),
         (["report", tmp_path / "nothing"], "nothing"),
         (["report", run_folder, "--stream", "other"], "no loader 'other'"),
