@@ -172,6 +172,11 @@ class LaneTrack:
         """Steps delivered."""
         return sum(1 for skipped, dot, _, _ in _STEP.findall(self.record) if skipped or dot)
 
+    @cached_property
+    def recorded(self) -> int:
+        """Steps, and the end of the epoch, whose cursors are recorded: a killed process may have left out the last."""
+        return max((segments[-1][0] + len(segments[-1][2]) - 1 for segments in self._segments.values()), default=0)
+
     @property
     def finished(self) -> bool:
         """True if the end of the epoch was reached: its cursors are those of one additional step."""

@@ -256,7 +256,12 @@ class Run:
         number = bisect_right(self._first_steps, step - 1) - 1
         one = self.generations[number]
         if one.lanes:
-            later = self.generations[number + 1 :]
+            later, place = self.generations[number + 1 :], step - self._first_steps[number]
+            if all(track.recorded < place <= track.delivered for track in one.tracks.values()):
+                raise DataNotFoundError(
+                    f"the rows of step {step} are not recorded: its process ended before they were written. Those of "
+                    "the last seconds before a crash may be missing."
+                )
             return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step, later))
         first = one.shape.start + (step - 1 - self._first_steps[number]) * one.shape.global_batch
         positions = np.arange(first, min(first + one.shape.global_batch, one.end, one.until))

@@ -86,8 +86,6 @@ class Loader(Measured):
             if ledger is not None:
                 self.begin_record(ledger, cursor, load=True)
 
-    # Its size
-
     def __len__(self) -> int:
         """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
         spec = self._spec
@@ -156,8 +154,6 @@ class Loader(Measured):
             f"batch_size={self._options.batch_size}; num_workers={self._options.num_workers}; "
             f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
         )
-
-    # The cursor
 
     @property
     def epoch(self) -> int:
@@ -263,8 +259,6 @@ class Loader(Measured):
         if (plan := self.plan(cursor)) is None:
             return cursor.lanes_ended
         return cursor.position > 0 and not len(plan)
-
-    # Passes
 
     def __iter__(self) -> Iterator[Any]:
         self._end_iteration()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from midepoch.state.changing import LaneContext
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
 from midepoch.state.matching import CHECKED, Matched, mismatch
 
+_log = logging.getLogger("midepoch")
 _MOST_LANES = 1 << 16
 _KEPT = 16
 """Maximum number of changes in a state: the last ones."""
@@ -103,6 +105,11 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
         epoch_outputs=max(one["epoch_outputs"] for one in parsed),
         global_seed=spec.global_seed if first["global_seed"] is None else first["global_seed"],
     )
+    if spec.has_positions and spec.base.group is not None and first["position"] and not first["groups"]:
+        _log.warning(
+            "the state is of a version in which batched functions received whole batches. From here on they receive "
+            "groups at fixed positions of the epoch: rows are the same, values that depend on the group may differ."
+        )
     worker = (first["worker"], first["workers"], first["shards"]) if first["workers"] else None
     shard = _shard(first, spec) if first["shard"] is not None else None
     return Resumed(cursor, adopted, worker, first["round"], first["batch"], shard)
