@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import dataset, make_model, train, values
 
-import midepoch
 from forks import forked
 from midepoch.checkpoint import (
     CheckpointSaveError,
@@ -283,29 +283,6 @@ run(); gc.collect()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert "saving step 1 failed" in done.stderr
-
-
-def make_model(seed: int = 0, width: int = 16) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1)
-    )
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.state_dict())
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().sum().backward()
-        optimizer.step()
-
-
-def dataset(small_files: Any) -> midepoch.Dataset:
-    return midepoch.from_files(small_files)
 
 
 def test_async_keeps_the_state_of_the_moment(small_files: Any, tmp_path: Path) -> None:

@@ -264,3 +264,16 @@ def test_a_source_may_have_another_name(numbers: Numbers) -> None:
     renamed.load_state_dict(copied(loader.state_dict()))
     seen += [n for batch in islice(renamed, 20) for n in batch]
     assert counted(seen) == {1}
+
+
+@pytest.mark.parametrize("saved_filtered", [False, True])
+def test_a_state_of_positions_and_one_of_lanes_are_never_exchanged(
+    small_files: list[str], saved_filtered: bool
+) -> None:
+    plain = midepoch.from_files(small_files)
+    filtered = plain.filter(lambda row: bool(row["id"] % 2))
+    saved, other = (filtered, plain) if saved_filtered else (plain, filtered)
+    for allow in ([], ["pipeline"]):
+        with pytest.raises(CheckpointMismatchError, match="cannot be allowed") as refused:
+            other.loader(4).load_state_dict(saved.loader(4).state_dict(), allow=allow)
+        assert refused.value.field == "pipeline" and "loads it anyway" not in str(refused.value)

@@ -168,7 +168,7 @@ class LaneRun:
         ended = any(lane in track.ended for one in passes for track in one.tracks.values())
         if last is None or before is None:  # no rank has a record of it, or it had nothing left
             rows = sum(Shard(lane, passes[-1].lanes).before(count) for count in self._rows)
-            return LaneCounts(never=rows) if over else LaneCounts(pending=rows)
+            return LaneCounts(never=rows) if over or ended else LaneCounts(pending=rows)
         one, track, steps = last
         is_over = track.finished and steps == track.delivered
         if is_over:  # rows consumed after the last batch yielded no output, or too few for a batch

@@ -16,7 +16,6 @@ from midepoch.transforms import (
     FilterExpression,
     FilterRows,
     FlatMap,
-    Function,
     Map,
     RemoveColumns,
     RenameColumns,
@@ -294,10 +293,6 @@ class Steps:
             "input_columns": used,
             "input_format": self._input_format,
         }
-
-
-def functions_in(steps: Sequence[Step]) -> int:
-    return sum(isinstance(step, Function) for step in steps)
 
 
 def _on_error(given: str) -> str:

@@ -45,7 +45,7 @@ class Loader(Measured):
     - If the data is shuffled, the next ``iter()`` continues after the last batch, as a resume from the state would.
     - If it is not, as for validation, the next ``iter()`` begins the epoch again, and logs a warning once.
 
-    ``set_epoch`` always begins an epoch at its beginning; ``next(loader)`` always continues.
+    ``set_epoch`` begins an epoch; that of a loaded state resumes. ``next(loader)`` always continues.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from midepoch.pipeline.open import check_cursor, start
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import LaneContext
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
-from midepoch.state.matching import CHECKED, Matched, mismatch
+from midepoch.state.matching import CHECKED, Matched
 
 _log = logging.getLogger("midepoch")
 _MOST_LANES = 1 << 16
@@ -78,11 +78,6 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
     changes = changes_in(first["changes"])
     matched = Matched(allow, changes)
     node, convert = matched.match(spec.node, _described(first, spec), "")
-    if bool(first["flow"]) == spec.has_positions:
-        kinds = ("rows at positions", "rows in lanes")
-        raise CheckpointMismatchError(
-            "pipeline", kinds[bool(first["flow"])], kinds[not first["flow"]], CAUSES["pipeline"]
-        )
     if spec.has_positions:
         cursor = _position(first, node)
     else:
@@ -142,8 +137,10 @@ def one_of(state: Any, shard: Shard) -> Any:
 
 def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
     """Return the description of the pipeline in a state."""
-    if isinstance(spec.node.base, Leaf) == bool(found["parts"]):
-        raise mismatch("pipeline", found["pipeline"], spec.node.text)
+    one_source = isinstance(spec.node.base, Leaf)
+    if one_source == bool(found["parts"]) or bool(found["flow"]) == spec.has_positions:
+        cause = f"{CAUSES['pipeline']}. Its position means nothing in this pipeline, so the field cannot be allowed"
+        raise CheckpointMismatchError("pipeline", found["pipeline"], spec.node.text, cause)
     if found["parts"]:
         described: dict[str, Any] = _json(found["parts"], dict, "parts")
         return described
