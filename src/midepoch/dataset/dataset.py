@@ -281,6 +281,8 @@ class Dataset(Rows, Resumable):
         audit: Any = None,
         multiprocessing_context: str | None = None,
         collate_columns: bool = False,
+        worker_type: str = "auto",
+        device: Any = None,
     ) -> Loader:
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
@@ -301,6 +303,13 @@ class Dataset(Rows, Resumable):
         ``collate_fn`` gets a list of rows or, with ``collate_columns``, the columns of a batch. ``prefetch``: batches
         that each worker makes ahead; default: 2 to 8, by their size. ``audit``: a folder (or ``midepoch.audit.Ledger``)
         in which deliveries are recorded, for ``midepoch audit``.
+
+        ``device``: "cuda", "cuda:1" or another torch device, or a JAX device or sharding. The next batches are copied
+        there while the model computes. ``pin_memory``: batches in page-locked memory, for copies of your own.
+
+        ``worker_type``: "process", "thread" (for functions that release the interpreter lock, such as decoders of
+        images), or "auto": threads if all steps are known to release it or Python has none, else processes. Batches are
+        the same.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
@@ -327,6 +336,8 @@ class Dataset(Rows, Resumable):
             audit=audit,
             multiprocessing_context=multiprocessing_context,
             collate_columns=collate_columns,
+            worker_type=worker_type,
+            device=device,
         )
 
     # The cursor

@@ -21,6 +21,7 @@ from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch
+from midepoch.transforms.formats import Allocate
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -66,7 +67,9 @@ def only_numbers(leaf: Leaf) -> bool:
 class BatchMaker:
     """Reads the steps of a plan in growing chunks, and makes batches of them."""
 
-    def __init__(self, leaf: Leaf, options: Options, timings: Timings | None = None) -> None:
+    def __init__(
+        self, leaf: Leaf, options: Options, timings: Timings | None = None, *, threaded: bool = False
+    ) -> None:
         self.timings = Timings() if timings is None else timings
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")
@@ -75,7 +78,11 @@ class BatchMaker:
         """True if blocks are decoded and nothing else is done: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
         self._engine = Engine(
-            leaf, shared=shared, readers=options.num_workers if self.decodes_only else 0, timings=self.timings
+            leaf,
+            shared=shared,
+            readers=options.num_workers if self.decodes_only else 0,
+            timings=self.timings,
+            threaded=threaded,
         )
         self._options = options
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
@@ -155,8 +162,11 @@ class BatchMaker:
                 break
         return replace(batch, places=batch.places + max(0, read.genuine or 0))  # all of them after the genuine ones
 
-    def make(self, plan: Plan, read: Read) -> Made:
-        """Transform and present one batch. The main process only has to ``finish`` it."""
+    def make(self, plan: Plan, read: Read, allocate: Allocate | None = None) -> Made:
+        """Transform and present one batch. The main process only has to ``finish`` it.
+
+        ``allocate``: where to assemble the columns that functions return.
+        """
         if read.located is not None:
             located, start, stop = read.located
             if not read.step % 8:  # a microsecond, if a small batch takes 50
@@ -172,9 +182,9 @@ class BatchMaker:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
             return Made(read.columns, plan.cursor(read.step), length, missing)
-        return self.present(plan, read, self._engine.transform(plan.epoch, read.batch))
+        return self.present(plan, read, self._engine.transform(plan.epoch, read.batch), allocate)
 
-    def present(self, plan: Plan, read: Read, batch: Batch) -> Made:
+    def present(self, plan: Plan, read: Read, batch: Batch, allocate: Allocate | None = None) -> Made:
         """Present a batch after all steps."""
         cursor, skipped = plan.cursor(read.step), _skipped(read, batch)
         if not len(batch) and read.genuine is not None and not skipped:
@@ -182,13 +192,13 @@ class BatchMaker:
         if not len(batch):
             return Made(None, cursor, 0, skipped, empty=True)
         began = perf_counter()
-        value = self._presented(plan, read, _marked(batch, read.genuine))
+        value = self._presented(plan, read, _marked(batch, read.genuine), allocate)
         self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
-    def _presented(self, plan: Plan, read: Read, batch: Batch) -> Any:
+    def _presented(self, plan: Plan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         if self._options.collate_fn is None:
-            return self._engine.presented(batch, self.format)
+            return self._engine.presented(batch, self.format, allocate)
         first, stop = plan.bounds(read.step)
         where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)

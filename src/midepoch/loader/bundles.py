@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pyarrow as pa
 
 from midepoch._internal.timings import TimingReports, Timings
+from midepoch.loader.crew import Crew, Link, MainIsGone, report
+from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
-from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
+from midepoch.loader.processes import compact
 from midepoch.order import Shard
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
@@ -36,7 +36,7 @@ class _Asked:
     is_done: bool = False
 
 
-class BundlePool(Pool):
+class BundlePool:
     """Workers that make any requested bundle, in turn. Each has at most ``prefetch`` requests outstanding."""
 
     def __init__(self, leaves: Sequence[Leaf], options: Options, timings: Timings) -> None:
@@ -47,8 +47,16 @@ class BundlePool(Pool):
         self._slots = options.prefetch
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
-        method = options.multiprocessing_context or default_start_method(leaves)
-        super().__init__(_BundleJob(tuple(leaves), options.prefetch), options.num_workers, method)
+        self.crew: Crew = open_crew(_BundleJob(tuple(leaves)), leaves, options)
+
+    @property
+    def is_here(self) -> bool:
+        """True if the workers belong to this process, not to one from which it was forked."""
+        return self.crew.is_here
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.crew.close()
 
     def begin(self) -> None:
         """Begin a pass, and forget all requests."""
@@ -68,7 +76,7 @@ class BundlePool(Pool):
         while not request.is_done:
             self._hear_from(request.worker)
         if request.problem is not None:
-            self._raise(request.worker, request.problem)
+            self.crew.fail(request.worker, request.problem)
         assert request.made is not None
         if request.made.stop < request.bundle.stop:
             self._forget(asked)  # the next one begins earlier
@@ -95,13 +103,13 @@ class BundlePool(Pool):
         while len(self._sent[number]) >= self._slots:
             self._hear_from(number)
         asked = _Asked(bundle, number)
-        self._tell(number, pickle.dumps(bundle))
+        self.crew.tell(number, (bundle, self.crew.grant(number)))
         self._sent[number].append(asked)
         return asked
 
     def _hear_from(self, number: int) -> None:
         """Receive the next bundle of a worker. They arrive in the order of the requests."""
-        took, made, problem = self._receive(number)
+        took, made, problem = self.crew.receive(number)
         asked = self._sent[number].popleft()
         if asked is None:
             return
@@ -126,40 +134,39 @@ class BundlePool(Pool):
 @dataclass(frozen=True)
 class _BundleJob:
     leaves: tuple[Leaf, ...]
-    slots: int
 
-    def run(self, connection: Connection, number: int) -> None:
-        _BundleWorker(connection, number, self.slots, self.leaves).live()
+    def run(self, link: Link) -> None:
+        _BundleWorker(link, self.leaves).live()
 
 
-class _BundleWorker(Worker):
-    def __init__(self, connection: Connection, number: int, slots: int, leaves: tuple[Leaf, ...]) -> None:
-        super().__init__(connection, number, slots)
-        self._leaves = leaves
+class _BundleWorker:
+    def __init__(self, link: Link, leaves: tuple[Leaf, ...]) -> None:
+        self._link, self._leaves = link, leaves
         self._engines: dict[int, Engine] = {}
         self._timings = Timings()
         self._reports = TimingReports(self._timings)
 
     def live(self) -> None:
-        sent = 0
         while True:
-            bundle = pickle.loads(self._hear())
+            bundle, granted = self._link.hear()
+            slot = self._link.accept(granted)
             try:
                 started = time.perf_counter()
                 made = self._make(bundle)
-                batch = _compacted(made.batch)
+                batch = _compacted(made.batch) if self._link.is_process else made.batch
                 took = (time.perf_counter() - started, self._reports.take(), made.stop, made.skipped)
-                self._send((took, batch, None), sent)
-                sent += 1
+                self._link.send((took, batch, None), slot)
             except MainIsGone:
                 raise
             except BaseException as problem:
-                self._report(0, problem)
+                self._link.send((None, None, report(problem, self._link.number)), slot)
 
     def _make(self, bundle: Bundle) -> Made:
         leaf = self._leaves[bundle.leaf]
         if bundle.leaf not in self._engines:
-            self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings)
+            self._engines[bundle.leaf] = Engine(
+                leaf, shared=True, timings=self._timings, threaded=not self._link.is_process
+            )
         return make_good(self._engines[bundle.leaf], bundle)
 
 

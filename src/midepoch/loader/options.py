@@ -11,6 +11,7 @@ from midepoch.errors import MidepochError
 _AHEAD_BYTES = 16 << 20
 
 LAST_BATCH = ("drop", "pad", "uneven")
+WORKER_TYPES = ("auto", "process", "thread")
 PADDING = "is_padding"
 """The column that marks padding rows, in every batch under ``last_batch="pad"``."""
 
@@ -71,10 +72,17 @@ class Options:
     pin_memory: bool = False
     persistent_workers: bool = False
     multiprocessing_context: str | None = None
+    worker_type: str = "auto"
+    device: Any = None
 
     def __post_init__(self) -> None:
         if self.last_batch is not None and self.last_batch not in LAST_BATCH:
             raise ValueError(f"last_batch must be one of {', '.join(map(repr, LAST_BATCH))}, got {self.last_batch!r}")
+        if self.worker_type not in WORKER_TYPES:
+            names = ", ".join(map(repr, WORKER_TYPES))
+            raise ValueError(f"worker_type must be one of {names}, got {self.worker_type!r}")
+        if self.worker_type == "thread" and self.multiprocessing_context is not None:
+            raise ValueError("multiprocessing_context is for worker processes: omit it, or worker_type='thread'.")
         if self.persistent_workers and not self.num_workers:
             raise ValueError("persistent_workers=True requires num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):

@@ -1,57 +1,69 @@
-"""num_workers > 0: processes that each make complete batches, and exit with the main process."""
+"""num_workers > 0: workers that each make complete batches, and exit with the main process."""
 
 from __future__ import annotations
 
-import pickle
+from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import pyarrow as pa
 
 from midepoch._internal.timings import TimingReports
 from midepoch.loader.batches import BatchMaker
+from midepoch.loader.crew import Crew, Link, MainIsGone, report
+from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Made, Plan
-from midepoch.loader.pool import MainIsGone, Pool, Worker, compact, default_start_method
+from midepoch.loader.processes import compact
 from midepoch.pipeline.leaf import Leaf
 
-_MORE = b"+"
 
-
-class WorkerPool(Pool):
+class WorkerPool:
     """Worker w of W makes the steps g ≡ w (mod W) of the last plan it received."""
 
     def __init__(self, leaf: Leaf, options: Options) -> None:
         self._run = 0
         # Waking a worker costs 60 µs: half of what it may make ahead is requested at a time.
         self._credit_step = max(1, options.prefetch // 2)
-        self._owed = [0] * options.num_workers
-        method = options.multiprocessing_context or default_start_method([leaf])
-        super().__init__(_BatchJob(leaf, options), options.num_workers, method)
+        self.crew: Crew = open_crew(_BatchJob(leaf, options), [leaf], options)
+        self._owed = [options.prefetch] * len(self.crew)
+
+    @property
+    def is_here(self) -> bool:
+        """True if the workers belong to this process, not to one from which it was forked."""
+        return self.crew.is_here
 
     def begin(self, plan: Plan) -> WorkerBatches:
         """Drop unfinished batches, and make those of this plan."""
         self._run += 1
-        self._owed = [0] * len(self._mine)
-        for number, unread in enumerate(self._unread):
-            unread.clear()
-            self._tell(number, pickle.dumps((self._run, plan)))
+        for number in range(len(self.crew)):
+            self.crew.tell(number, (self._run, plan, self._grants(number)))
         return WorkerBatches(self, len(plan))
 
     def step(self, step: int) -> Made:
         """Return a step. Steps are requested in order. Raises the errors of the worker, or WorkerError."""
-        number = step % len(self._mine)
+        number = step % len(self.crew)
         while True:
-            run, made, problem = self._receive(number)
+            run, made, problem = self.crew.receive(number)
+            self._owed[number] += problem is None
             if run == self._run:
                 break
         if problem is not None:
-            self._raise(number, problem)
-        self._owed[number] += 1
+            self.crew.fail(number, problem)
         if self._owed[number] >= self._credit_step:
-            self._tell(number, _MORE * self._owed[number])
-            self._owed[number] = 0
+            self.crew.tell(number, (self._run, None, self._grants(number)))
         return made  # type: ignore[no-any-return]
+
+    def is_ready(self, step: int) -> bool:
+        """Return True if something has arrived from the worker of a step."""
+        return self.crew.is_ready(step % len(self.crew))
+
+    def _grants(self, number: int) -> list[int]:
+        owed, self._owed[number] = self._owed[number], 0
+        return [self.crew.grant(number) for _ in range(owed)]
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.crew.close()
 
 
 class WorkerBatches:
@@ -68,6 +80,11 @@ class WorkerBatches:
         self._next += 1
         return made
 
+    @property
+    def is_ready(self) -> bool:
+        """True if ``next`` does not have to wait."""
+        return self._next >= self._steps or self._pool.is_ready(self._next)
+
     def close(self) -> bool:
         """Leave the workers to the pool."""
         return True
@@ -78,15 +95,15 @@ class _BatchJob:
     leaf: Leaf
     options: Options
 
-    def run(self, connection: Connection, number: int) -> None:
-        _Worker(connection, self.leaf, self.options, number).live()
+    def run(self, link: Link) -> None:
+        _BatchWorker(link, self.leaf, self.options).live()
 
 
-class _Worker(Worker):
-    def __init__(self, connection: Connection, leaf: Leaf, options: Options, number: int) -> None:
-        super().__init__(connection, number, options.prefetch)
-        self._leaf, self._options = leaf, options
-        self._run, self._credit = 0, 0
+class _BatchWorker:
+    def __init__(self, link: Link, leaf: Leaf, options: Options) -> None:
+        self._link, self._leaf, self._options = link, leaf, options
+        self._run = 0
+        self._slots: deque[int] = deque()
         self._plan: Plan | None = None
         self._reports: TimingReports
 
@@ -98,34 +115,33 @@ class _Worker(Worker):
             run, plan, self._plan = self._run, self._plan, None
             try:
                 if maker is None:
-                    maker = BatchMaker(self._leaf, self._options)
+                    maker = BatchMaker(self._leaf, self._options, threaded=not self._link.is_process)
                     self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
             except MainIsGone:
                 raise
             except BaseException as problem:
-                self._report(run, problem)
+                self._link.send((run, None, report(problem, self._link.number)), None)
 
     def _make(self, run: int, plan: Plan, maker: BatchMaker) -> None:
-        sent = 0
-        for chunk in maker.read(plan, self._number, self._options.num_workers):
+        for chunk in maker.read(plan, self._link.number, self._options.num_workers):
             for read in chunk:
-                made = maker.make(plan, read)
-                if isinstance(made.value, pa.Table):
+                # If a slot is free already, the batch is made in it, else it is copied there later.
+                slot = self._slots[0] if self._slots else None
+                made = maker.make(plan, read, None if slot is None else self._link.allocator(slot))
+                if isinstance(made.value, pa.Table) and self._link.is_process:
                     made = made._replace(value=compact(made.value))
-                while self._waiting() or not self._credit:
+                while self._link.is_waiting() or not self._slots:
                     self._listen()
                     if self._run != run:
                         return
                 if (timings := self._reports.take()) is not None:
                     made = made._replace(timings=timings)
-                self._send((run, made, None), sent)
-                self._credit, sent = self._credit - 1, sent + 1
+                self._link.send((run, made, None), self._slots[0])
+                self._slots.popleft()
 
     def _listen(self) -> None:
-        """Receive one message from the main process, or notice that it has exited."""
-        message = self._hear()
-        if message.startswith(_MORE):  # always for the current run: the main process sends both in order
-            self._credit += len(message)
-        else:
-            (self._run, self._plan), self._credit = pickle.loads(message), self._options.prefetch
+        """Take note of one message of the main process: a plan, and slots."""
+        self._run, plan, granted = self._link.hear()
+        self._slots.extend(map(self._link.accept, granted))
+        self._plan = self._plan if plan is None else plan

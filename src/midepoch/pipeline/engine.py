@@ -30,7 +30,7 @@ from midepoch.transforms import (
     run_steps,
 )
 from midepoch.transforms.features import Encoded
-from midepoch.transforms.formats import UnreadableError, readable
+from midepoch.transforms.formats import Allocate, UnreadableError, readable
 from midepoch.transforms.generators import Generators
 
 Int64Array = npt.NDArray[np.int64]
@@ -46,10 +46,19 @@ class Engine:
     """Runs a leaf: ``read`` and ``transform`` are the two halves of f(pipeline, position).
 
     One thread may run each at a time. ``shared``: other processes of this machine run the same pipeline. ``readers``:
-    minimum number of decoding threads.
+    minimum number of decoding threads. ``threaded``: functions run in a thread while other threads use the global
+    generators.
     """
 
-    def __init__(self, leaf: Leaf, *, shared: bool = False, readers: int = 0, timings: Timings | None = None) -> None:
+    def __init__(
+        self,
+        leaf: Leaf,
+        *,
+        shared: bool = False,
+        readers: int = 0,
+        timings: Timings | None = None,
+        threaded: bool = False,
+    ) -> None:
         self.leaf = leaf
         self.timings = Timings() if timings is None else timings
         self.skipped = 0
@@ -59,7 +68,7 @@ class Engine:
         self._inherited: Reader | None = None
         self._narrow: Engine | None = None
         self._process = os.getpid()
-        self.generators = Generators(leaf.seed, leaf.global_seed or 0, leaf.path)
+        self.generators = Generators(leaf.seed, leaf.global_seed or 0, leaf.path, threaded=threaded)
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = leaf.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
@@ -258,10 +267,10 @@ class Engine:
         kind = self.leaf.format or "python"
         return finish(self.presented(batch, kind), kind)
 
-    def presented(self, batch: Batch, kind: str) -> Any:
+    def presented(self, batch: Batch, kind: str, allocate: Allocate | None = None) -> Any:
         """Call ``present``. Errors name the file of the row."""
         try:
-            return present(batch, kind)
+            return present(batch, kind, allocate)
         except UnreadableError as problem:
             raise self.named(problem) from problem.__cause__
 

@@ -22,6 +22,9 @@ from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
 from midepoch.transforms.features import Encoded
 
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "np.ndarray[Any, Any] | None"]
+"""Returns an uninitialised array in the memory in which a batch is sent, or None if there is no room."""
+
 FORMATS = ("python", "numpy", "torch", "arrow", "jax")
 
 
@@ -31,14 +34,17 @@ def check_format(kind: str | None) -> str | None:
     return kind
 
 
-def present(batch: Batch, kind: str) -> dict[str, Any] | pa.Table:
-    """Return the columns in a format. For torch and JAX they are numpy arrays, which ``finish`` converts to tensors."""
+def present(batch: Batch, kind: str, allocate: Allocate | None = None) -> dict[str, Any] | pa.Table:
+    """Return the columns in a format. For torch and JAX they are numpy arrays, which ``finish`` converts to tensors.
+
+    ``allocate``: where to put what is assembled of the values that functions returned.
+    """
     if kind == "arrow":
         arrays = [arrow_column(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
     if kind == "python":
         return {name: _python(name, column, batch) for name, column in batch.columns.items()}
-    return {name: _array(name, column, kind, batch) for name, column in batch.columns.items()}
+    return {name: _array(name, column, kind, batch, allocate) for name, column in batch.columns.items()}
 
 
 def present_rows(batch: Batch, kind: str) -> list[Any]:
@@ -205,18 +211,18 @@ def arrow_column(name: str, column: Any) -> pa.Array:
         raise MapError(f"column {name!r} made by a map cannot become an Arrow column: {problem}") from None
 
 
-def _array(name: str, column: Any, kind: str, batch: Batch) -> Any:
+def _array(name: str, column: Any, kind: str, batch: Batch, allocate: Allocate | None = None) -> Any:
     if isinstance(column, Encoded):
         return _decoded(name, column, kind, batch)
     if not isinstance(column, pa.Array):
-        values = _stack(column, kind)
+        values = _stack(column, kind, allocate)
     else:
         paths, times = batch.nullable.get(name, frozenset()), kind == "numpy"
         values = _checked(name, column, batch, lambda found: to_numpy(found, paths, owned=batch.owned, times=times))
     return _objects(values) if kind == "numpy" and isinstance(values, list) else values
 
 
-def _stack(values: Any, kind: str) -> Any:
+def _stack(values: Any, kind: str, allocate: Allocate | None = None) -> Any:
     """Return a column of a map as one array if it contains numbers of one shape, else as a list."""
     if isinstance(values, (np.ndarray, dict)):
         return values
@@ -229,7 +235,7 @@ def _stack(values: Any, kind: str) -> Any:
     if first is None or isinstance(first, (str, bytes, dict)):
         return list(values)
     if torch is not None and isinstance(first, torch.Tensor):
-        return _stack_tensors(values, kind, torch)
+        return _stack_tensors(values, kind, torch, allocate)
     if isinstance(first, (bool, int, float, complex, np.generic)):
         return _stack_numbers(values, kind)
     if isinstance(first, (list, tuple)):
@@ -237,7 +243,12 @@ def _stack(values: Any, kind: str) -> Any:
     elif hasattr(first, "__array__"):
         values = [value if value is None else np.asarray(value) for value in values]
     arrays = [value for value in values if isinstance(value, np.ndarray)]
-    return np.stack(arrays) if len(arrays) == len(values) and len({a.shape for a in arrays}) == 1 else list(values)
+    if len(arrays) != len(values) or len({a.shape for a in arrays}) > 1:
+        return list(values)
+    out = None
+    if allocate is not None and len({a.dtype for a in arrays}) == 1:
+        out = allocate((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    return np.stack(arrays, out=out)
 
 
 def _stack_numbers(values: Any, kind: str) -> Any:
@@ -253,13 +264,25 @@ def _stack_numbers(values: Any, kind: str) -> Any:
     return array if array.dtype.kind in ("biu" if integers else "biufc") else list(values)
 
 
-def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
+def _stack_tensors(values: Any, kind: str, torch: Any, allocate: Allocate | None = None) -> Any:
     tensors: list[Any] = [value if value is None else torch.as_tensor(value).detach() for value in values]
     if any(value is None for value in tensors) or len({value.shape for value in tensors}) > 1:
         return tensors
     wide = reduce(torch.promote_types, (value.dtype for value in tensors))
-    stacked = torch.stack([value.to(wide) for value in tensors])
+    out = None
+    if allocate is not None and all(value.device.type == "cpu" and not value.is_sparse for value in tensors):
+        out = _allocated(allocate, (len(tensors), *tensors[0].shape), wide, torch)
+    stacked = torch.stack([value.to(wide) for value in tensors], out=out)
     return stacked if kind == "torch" else stacked.cpu().numpy()
+
+
+def _allocated(allocate: Allocate, shape: tuple[int, ...], dtype: Any, torch: Any) -> Any:
+    """Return an uninitialised tensor, or None for types that numpy does not have."""
+    try:
+        array = allocate(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+    except TypeError:
+        return None
+    return None if array is None else torch.from_numpy(array)
 
 
 def _objects(values: list[Any]) -> Any:

@@ -6,6 +6,10 @@ not depend on workers, chunks or the point of a resume. The caller's states are 
 Seeding all three costs 9 µs, as much as two calls of a small function. Therefore a function that has drawn nothing in
 its first calls is called without seeding. The states are compared afterwards. If it has drawn after all, those rows are
 computed again, and it is seeded for every later call.
+
+In worker threads the global generators belong to all threads. Draws from torch's are replaced there by draws from a
+generator of the thread, with the same numbers (``ThreadSeeds``). Functions that draw from the others are found before
+the threads start, and refused.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.errors import MidepochError
 from midepoch.order.keys import derive
 
 T = TypeVar("T")
@@ -36,7 +41,9 @@ class Seeds:
 
     def __init__(self, key: npt.NDArray[np.uint64], watched: int) -> None:
         self._key, self._watched, self._last = key, watched, None  # type: tuple[Any, int, Snapshot | None]
-        self.calls, self.drew = 0, False
+        self.calls = 0
+        self.drew: frozenset[str] = frozenset()
+        """The generators from which something was drawn, as far as it was checked."""
 
     def of(self, rows: Int64Array, ordinals: Int64Array | None) -> list[int]:
         """Return a 64-bit seed for each row. Rows made from the same row differ in their ordinals."""
@@ -60,15 +67,17 @@ class Seeds:
     def look(self) -> None:
         """Record whether the last call has drawn anything, if it is checked."""
         if self._last is not None:
-            self.drew = self.drew or self._last.changed()
+            self.drew |= self._last.drawn()
             self._last = None
 
 
 class Generators:
     """Runner of one pipeline's functions. ``seed`` is the pipeline's, ``base`` follows the user's ``manual_seed``."""
 
-    def __init__(self, seed: int = 0, base: int = 0, path: int = 0) -> None:
-        self._seed, self._base, self._path = seed, base, path
+    def __init__(self, seed: int = 0, base: int = 0, path: int = 0, *, threaded: bool = False) -> None:
+        self._seed, self._base, self._path, self._threaded = seed, base, path, threaded
+        self.drew: dict[Hashable, frozenset[str]] = {}
+        """The generators from which functions have drawn, as far as it was checked."""
         self._left: dict[Hashable, int] = {}  # calls of each function that remain to be checked, or _DRAWS
         self._keys: dict[tuple[str, int, int], npt.NDArray[np.uint64]] = {}
 
@@ -80,6 +89,11 @@ class Generators:
         ``where`` is the purpose, number and epoch of the function. ``action(None)`` calls the function without seeding.
         If it is ``repeatable``, the action may be run a second time.
         """
+        if self._threaded:
+            if _torch_generator() is None:
+                return action(None)
+            with ThreadSeeds(self._key(*where)) as own:
+                return action(own)
         left, before = self._left.get(function, _TRIAL), Snapshot()
         if left == 0 and repeatable and before.is_complete:
             try:
@@ -104,6 +118,8 @@ class Generators:
             seeds.look()
         finally:
             before.restore()
+        if seeds.drew:
+            self.drew[function] = self.drew.get(function, frozenset()) | seeds.drew
         if left != _DRAWS:
             self._left[function] = _DRAWS if seeds.drew else max(0, left - seeds.calls)
         return result
@@ -123,6 +139,60 @@ def _scrambled(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
+
+
+class ThreadSeeds(Seeds):
+    """Seeds of torch's draws in one thread: they are taken from a generator of the thread, as long as it is active."""
+
+    def __init__(self, key: npt.NDArray[np.uint64]) -> None:
+        super().__init__(key, 0)
+        torch: Any = sys.modules["torch"]
+        self._generator = torch.Generator()
+        self._mode = _thread_mode()(self._generator)
+
+    def __enter__(self) -> ThreadSeeds:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._mode.__exit__(*problem)
+
+    def set(self, seed: int) -> None:
+        """Seed the generator of the thread for the next call."""
+        self._generator.manual_seed(seed >> 32)
+
+
+@lru_cache(maxsize=1)
+def _thread_mode() -> Any:
+    """Return the mode in which torch's random functions use a given generator. Modes belong to one thread."""
+    torch: Any = sys.modules["torch"]
+    names = ("bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm")
+    methods = ("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial")
+    methods += ("normal_", "random_", "uniform_")
+    draws = {getattr(torch, name) for name in names} | {getattr(torch.Tensor, name) for name in methods}
+    others = {
+        getattr(torch, name): name
+        for name in ("rand_like", "randint_like", "randn_like", "dropout", "alpha_dropout", "rrelu")
+    } | {getattr(torch.nn.functional, name): name for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")}
+
+    class OwnGenerator(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __init__(self, generator: Any) -> None:
+            super().__init__()
+            self._generator = generator
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if function in draws:
+                if kwargs.get("generator") is None:
+                    kwargs = {**kwargs, "generator": self._generator}
+            elif function in others:
+                raise MidepochError(
+                    f"torch.{others[function]} draws random numbers that no generator can be given for, which is not "
+                    'reproducible in threads. Use worker_type="process", or torch.rand with a shape.'
+                )
+            return function(*args, **kwargs)
+
+    return OwnGenerator
 
 
 class Snapshot:
@@ -162,12 +232,16 @@ class Snapshot:
 
     def changed(self) -> bool:
         """Return True if something was drawn since."""
-        if _words(np.random.get_bit_generator()) != self._words:  # type: ignore[attr-defined]
-            return True
-        if _brief(random.getstate()) != _brief(self._python):
-            return True
-        now = _torch_state()
-        return _bytes(now) != _bytes(self._torch)
+        return bool(self.drawn())
+
+    def drawn(self) -> frozenset[str]:
+        """Return the generators from which something was drawn since."""
+        found = {
+            "numpy.random": _words(np.random.get_bit_generator()) != self._words,  # type: ignore[attr-defined]
+            "random": _brief(random.getstate()) != _brief(self._python),
+            "torch": _bytes(_torch_state()) != _bytes(self._torch),
+        }
+        return frozenset(name for name, changed in found.items() if changed)
 
     def prepare(self) -> None:
         """Replace a numpy generator of the user that cannot be seeded."""

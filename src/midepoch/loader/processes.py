@@ -11,18 +11,18 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
+from midepoch.loader.crew import Job, MainIsGone, Message
 from midepoch.loader.spawned import Packed, packed, without_main
-from midepoch.loader.transport import Receiver, Sender
-from midepoch.pipeline.leaf import Leaf
+from midepoch.loader.transport import Parcel, Receiver, Sender, held_per_worker
+from midepoch.transforms.formats import Allocate
 
 _CHECK = 2.0
 """Seconds between checks that the other process is alive, in case another process has inherited its end of the pipe."""
@@ -40,23 +40,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
 
 
-class Job(Protocol):
-    """The work of a worker, once it is unpickled in its process."""
+class ProcessCrew:
+    """Worker processes, each with a pipe to this one. They stop when this process exits.
 
-    def run(self, connection: Connection, number: int) -> None: ...
+    ``granted``: messages that a worker may make before the first of them is received.
+    """
 
-
-class Pool:
-    """Worker processes, each with a pipe to this one. They stop when this process exits."""
-
-    def __init__(self, job: Job, count: int, start_method: str | None) -> None:
+    def __init__(self, job: Job, count: int, granted: int, start_method: str | None) -> None:
         context: Any = multiprocessing.get_context(start_method)
         self._mine: list[Connection] = []
         self._receivers: list[Receiver] = []
         self._polls: list[select.poll] = []
-        self._unread: list[deque[Any]] = [deque() for _ in range(count)]  # messages received while others were sent
+        self._unread: list[deque[Parcel]] = [deque() for _ in range(count)]  # received while others were sent
         self._processes: list[Any] = []
         self._owner, self._closed = os.getpid(), False
+        self._slots = granted, held_per_worker(count)
         what = None if context.get_start_method() == "fork" else _packed(job)
         try:
             with _starting:
@@ -70,15 +68,19 @@ class Pool:
             self.close()
             raise
 
+    def __len__(self) -> int:
+        return len(self._mine)
+
     def _start(self, context: Any, number: int, job: Job, what: Packed | None) -> None:
         """Start a worker. A fork has the job, and pipe ends that it must close; others receive the job later."""
         here, there = context.Pipe()
         self._mine.append(here)
-        self._receivers.append(Receiver(here))
+        self._receivers.append(Receiver(here, *self._slots))
         self._polls.append(select.poll())
+        slots = sum(self._slots)
         process = context.Process(
             target=_work,
-            args=(there, list(self._mine), job, number) if what is None else (there, [], None, number),
+            args=(there, list(self._mine), job, number, slots) if what is None else (there, [], None, number, slots),
             name=f"midepoch-worker-{number}",
             daemon=True,
         )
@@ -95,11 +97,23 @@ class Pool:
         """True if the workers belong to this process, not to one from which it was forked."""
         return self._owner == os.getpid()
 
-    def _receive(self, number: int) -> Any:
-        """Return the next message of a worker: the number of its run, its result, its error."""
-        return self._unread[number].popleft() if self._unread[number] else self._received(number)
+    def grant(self, number: int) -> int:
+        """Return a slot in which a worker may send one more message."""
+        return self._receivers[number].grant()
 
-    def _received(self, number: int) -> Any:
+    def receive(self, number: int) -> Message:
+        """Return the next message of a worker. Raises WorkerError if it has exited."""
+        parcel = self._unread[number].popleft() if self._unread[number] else self._received(number)
+        return self._receivers[number].open(parcel)  # type: ignore[no-any-return]
+
+    def is_ready(self, number: int) -> bool:
+        """Return True if a message of a worker can be received without waiting."""
+        if self._unread[number]:
+            return True
+        self._polls[number].register(self._mine[number].fileno(), select.POLLIN)
+        return bool(self._polls[number].poll(0))
+
+    def _received(self, number: int) -> Parcel:
         try:
             self._wait(number, select.POLLIN)
             return self._receivers[number].receive()
@@ -123,11 +137,12 @@ class Pool:
                 raise EOFError
         return int(found[0][1])
 
-    def _raise(self, number: int, problem: tuple[Exception, str]) -> None:
+    def fail(self, number: int, problem: tuple[Exception, str]) -> None:
+        """Raise the error of a worker."""
         error, text = problem
         raise error from WorkerError(f"in worker {number} (pid {self._processes[number].pid}):\n{text}")
 
-    def _tell(self, number: int, message: bytes) -> None:
+    def tell(self, number: int, message: Any) -> None:
         """Send a short message to a worker.
 
         A worker that is blocked in sending does not receive, so its messages are received first.
@@ -137,7 +152,7 @@ class Pool:
                 self._unread[number].append(self._receivers[number].receive())
         except (EOFError, OSError):
             raise WorkerError(self._obituary(number)) from None
-        self._send(number, message)
+        self._send(number, pickle.dumps(message))
 
     def _send(self, number: int, message: bytes) -> None:
         try:
@@ -180,16 +195,6 @@ class Pool:
         self._processes = []
 
 
-def default_start_method(leaves: Sequence[Leaf]) -> str | None:
-    """Return the platform's start method, but never "fork" if this process has threads of JAX or an object store.
-
-    They would deadlock the child.
-    """
-    accesses = [leaf.source.access for leaf in leaves]
-    remote = any(access is not None and access.store.forked_is_fatal for access in accesses)
-    return "spawn" if remote or "jax" in sys.modules else None
-
-
 @contextlib.contextmanager
 def _quiet_tokenizers() -> Iterator[None]:
     """Set the number of threads of tokenizers in workers to one.
@@ -218,7 +223,7 @@ def _packed(job: Job) -> Packed:
         ) from problem
 
 
-def _work(connection: Connection, others: Sequence[Connection], job: Job | None, number: int) -> None:
+def _work(connection: Connection, others: Sequence[Connection], job: Job | None, number: int, slots: int) -> None:
     """Run a worker: it ignores Ctrl-C (the main process stops it), and exits when the pipe is closed."""
     gc.freeze()  # inherited objects are never garbage here, and visiting them would copy their pages
     for number_ in signal.valid_signals():  # handlers of the training script are not meant for workers
@@ -238,52 +243,61 @@ def _work(connection: Connection, others: Sequence[Connection], job: Job | None,
     if torch is not None:
         torch.set_num_threads(1)
     with contextlib.suppress(MainIsGone):
-        job.run(connection, number)
+        job.run(PipeLink(connection, number, slots))
 
 
-class MainIsGone(BaseException):
-    """The pipe to the main process is closed. Not an Exception, so that it is not attributed to a map."""
+class PipeLink:
+    """The worker's end of the pipe."""
 
-
-class Worker:
-    """The worker's end of the pipe. ``slots``: maximum of its messages that are not received yet."""
+    is_process = True
 
     def __init__(self, connection: Connection, number: int, slots: int) -> None:
-        self._connection, self._number = connection, number
+        self._connection, self.number = connection, number
         self._sender = Sender(connection, slots)
         self._parent = os.getppid()
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
 
-    def _hear(self) -> bytes:
-        """Receive the next message from the main process. Raise MainIsGone if it has exited."""
-        while not self._waiting(_CHECK):
+    def hear(self) -> Any:
+        """Return the next message of the main process. Raise MainIsGone if it has exited."""
+        while not self._polled(_CHECK):
             if os.getppid() != self._parent:
                 raise MainIsGone
         try:
-            return self._connection.recv_bytes()
+            return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise MainIsGone from None
 
-    def _waiting(self, seconds: float = 0.0) -> bool:
+    def is_waiting(self) -> bool:
+        """Return True if there is a message."""
+        return self._polled(0.0)
+
+    def _polled(self, seconds: float) -> bool:
         return bool(self._poll.poll(seconds * 1000))  # Connection.poll creates a selector on every call: 15 µs
 
-    def _send(self, message: tuple[Any, ...], slot: int = 0) -> None:
-        try:
-            self._sender.send(message, slot)
-        except (BrokenPipeError, ConnectionError):
-            raise MainIsGone from None
+    def accept(self, granted: int) -> int:
+        """Return the slot of a grant. Its memory is renewed if another process still reads it."""
+        if granted >= 0:
+            return granted
+        self._sender.renew(~granted)
+        return ~granted
 
-    def _report(self, run: int, problem: BaseException) -> None:
-        text = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
-        if isinstance(problem, Exception):
+    def send(self, message: Message, slot: int | None) -> None:
+        """Send a message in a slot that was granted, or a short one without."""
+        about, result, problem = message
+        if problem is not None:
             try:
                 pickle.loads(pickle.dumps(problem))
             except Exception:
-                problem = WorkerError(f"{type(problem).__name__}: {problem}")
-        else:  # a sys.exit() in a map must not end the training as if it had succeeded
-            problem = WorkerError(f"worker {self._number} was stopped by {type(problem).__name__}({problem})")
-        self._send((run, None, (problem, text)))
+                problem = WorkerError(f"{type(problem[0]).__name__}: {problem[0]}"), problem[1]
+        try:
+            self._sender.send((about, result, problem), slot)
+        except (BrokenPipeError, ConnectionError):
+            raise MainIsGone from None
+
+    def allocator(self, slot: int) -> Allocate:
+        """Return a function that allocates parts of the next batch in its slot."""
+        return self._sender.allocator(slot)
 
 
 def compact(table: pa.Table) -> pa.Table:

@@ -1,0 +1,72 @@
+"""Starting the workers of a loader: processes or threads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from midepoch.errors import MidepochError
+from midepoch.loader.crew import Crew, Job
+from midepoch.loader.options import Options
+from midepoch.loader.processes import ProcessCrew
+from midepoch.loader.thread_crew import ThreadCrew
+from midepoch.pipeline.engine import Engine
+from midepoch.pipeline.leaf import Leaf
+
+_TRIAL_ROWS = 8
+
+
+def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
+    """Start workers for a job: threads if they were requested, or if they are certainly better."""
+    if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(leaves, options)):
+        drawn = _draws(leaves)
+        if drawn is None:
+            return ThreadCrew(job, options.num_workers)
+        if options.worker_type == "thread":
+            raise MidepochError(
+                f"{drawn}, which all threads share: its values would not be reproducible. Use with_generator=True (or "
+                '"torch"), or worker_type="process".'
+            )
+    method = options.multiprocessing_context or _start_method(leaves)
+    return ProcessCrew(job, options.num_workers, options.prefetch, method)
+
+
+def _suits_threads(leaves: Sequence[Leaf], options: Options) -> bool:
+    """Return True if threads do not wait for each other: there is no interpreter lock, or all steps release it."""
+    if options.multiprocessing_context is not None:
+        return False
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return True
+    steps = [step for leaf in leaves for step in leaf.tail]
+    return bool(steps) and options.collate_fn is None and all(getattr(step, "releases_gil", False) for step in steps)
+
+
+def _draws(leaves: Sequence[Leaf]) -> str | None:
+    """Try the functions on a few rows. Return a text on one that draws from a generator of all threads, or None."""
+    for leaf in leaves:
+        if not leaf.tail:
+            continue
+        engine = Engine(leaf)
+        chosen = engine.chosen(0, np.arange(min(_TRIAL_ROWS, len(leaf.order.selection))))
+        try:
+            engine.transform(0, engine.read(chosen))
+        except Exception:  # raised again in its turn, with the batch of the row
+            continue
+        for function, names in engine.generators.drew.items():
+            if others := sorted(names - {"torch"}):
+                name: Any = getattr(function, "call", function)
+                return f"{name} draws from the global generator of {others[0]}"
+    return None
+
+
+def _start_method(leaves: Sequence[Leaf]) -> str | None:
+    """Return the platform's start method, but never "fork" if this process has threads of JAX or an object store.
+
+    They would deadlock the child.
+    """
+    accesses = [leaf.source.access for leaf in leaves]
+    remote = any(access is not None and access.store.forked_is_fatal for access in accesses)
+    return "spawn" if remote or "jax" in sys.modules else None
