@@ -67,9 +67,7 @@ def only_numbers(leaf: Leaf) -> bool:
 class BatchMaker:
     """Reads the steps of a plan in growing chunks, and makes batches of them."""
 
-    def __init__(
-        self, leaf: Leaf, options: Options, timings: Timings | None = None, *, threaded: bool = False
-    ) -> None:
+    def __init__(self, leaf: Leaf, options: Options, timings: Timings | None = None, *, threaded: bool = False) -> None:
         self.timings = Timings() if timings is None else timings
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")

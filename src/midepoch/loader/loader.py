@@ -13,6 +13,7 @@ from midepoch.audit.ledger import Ledger
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.measured import Measured
+from midepoch.loader.moved import MovedBatches
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
 from midepoch.loader.plans import BatchSource, Plan, batches_of
@@ -142,8 +143,8 @@ class Loader(Measured):
         """The share of token slots of packed sequences that contain tokens, in this process. None without packing."""
         live = self._live()
         tokens, places = self._packed
-        if live is not None and isinstance(live.source, LaneBatches):
-            tokens, places = tokens + live.source.packed[0], places + live.source.packed[1]
+        if live is not None and (lanes := live.lanes) is not None:
+            tokens, places = tokens + lanes.packed[0], places + lanes.packed[1]
         return tokens / places if places else None
 
     def __repr__(self) -> str:
@@ -371,8 +372,9 @@ class Loader(Measured):
 
     def leave_source(self, source: BatchSource | None) -> None:
         """Close the source of a pass that has ended. Workers stop with it unless they are persistent."""
-        if isinstance(source, LaneBatches):
-            self._packed = (self._packed[0] + source.packed[0], self._packed[1] + source.packed[1])
+        lanes = source.source if isinstance(source, MovedBatches) else source
+        if isinstance(lanes, LaneBatches):
+            self._packed = (self._packed[0] + lanes.packed[0], self._packed[1] + lanes.packed[1])
         self._sources.leave(source)
 
     def close_workers(self) -> None:

@@ -11,8 +11,8 @@ from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
 from midepoch.errors import MidepochError
 from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.moved import MovedBatches
 from midepoch.loader.options import check_continues
-from midepoch.loader.pinned import pinner
 from midepoch.loader.plans import BatchSource, Made
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
@@ -43,7 +43,6 @@ class Pass(HasState):
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
         options = loader.options
         self._format = loader.pipeline.format or "torch" if options.collate_fn is None else "python"
-        self._pin = pinner() if options.pin_memory else None
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
@@ -86,8 +85,6 @@ class Pass(HasState):
         try:
             while (made := self._next()) is not None:
                 value = None if made.empty else finish(made.value, self._format)
-                if self._pin is not None:
-                    value = self._pin(value)
                 if made.timings is not None:
                     self._meter.timings.add(made.timings)
                 if not made.empty:
@@ -143,7 +140,7 @@ class Pass(HasState):
                     continue
                 self._made += 1
                 return made
-            begun = self._made or (isinstance(self.source, LaneBatches) and self.source.begun)
+            begun = self._made or ((lanes := self.lanes) is not None and lanes.begun)
             if not begun and self._plan is None and loader.may_roll(self.start, self.rolled, self._left):
                 # Nothing is left of the loader's epoch: continue with the next, instead of an empty pass.
                 self._record_end()
@@ -169,8 +166,15 @@ class Pass(HasState):
         """Return the cursor at the end of the epoch."""
         if self._plan is not None:
             return self._plan.end_cursor
-        assert isinstance(self.source, LaneBatches)
-        return self.source.end
+        lanes = self.lanes
+        assert lanes is not None
+        return lanes.end
+
+    @property
+    def lanes(self) -> LaneBatches | None:
+        """The batches of lanes, if positions cannot be computed."""
+        source = self.source.source if isinstance(self.source, MovedBatches) else self.source
+        return source if isinstance(source, LaneBatches) else None
 
     def _fail(self, problem: BaseException) -> None:
         """End the pass: a batch that was not delivered would be lost.

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
-
-
-def pinner() -> Callable[[Any], Any] | None:
-    """Return a function that copies tensors into page-locked memory, or None without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        warnings.warn("pin_memory=True has no effect: no GPU was found", stacklevel=3)
-        return None
-    return pinned
 
 
 def pinned(value: Any) -> Any:
@@ -22,15 +11,20 @@ def pinned(value: Any) -> Any:
 
     Values with a ``pin_memory`` method use it, as in torch's DataLoader.
     """
-    if callable(own := getattr(value, "pin_memory", None)):  # tensors, too
-        return own()
+    return each_part(value, "pin_memory", lambda part: part.pin_memory())
+
+
+def each_part(value: Any, method: str, convert: Callable[[Any], Any]) -> Any:
+    """Return the value with all parts converted that have a method: tensors, too. Containers keep their types."""
+    if callable(getattr(value, method, None)):
+        return convert(value)
     if isinstance(value, Mapping):
-        items = {name: pinned(inner) for name, inner in value.items()}
+        items = {name: each_part(inner, method, convert) for name, inner in value.items()}
         return items if type(value) is dict else _like(value, items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(pinned, value))
+        return type(value)(*(each_part(inner, method, convert) for inner in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map(pinned, value))
+        return type(value)(each_part(inner, method, convert) for inner in value)
     return value
 
 

@@ -10,6 +10,8 @@ from midepoch.loader.direct import DirectBatches
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.grouped import GroupedBatches
 from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.moved import MovedBatches, Mover
+from midepoch.loader.movers import is_of_jax, mover_for
 from midepoch.loader.options import Options
 from midepoch.loader.plans import BatchSource, Plan
 from midepoch.loader.threads import ThreadedBatches
@@ -27,9 +29,21 @@ class Sources:
         self._maker: BatchMaker | None = None
         self._pool: WorkerPool | None = None
         self._bundles: BundlesHere | BundlePool | None = None
+        self._mover: Mover | None = None
 
     def open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
         """Open the batches of a rank from a cursor on. ``plan``: its steps, if positions can be computed."""
+        if self._mover is None:
+            self._mover = mover_for(self._options)
+        source = self._open(spec, cursor, plan)
+        if self._mover is None:
+            return source
+        kind = spec.format or "torch" if self._options.collate_fn is None else "python"
+        if is_of_jax(self._options.device) and kind in ("torch", "jax"):
+            kind = "numpy"  # which go to their device directly
+        return MovedBatches(source, self._mover, kind, in_step=plan is None and self._equal is not None)
+
+    def _open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
         options = self._options
         if plan is None:
             return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._timings)

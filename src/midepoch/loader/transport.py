@@ -19,6 +19,7 @@ import pickle
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -198,7 +199,7 @@ class Sender:
             self._memories += 1
             memory = _Memory(self._memories, self._slots, pages * mmap.PAGESIZE)
             try:
-                self._put(("memory", memory.number, len(memory.bytes)))
+                self._put(("memory", memory.number, memory.slot_bytes, len(memory.bytes)))
                 send_handle(self._connection, memory.fd, os.getppid())
             finally:
                 os.close(memory.fd)
@@ -233,6 +234,47 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_count_fork)
 
 
+class Mapped:
+    """Memory of a worker that is mapped here, as long as anything uses it."""
+
+    def __init__(self, memory: Bytes, slot_bytes: int) -> None:
+        self.address, self.size, self._slot_bytes = memory.ctypes.data, len(memory), slot_bytes
+        self._watchers: list[weakref.ref[Bytes]] = []
+        self._memory = weakref.ref(memory, self._forget)
+
+    def _forget(self, _: object) -> None:
+        if _mapped.get(self.address) is self:
+            del _mapped[self.address]
+
+    def slot_of(self, address: int) -> int:
+        """Return the address of the slot in which an address is."""
+        return address - (address - self.address) % self._slot_bytes
+
+    def on_unmap(self, action: Callable[[weakref.ref[Bytes]], None]) -> None:
+        """Call a function before the memory is unmapped."""
+        memory = self._memory()
+        if memory is not None:
+            self._watchers.append(weakref.ref(memory, action))
+
+
+_mapped: dict[int, Mapped] = {}
+
+
+def mapped_at(address: int) -> Mapped | None:
+    """Return the memory in which an address is."""
+    for mapped in list(_mapped.values()):
+        if mapped.address <= address < mapped.address + mapped.size:
+            return mapped
+    return None
+
+
+def _map(fd: int, size: int, slot_bytes: int) -> Bytes:
+    memory: Bytes = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+    mapped = Mapped(memory, slot_bytes)
+    _mapped[mapped.address] = mapped
+    return memory
+
+
 class Receiver:
     """The main process's end for one worker, with the account of its slots.
 
@@ -264,12 +306,12 @@ class Receiver:
                 if parcel.memory and parcel.slot is not None:
                     self._of[parcel.slot] = parcel.memory
                 return parcel
-            number, size = rest
+            number, slot_bytes, size = rest
             fd = recv_handle(self._connection)
             try:
                 needed = {number, *self._of.values()}
                 self._memory = {key: memory for key, memory in self._memory.items() if key in needed}
-                self._memory[number] = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+                self._memory[number] = _map(fd, size, slot_bytes)
             finally:
                 os.close(fd)
 
@@ -279,7 +321,7 @@ class Receiver:
         self._out -= slot is not None
         if not memory or slot is None:
             self._free += [] if slot is None else [slot]
-            return pickle.loads(head, buffers=[bytearray(raw) for raw in spans])  # type: ignore[arg-type]
+            return pickle.loads(head, buffers=[bytearray(raw) for raw in spans])
         self._collect()
         bounds: list[Span] = spans  # type: ignore[assignment]
         first, last = min(at for at, _ in bounds), max(at + size for at, size in bounds)
@@ -290,7 +332,7 @@ class Receiver:
         else:
             whole = whole.copy()
             self._free.append(slot)
-        view = memoryview(whole)  # what is made of it keeps it: arrays of a view would keep only the memory
+        view = whole.data  # what is made of it keeps it: arrays of a view would keep only the memory
         return pickle.loads(head, buffers=[view[at - first : at - first + size] for at, size in bounds])
 
     def _collect(self) -> None:

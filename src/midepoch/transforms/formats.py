@@ -329,17 +329,23 @@ def _jax() -> Any:
         import jax.numpy as jnp
     except ImportError:
         raise MidepochError("the jax format needs JAX: `pip install midepoch[jax]`.") from None
-    from jax.dtypes import canonicalize_dtype
 
     def convert(array: Any) -> Any:
-        kept = canonicalize_dtype(array.dtype)
-        if kept != array.dtype and array.dtype.kind in "iu" and array.size:
-            bounds = np.iinfo(kept)
-            if array.min() < bounds.min or array.max() > bounds.max:
-                raise MidepochError(
-                    f"JAX would convert {array.dtype} values to {kept}, which cannot hold all of them. "
-                    'Call jax.config.update("jax_enable_x64", True), or use with_format("numpy").'
-                )
+        check_fits_jax(array)
         return jnp.asarray(array)
 
     return convert
+
+
+def check_fits_jax(array: Any) -> None:
+    """Raise MidepochError if JAX would change integers, because its types are smaller."""
+    from jax.dtypes import canonicalize_dtype
+
+    kept = canonicalize_dtype(array.dtype)
+    if kept != array.dtype and array.dtype.kind in "iu" and array.size:
+        bounds = np.iinfo(kept)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise MidepochError(
+                f"JAX would convert {array.dtype} values to {kept}, which cannot hold all of them. "
+                'Call jax.config.update("jax_enable_x64", True), or use with_format("numpy").'
+            )

@@ -167,9 +167,8 @@ def _thread_mode() -> Any:
     """Return the mode in which torch's random functions use a given generator. Modes belong to one thread."""
     torch: Any = sys.modules["torch"]
     names = ("bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm")
-    methods = ("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial")
-    methods += ("normal_", "random_", "uniform_")
-    draws = {getattr(torch, name) for name in names} | {getattr(torch.Tensor, name) for name in methods}
+    methods = "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_"
+    draws = {getattr(torch, name) for name in names} | {getattr(torch.Tensor, name) for name in methods.split()}
     others = {
         getattr(torch, name): name
         for name in ("rand_like", "randint_like", "randn_like", "dropout", "alpha_dropout", "rrelu")
