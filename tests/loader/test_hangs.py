@@ -26,6 +26,7 @@ from midepoch.distributed import keyvalue
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader import passes as loader_module
 from midepoch.loader.equal import EqualSteps
+from midepoch.loader.processes import ProcessCrew
 from midepoch.loader.transport import Receiver
 from midepoch.order import Shard
 from midepoch.tools.report.watch import Watch
@@ -55,7 +56,7 @@ def test_workers_that_nobody_listens_to(path: str) -> None:
 
     def passes() -> bool:
         next(iter(loader))
-        for mine in loader._sources._pool._mine:
+        for mine in loader._sources._pool.crew._mine:
             with socket.socket(fileno=os.dup(mine.fileno())) as end:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # it would take hundreds of passes
         found = [next(iter(loader))["id"] for _ in range(40)]
@@ -77,10 +78,8 @@ def test_an_interrupt_between_a_message_and_its_book_keeping(
 ) -> None:
     loader = kinds(path, kind).loader(100, num_workers=1, persistent_workers=True)
     expected = ids(loader)
-    owner: Any = (
-        Receiver if where == "received" else type(loader._sources._pool if kind == "rows" else loader._sources._bundles)
-    )
-    name = "receive" if where == "received" else "_tell"
+    owner: Any = Receiver if where == "received" else ProcessCrew
+    name = "receive" if where == "received" else "tell"
     calls, call = iter(range(100_000)), getattr(owner, name)
 
     def interrupted(*arguments: Any) -> Any:

@@ -55,3 +55,8 @@ def _fields(pid: int) -> list[str] | None:
 
 def _ended(fields: list[str]) -> bool:
     return fields[0] in ("Z", "X")
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from midepoch._internal.processes import cores
 from midepoch._internal.progress import shown
 from midepoch.cli import common
 from midepoch.cli.data import DATA, Config, Format, Made, Split, Storage, made_by, open_data
 from midepoch.dataset import Dataset
-from midepoch.loader.advice import cores
 from midepoch.tools.bench import Advice, Limit, Trial, advise, find_limit, try_settings
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from midepoch._internal.processes import cores
 from midepoch.stats import Stats
 
 _WORK = {"functions": "running your functions", "present": "assembling batches", "read": "reading"}
@@ -30,8 +29,3 @@ def remedy(stats: Stats, workers: int) -> str:
     else:
         advice = f"Most of the work is {_WORK[most]}: {_WITH_WORKERS[most]}"
     return f"{advice} See loader.stats() for the numbers; `midepoch bench` measures other settings."
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from midepoch._internal.processes import cores
 from midepoch._internal.timings import TimingReports, Timings
 from midepoch.loader.crew import Crew, Link, MainIsGone, report
 from midepoch.loader.crews import open_crew
@@ -45,6 +46,8 @@ class BundlePool:
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
         self._slots = options.prefetch
+        self._window = cores()
+        """Maximum of requests. It grows with every bundle: the first come sooner if not all compete for the cores."""
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
         self.crew: Crew = open_crew(_BundleJob(tuple(leaves)), leaves, options)
@@ -89,7 +92,8 @@ class BundlePool:
 
     def _ask_ahead(self, key: _Lane, asked: deque[_Asked], total: int, after: int | None = None) -> None:
         """Request the next bundles of a lane while there is room: as many as of every other lane."""
-        room = sum(self._slots - len(sent) for sent in self._sent)
+        asked_for = sum(map(len, self._sent))
+        room = min(self._slots * len(self._sent), self._window) - asked_for
         share = max(1, self._slots * len(self._sent) // max(1, len(self._lanes)))
         row = asked[-1].bundle.stop if asked else after
         while room > 0 and row is not None and row < total and len(asked) < share:
@@ -111,6 +115,7 @@ class BundlePool:
         """Receive the next bundle of a worker. They arrive in the order of the requests."""
         took, made, problem = self.crew.receive(number)
         asked = self._sent[number].popleft()
+        self._window = min(self._window + 2, self._slots * len(self._sent))
         if asked is None:
             return
         asked.problem, asked.is_done = problem, True

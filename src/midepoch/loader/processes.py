@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.crew import Job, MainIsGone, Message
-from midepoch.loader.spawned import Packed, packed, without_main
+from midepoch.loader.spawned import Packed, packed, preload, without_main
 from midepoch.loader.transport import Parcel, Receiver, Sender, held_per_worker
 from midepoch.transforms.formats import Allocate
 
@@ -56,6 +56,8 @@ class ProcessCrew:
         self._owner, self._closed = os.getpid(), False
         self._slots = granted, held_per_worker(count)
         what = None if context.get_start_method() == "fork" else _packed(job)
+        if what is not None and context.get_start_method() == "forkserver":
+            preload(context, what)
         try:
             with _starting:
                 for number in range(count):

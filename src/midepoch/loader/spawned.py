@@ -1,4 +1,4 @@
-"""Sending a pipeline to a spawned process, also from a script without ``if __name__ == "__main__"``.
+"""Sending a pipeline to a process that is no fork, also from a script without ``if __name__ == "__main__"``.
 
 Such a process imports the main script to find the functions defined there, and would run a training script a second
 time. With cloudpickle, functions of the script are sent by value, and the import is unnecessary. Without it, the script
@@ -32,6 +32,21 @@ def packed(*what: Any) -> Packed:
         data = pickle.dumps(what)
         return Packed(data, b"__main__" in data)
     return Packed(cloudpickle.dumps(what), False)
+
+
+_USUAL = ("torch", "torchvision", "tokenizers", "transformers", "datasets")
+
+
+def preload(context: Any, what: Packed) -> None:
+    """Let the server from which workers are forked import what they need, once. It has no effect if it is running.
+
+    The server imports the main script unless it is told other modules. A choice of the user is kept.
+    """
+    from multiprocessing.forkserver import _forkserver
+
+    if getattr(_forkserver, "_preload_modules", ["__main__"]) == ["__main__"]:
+        used = [name for name in _USUAL if name in sys.modules and name.encode() in what.data]
+        context.set_forkserver_preload(["midepoch.loader.workers", "midepoch.loader.bundles", *used])
 
 
 @contextmanager

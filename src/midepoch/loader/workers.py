@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
+from midepoch._internal.processes import cores
 from midepoch._internal.timings import TimingReports
 from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import Crew, Link, MainIsGone, report
@@ -22,9 +23,11 @@ class WorkerPool:
 
     def __init__(self, leaf: Leaf, options: Options) -> None:
         self._run = 0
+        self._plan: Plan
+        self._untold: deque[int] = deque()
         # Waking a worker costs 60 µs: half of what it may make ahead is requested at a time.
         self._credit_step = max(1, options.prefetch // 2)
-        self.crew: Crew = open_crew(_BatchJob(leaf, options), [leaf], options)
+        self.crew: Crew = open_crew(_BatchJob(leaf, replace(options, device=None)), [leaf], options)
         self._owed = [options.prefetch] * len(self.crew)
 
     @property
@@ -35,9 +38,15 @@ class WorkerPool:
     def begin(self, plan: Plan) -> WorkerBatches:
         """Drop unfinished batches, and make those of this plan."""
         self._run += 1
-        for number in range(len(self.crew)):
-            self.crew.tell(number, (self._run, plan, self._grants(number)))
+        self._plan, self._untold = plan, deque(range(len(self.crew)))
+        self._tell(cores())
         return WorkerBatches(self, len(plan))
+
+    def _tell(self, workers: int) -> None:
+        """Tell some more workers to begin. The first batch comes sooner if not all compete for the cores."""
+        for _ in range(min(workers, len(self._untold))):
+            number = self._untold.popleft()
+            self.crew.tell(number, (self._run, self._plan, self._grants(number)))
 
     def step(self, step: int) -> Made:
         """Return a step. Steps are requested in order. Raises the errors of the worker, or WorkerError."""
@@ -47,6 +56,7 @@ class WorkerPool:
             self._owed[number] += problem is None
             if run == self._run:
                 break
+        self._tell(2)
         if problem is not None:
             self.crew.fail(number, problem)
         if self._owed[number] >= self._credit_step:
@@ -55,7 +65,8 @@ class WorkerPool:
 
     def is_ready(self, step: int) -> bool:
         """Return True if something has arrived from the worker of a step."""
-        return self.crew.is_ready(step % len(self.crew))
+        number = step % len(self.crew)
+        return number not in self._untold and self.crew.is_ready(number)
 
     def _grants(self, number: int) -> list[int]:
         owed, self._owed[number] = self._owed[number], 0

@@ -26,7 +26,7 @@ _MADE_BYTES = 4 << 20
 _QUICK, _SLOW = 0.06, 0.3
 """Seconds: bundles that take less than the first grow, those that take more than the second shrink."""
 _REFS = 4096
-_FIRST_FILTERED, _FILTERED = 1 << 13, 1 << 17
+_FILTERED = 1 << 17
 _NOT_OF_A_ROW = (FetchError, DataChangedError, DifferentColumnsError, OSError, MemoryError, ImportError)
 """Errors that a smaller bundle would not avoid, and that may take long to occur again."""
 
@@ -81,7 +81,7 @@ class Sizes:
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._units = [bundle_unit(leaf) for leaf in leaves]
         self._is_fixed = [not leaf.has_fixed_groups for leaf in leaves]
-        self._now = [_FIRST_FILTERED if _by_expression(leaf) else _FIRST for leaf in leaves]
+        self._now = [_FIRST for _ in leaves]
 
     def now(self, leaf: int) -> int:
         unit = self._units[leaf]
@@ -91,7 +91,7 @@ class Sizes:
         """Note the seconds that rows of a bundle took. ``most``: maximum rows of a bundle."""
         now = self._now[leaf] = min(self._now[leaf], max(most, 1))
         if seconds < _QUICK and rows >= self.now(leaf):
-            self._now[leaf] = min(2 * now, most)
+            self._now[leaf] = min((8 if seconds < _QUICK / 16 else 2) * now, most)
         elif seconds > _SLOW and rows <= self.now(leaf):
             self._now[leaf] = max(1, now // 2)
 

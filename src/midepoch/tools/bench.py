@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.processes import cores
 from midepoch.dataset import Dataset
-from midepoch.loader.advice import cores
 from midepoch.pipeline.engine import Engine
 from midepoch.stats import Stats
 

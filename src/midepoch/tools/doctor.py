@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from midepoch._internal.processes import cores
 from midepoch.distributed.world import find_world
 from midepoch.errors import WorldError
-from midepoch.loader.advice import cores
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.mounts import file_system, is_network
 from midepoch.sources.storage import make_private
