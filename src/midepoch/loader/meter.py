@@ -118,7 +118,10 @@ class Meter:
 
 def weight(batch: Any) -> int:
     """Return the approximate bytes of a batch: of arrays, tensors and tables, and of text in lists."""
-    size = getattr(batch, "nbytes", None)
+    try:
+        size = getattr(batch, "nbytes", None)
+    except RuntimeError:  # of a sparse tensor
+        return 0
     if isinstance(size, int):
         return size
     if isinstance(batch, dict):
