@@ -16,11 +16,13 @@ class Figures:
     """One measurement. ``next_share``: share of the time that the caller spent in ``next()``.
 
     ``cpu_ms``: CPU of all threads of the main process for each batch; in training that includes starting kernels.
+    ``thread_ms``: that of the thread that calls ``next()``. Neither includes waiting.
     """
 
     rows_per_second: float
     next_share: float
     cpu_ms: float
+    thread_ms: float
     batches: int
     seconds: float
     first_batch: float | None = None
@@ -78,7 +80,7 @@ def measure(
     while time.perf_counter() < until:
         use(batch_of())
     wait()
-    start, cpu, before = time.perf_counter(), time.process_time(), waited()
+    start, cpu, thread, before = time.perf_counter(), time.process_time(), time.thread_time(), waited()
     rows = batches = 0
     while time.perf_counter() < start + seconds or not batches:
         batch = batch_of()
@@ -86,8 +88,15 @@ def measure(
         rows, batches = rows + rows_of(batch), batches + 1
     wait()
     elapsed = time.perf_counter() - start
-    cpu_ms = 1000 * (time.process_time() - cpu) / batches
-    return Figures(rows / elapsed, (waited() - before) / elapsed, cpu_ms, batches, elapsed)
+    cpu, thread = time.process_time() - cpu, time.thread_time() - thread
+    return Figures(
+        rows_per_second=rows / elapsed,
+        next_share=(waited() - before) / elapsed,
+        cpu_ms=1000 * cpu / batches,
+        thread_ms=1000 * thread / batches,
+        batches=batches,
+        seconds=elapsed,
+    )
 
 
 def synthetic(training: Training, *, seconds: float, warm_up: float) -> Figures:
