@@ -4,6 +4,7 @@
 - `contenders/` holds one file per library; each offers its plain route and the fastest its API gives.
 - `one` measures one route in a fresh process; `speed` interleaves them all and prints the table and the bars.
 - `latency` measures what is not throughput: import, open, resume, the cost of a state.
+- `gpu` trains on a GPU, fed by midepoch and by torch; its loops and their data are in `feeding/`.
 
 Run `scripts/bench`, or `python -m benchmarks.speed --quick`. Compare ratios within one run; losses are printed too.
 """

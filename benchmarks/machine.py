@@ -10,17 +10,20 @@ from typing import Any
 
 def describe() -> dict[str, Any]:
     """CPU model, cores, memory, Python, system."""
-    import psutil
-
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": _cpu_model(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -1,0 +1,163 @@
+"""Measurements that need a fresh process: `python -m benchmarks.feeding.fresh NAME ARGUMENTS` prints a line of JSON."""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import os
+import pstats
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMELINE = "MIDEPOCH_BENCH_TIMELINE"
+"""The file to which workers append the calls of their functions, one line of JSON each."""
+
+
+def run(name: str, **arguments: Any) -> dict[str, Any]:
+    """Call a function of this module in a fresh process. Raise RuntimeError with its last complaint."""
+    command = [sys.executable, "-m", "benchmarks.feeding.fresh", name, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _record(**what: Any) -> None:
+    line = json.dumps({"pid": os.getpid(), "at": time.monotonic(), **what}) + "\n"
+    with Path(os.environ[TIMELINE]).open("a") as file:  # one write: lines of processes do not mix
+        file.write(line)
+
+
+def first_batch(*, folder: str, smoke: bool, workers: int, profile: bool) -> dict[str, Any]:
+    """Seconds to the first batch of text → filter → tokenize → mix → pack; with a profile, where they were spent."""
+    import torch
+
+    from benchmarks.feeding import routes, work
+    from midepoch.loader import make
+
+    class Timed(work.Tokenizer):
+        def __call__(self, texts: Sequence[str], **options: Any) -> dict[str, list[list[int]]]:
+            _record(what="tokenize", rows=len(texts))
+            made = super().__call__(texts, **options)
+            _record(what="tokenized", rows=len(texts))
+            return made
+
+    assert torch, make  # imported before the clock runs
+    scale, files = _data(folder, smoke)
+    timeline = Path(folder) / f"timeline-{os.getpid()}"
+    if profile:
+        os.environ[TIMELINE] = str(timeline)
+        routes.Tokenizer = Timed  # type: ignore[misc]
+    ds = routes.dataset("text", files, scale)
+    profiler = cProfile.Profile()
+    if profile:
+        profiler.enable()
+    start = time.monotonic()
+    loader = ds.loader(scale.sequences, num_workers=workers)
+    made = time.monotonic()
+    batches = iter(loader)
+    next(batches)
+    end = time.monotonic()
+    profiler.disable()
+    found: dict[str, Any] = {"seconds": end - start, "loader()": made - start}
+    if profile:
+        found |= {"calls": _calls(timeline, start, end), "profile": _slowest(profiler)}
+    loader.close()
+    return found
+
+
+def _calls(timeline: Path, start: float, end: float) -> dict[str, Any]:
+    """Summary of the calls of the tokenizer until the first batch, in seconds after the start."""
+    events = [json.loads(line) for line in timeline.read_text().splitlines()]
+    pids = sorted({event["pid"] for event in events})
+    begun = [event for event in events if event["what"] == "tokenize"]
+    done = [event for event in events if event["what"] == "tokenized" and event["at"] <= end]
+    last: dict[int, float] = {}
+    took = []
+    for event in events:
+        if event["what"] == "tokenize":
+            last[event["pid"]] = event["at"]
+        elif event["at"] <= end:
+            took.append(event["at"] - last[event["pid"]])
+    return {
+        "processes": len(pids),
+        "first call": begun[0]["at"] - start,
+        "first call of the last process": max(min(e["at"] for e in begun if e["pid"] == pid) for pid in pids) - start,
+        "first result": min((event["at"] for event in done), default=end) - start,
+        "rows of a call": [event["rows"] for event in begun][:4],
+        "calls done": len(done),
+        "seconds of a call": sorted(round(each, 3) for each in took)[:: max(1, len(took) // 4)],
+    }
+
+
+def _slowest(profiler: cProfile.Profile, count: int = 12) -> list[str]:
+    """The functions of the main process that took the most time of their own."""
+    rows: Any = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    slowest = sorted(rows.items(), key=lambda item: -item[1][2])[:count]
+    return [
+        f"{own:.3f} s own, {whole:.3f} s in all, {calls} calls: {Path(path).name}:{line} {name}"
+        for (path, line, name), (_, calls, own, whole, _) in slowest
+    ]
+
+
+def jpeg(*, folder: str, smoke: bool, workers: int, worker_type: str | None, seconds: float) -> dict[str, Any]:
+    """Images per second of the JPEG loop with workers of a type, and the memory of all processes meanwhile."""
+    from benchmarks.feeding import measure, memory, routes
+
+    scale, files = _data(folder, smoke)
+    before = memory.megabytes()
+    options = {} if worker_type is None else {"worker_type": worker_type}
+    feed = measure.Feed(lambda: routes.ours("images", files, scale, workers, **options))
+    figures = measure.measure(
+        feed.next,
+        lambda batch: None,
+        seconds=seconds,
+        warm_up=seconds / 3,
+        wait=lambda: None,
+        waited=lambda: feed.waited,
+    )
+    found = {"rate": figures.rows_per_second, "cpu_ms": figures.cpu_ms, "megabytes": memory.megabytes()}
+    feed.close()
+    return {**found, "before": before}
+
+
+def index(*, path: str, index_dir: str, workers: int, method: str | None, batches: int) -> dict[str, Any]:
+    """Memory of a loader over an index of many rows, shuffled by rows, after some batches, while its workers wait."""
+    import midepoch
+    from benchmarks.feeding import memory
+
+    ds = midepoch.from_files(path, index_dir=index_dir).shuffle(seed=1, scope="rows").with_format("numpy")
+    rows = len(ds)
+    loader = ds.map(_same).loader(64, num_workers=workers, multiprocessing_context=method)
+    passing = iter(loader)
+    for _ in range(batches):
+        next(passing)
+    found = {"rows": rows, "megabytes": memory.megabytes(), "processes": len(memory.family())}
+    loader.close()
+    return found
+
+
+def _same(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+def _data(folder: str, smoke: bool) -> tuple[Any, Any]:
+    """The scale, and the files that were made for it before."""
+    from benchmarks.feeding.files import Files
+    from benchmarks.feeding.work import Scale
+
+    made = json.loads((Path(folder) / "files.json").read_text())
+    paths = {name: tuple(value) if isinstance(value, list) else value for name, value in made.items()}
+    return (Scale().smoke if smoke else Scale()), Files(**paths)
+
+
+MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = {"first_batch": first_batch, "jpeg": jpeg, "index": index}
+
+if __name__ == "__main__":
+    print(json.dumps(MEASUREMENTS[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)
