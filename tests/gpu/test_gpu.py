@@ -55,6 +55,80 @@ def test_batches_are_pinned(kind: str, workers: int, ds: midepoch.Dataset) -> No
     assert torch.equal(torch.cat([batch["x"] for batch in copies]).cpu(), values), "pages are not used again too soon"
 
 
+def image(row: dict[str, Any]) -> dict[str, Any]:
+    return {"x": np.full((3, 128, 128), row["id"], np.uint8), "id": row["id"], "name": f"row {row['id']}"}
+
+
+def nested(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ids = torch.tensor([row["id"] for row in rows])
+    return {
+        "deep": [{"x": torch.stack([torch.from_numpy(row["x"]) for row in rows])}, (ids, "text", None)],
+        "half": ids.to(torch.bfloat16).repeat(2000, 1),
+        "id": ids,
+    }
+
+
+@pytest.mark.parametrize(("workers", "kind"), [(0, "auto"), (2, "process"), (2, "thread")])
+@pytest.mark.parametrize("pipeline", ["rows", "map", "stream"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_batches_are_on_the_device(device: str, pipeline: str, workers: int, kind: str, ds: midepoch.Dataset) -> None:
+    data: Any = {"rows": ds, "map": ds.map(image), "stream": ds.filter(lambda row: row["id"] % 5 > 0)}[pipeline]
+    expected = [(batch["id"].tolist(), loader_state) for batch, loader_state in _steps(data.loader(BATCH))]
+    loader = data.loader(BATCH, num_workers=workers, worker_type=kind, device=device)
+    busy = torch.randn(3000, 3000, device="cuda")
+    kept, states = [], []
+    for batch in loader:
+        assert batch["id"].device == torch.device("cuda:0")
+        busy = busy @ busy / 3000  # the caller's stream is far behind the copies
+        kept.append({name: value * 1 if isinstance(value, torch.Tensor) else value for name, value in batch.items()})
+        states.append(loader.state_dict())
+    torch.cuda.synchronize()
+    assert [(batch["id"].tolist(), state) for batch, state in zip(kept, states, strict=True)] == expected
+    if pipeline == "map":
+        for batch in kept:
+            assert batch["x"].shape[1:] == (3, 128, 128)
+            assert (batch["x"] == batch["id"].view(-1, 1, 1, 1)).all()
+            assert batch["name"] == [f"row {i}" for i in batch["id"].tolist()]
+
+
+def _steps(loader: midepoch.Loader) -> list[tuple[Any, Any]]:
+    return [(batch, loader.state_dict()) for batch in loader]
+
+
+def test_nothing_is_overwritten_while_the_gpu_still_reads(ds: midepoch.Dataset) -> None:
+    """Many batches through few slots, which the GPU reads in place, with copies that wait behind a busy stream."""
+    loader = ds.map(image).loader(BATCH, num_workers=2, prefetch=1, device="cuda", persistent_workers=True)
+    sums = []
+    for _ in range(5):
+        for batch in loader:
+            sums.append((batch["id"].sum() * 3 * 128 * 128, batch["x"].sum(dtype=torch.int64)))
+    assert loader._sources._mover._registered._locked, "the slots are page-locked in place"
+    torch.cuda.synchronize()
+    assert len(sums) == 5 * ROWS // BATCH
+    assert all(int(a) == int(b) for a, b in sums)
+    locked = loader._sources._mover._registered._locked
+    loader.close()
+    del batch
+    assert not locked, "and unlocked before they are unmapped"
+
+
+def test_nested_values_of_any_type(ds: midepoch.Dataset) -> None:
+    for workers in (0, 2):
+        loader = ds.map(image).loader(BATCH, num_workers=workers, collate_fn=nested, device="cuda")
+        for batch in loader:
+            first, (ids, text, none) = batch["deep"]
+            assert (text, none) == ("text", None)
+            assert {ids.device.type, first["x"].device.type, batch["half"].device.type} == {"cuda"}
+            assert batch["half"].dtype == torch.bfloat16
+            assert (batch["half"][0] == ids.to(torch.bfloat16)).all()
+            assert (first["x"] == ids.view(-1, 1, 1, 1)).all()
+
+
+def test_a_device_that_is_not_there(ds: midepoch.Dataset) -> None:
+    with pytest.raises(midepoch.MidepochError, match="only 1 GPUs"):
+        ds.loader(BATCH, device="cuda:1")
+
+
 class Training:
     """A model with dropout on the GPU: what it has become tells every batch and every random number it has seen."""
 

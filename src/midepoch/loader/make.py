@@ -14,6 +14,7 @@ from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
+from midepoch.loader.movers import check_device
 from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, last_batch_of
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
@@ -71,6 +72,7 @@ def make_loader(
         )
     if spec.has_positions:
         _check_drop(spec.rows, chosen, shard.count, drop_last)
+    check_device(chosen.device)
     ledger = ledger_of(audit)
     if ledger is not None:
         ledger.prepare(shard)

@@ -27,23 +27,23 @@ _DEPTH = 2
 def mover_for(options: Options) -> Mover | None:
     """Return the mover of a loader, or None if its batches stay where they are made."""
     device = options.device
-    if device is None or (isinstance(device, str) and device == "cpu"):
-        return _pinner() if options.pin_memory else None
     if is_of_jax(device):
         return JaxMover(device)
+    if device is None or (device := _torch_for(device).device(device)).type == "cpu":
+        return _pinner() if options.pin_memory else None
+    return CudaMover(device) if device.type == "cuda" else TorchMover(device)
+
+
+def check_device(device: Any) -> None:
+    """Raise MidepochError unless this is a device that is here, or None."""
+    if device is None or is_of_jax(device):
+        return
     torch = _torch_for(device)
-    device = torch.device(device)
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return TorchMover(device)
-    if not torch.cuda.is_available():
-        raise MidepochError(f'device={str(device)!r}: torch finds no GPU. Use device=None, or device="cpu".')
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise MidepochError(
-            f"device={str(device)!r}: this process has {torch.cuda.device_count()} GPUs, from cuda:0 on."
-        )
-    return CudaMover(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
+    name, device = str(device), torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MidepochError(f'device={name!r}: torch finds no GPU. Use device=None, or device="cpu".')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise MidepochError(f"device={name!r}: this process has only {torch.cuda.device_count()} GPUs.")
 
 
 def is_of_jax(device: Any) -> bool:
@@ -158,8 +158,9 @@ class CudaMover:
     def __init__(self, device: Any) -> None:
         import torch
 
-        self._torch, self._device = torch, device
-        self._stream = torch.cuda.Stream(device)
+        self._torch = torch
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self._stream = torch.cuda.Stream(self._device)
         self._registered = Registered(torch.cuda.cudart())
         self._read: deque[tuple[Any, Any]] = deque()
         """Batches from which the GPU may still read, and the events after their copies."""
