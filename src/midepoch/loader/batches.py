@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from operator import sub
@@ -67,7 +67,14 @@ def only_numbers(leaf: Leaf) -> bool:
 class BatchMaker:
     """Reads the steps of a plan in growing chunks, and makes batches of them."""
 
-    def __init__(self, leaf: Leaf, options: Options, timings: Timings | None = None, *, threaded: bool = False) -> None:
+    def __init__(
+        self,
+        leaf: Leaf,
+        options: Options,
+        timings: Timings | None = None,
+        *,
+        drawing: Iterable[Hashable] | None = None,
+    ) -> None:
         self.timings = Timings() if timings is None else timings
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")
@@ -80,7 +87,7 @@ class BatchMaker:
             shared=shared,
             readers=options.num_workers if self.decodes_only else 0,
             timings=self.timings,
-            threaded=threaded,
+            drawing=drawing,
         )
         self._options = options
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.

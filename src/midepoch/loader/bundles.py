@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from midepoch._internal.processes import cores
 from midepoch._internal.timings import TimingReports, Timings
-from midepoch.loader.crew import Crew, Link, MainIsGone, report
+from midepoch.loader.crew import Crew, Job, Link, MainIsGone, report
 from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.processes import compact
@@ -139,14 +139,18 @@ class BundlePool:
 @dataclass(frozen=True)
 class _BundleJob:
     leaves: tuple[Leaf, ...]
+    drawing: tuple[Hashable, ...] | None = None
+
+    def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
+        return replace(self, drawing=drawing)
 
     def run(self, link: Link) -> None:
-        _BundleWorker(link, self.leaves).live()
+        _BundleWorker(link, self).live()
 
 
 class _BundleWorker:
-    def __init__(self, link: Link, leaves: tuple[Leaf, ...]) -> None:
-        self._link, self._leaves = link, leaves
+    def __init__(self, link: Link, job: _BundleJob) -> None:
+        self._link, self._leaves, self._drawing = link, job.leaves, job.drawing
         self._engines: dict[int, Engine] = {}
         self._timings = Timings()
         self._reports = TimingReports(self._timings)
@@ -169,9 +173,7 @@ class _BundleWorker:
     def _make(self, bundle: Bundle) -> Made:
         leaf = self._leaves[bundle.leaf]
         if bundle.leaf not in self._engines:
-            self._engines[bundle.leaf] = Engine(
-                leaf, shared=True, timings=self._timings, threaded=not self._link.is_process
-            )
+            self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings, drawing=self._drawing)
         return make_good(self._engines[bundle.leaf], bundle)
 
 

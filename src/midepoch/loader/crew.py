@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 from midepoch.errors import WorkerError
@@ -10,6 +11,10 @@ from midepoch.transforms.formats import Allocate
 
 Message = tuple[Any, Any, Any]
 """From a worker: what it belongs to, the result, and the error with its traceback."""
+
+
+SHORT = b"+"
+"""First byte of a message that is sent as it is. Pickles begin otherwise."""
 
 
 class Crew(Protocol):
@@ -25,7 +30,7 @@ class Crew(Protocol):
         """Return a slot in which a worker may send one more message: part of what it is told to do."""
 
     def tell(self, number: int, message: Any) -> None:
-        """Send a short message to a worker."""
+        """Send a message to a worker: any object, or bytes that begin with ``SHORT``."""
 
     def receive(self, number: int) -> Message:
         """Return the next message of a worker. Raises WorkerError if it has exited."""
@@ -64,6 +69,9 @@ class Link(Protocol):
 
 class Job(Protocol):
     """The work of a worker, once it is unpickled in its process."""
+
+    def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
+        """Return the job for threads. ``drawing``: functions that draw from torch's global generator."""
 
     def run(self, link: Link) -> None: ...
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -24,12 +24,15 @@ def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
     """Start workers for a job: threads if they were requested, or if they are certainly better."""
     if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(leaves, options)):
         drawn = _draws(leaves)
-        if drawn is None:
-            return ThreadCrew(job, options.num_workers)
+        shared = [(function, names - {"torch"}) for function, names in drawn.items() if names - {"torch"}]
+        if not shared:
+            return ThreadCrew(job.in_threads(tuple(drawn)), options.num_workers)
         if options.worker_type == "thread":
+            function, names = shared[0]
             raise MidepochError(
-                f"{drawn}, which all threads share: its values would not be reproducible. Use with_generator=True (or "
-                '"torch"), or worker_type="process".'
+                f"{getattr(function, 'call', function)} draws from the global generator of {min(names)}, which all "
+                'threads share: its values would not be reproducible. Use with_generator=True (or "torch"), or '
+                'worker_type="process".'
             )
     method = options.multiprocessing_context or _start_method(leaves)
     return ProcessCrew(job, options.num_workers, options.prefetch, method)
@@ -45,22 +48,18 @@ def _suits_threads(leaves: Sequence[Leaf], options: Options) -> bool:
     return bool(steps) and options.collate_fn is None and all(getattr(step, "releases_gil", False) for step in steps)
 
 
-def _draws(leaves: Sequence[Leaf]) -> str | None:
-    """Try the functions on a few rows. Return a text on one that draws from a generator of all threads, or None."""
+def _draws(leaves: Sequence[Leaf]) -> dict[Hashable, frozenset[str]]:
+    """Try the functions on a few rows. Return those that draw from global generators, and from which."""
+    found: dict[Hashable, frozenset[str]] = {}
     for leaf in leaves:
         if not leaf.tail:
             continue
         engine = Engine(leaf)
         chosen = engine.chosen(0, np.arange(min(_TRIAL_ROWS, len(leaf.order.selection))))
-        try:
+        with contextlib.suppress(Exception):  # raised again in its turn, with the batch of the row
             engine.transform(0, engine.read(chosen))
-        except Exception:  # raised again in its turn, with the batch of the row
-            continue
-        for function, names in engine.generators.drew.items():
-            if others := sorted(names - {"torch"}):
-                name: Any = getattr(function, "call", function)
-                return f"{name} draws from the global generator of {others[0]}"
-    return None
+        found |= engine.generators.drew
+    return found
 
 
 def _start_method(leaves: Sequence[Leaf]) -> str | None:

@@ -28,6 +28,14 @@ def each_part(value: Any, method: str, convert: Callable[[Any], Any]) -> Any:
     return value
 
 
+def parts_of(value: Any, kind: type) -> list[Any]:
+    """Return all parts of a type, at any depth."""
+    if isinstance(value, kind):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [part for one in inner for part in parts_of(one, kind)]
+
+
 def _like(value: Any, found: dict[Any, Any]) -> Any:
     """Return a mapping of the same type if its type takes a dict, such as a tokenizer's encoding."""
     try:

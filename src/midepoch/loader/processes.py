@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
-from midepoch.loader.crew import Job, MainIsGone, Message
+from midepoch.loader.crew import SHORT, Job, MainIsGone, Message
 from midepoch.loader.spawned import Packed, packed, preload, without_main
 from midepoch.loader.transport import Parcel, Receiver, Sender, held_per_worker
 from midepoch.transforms.formats import Allocate
@@ -154,7 +154,7 @@ class ProcessCrew:
                 self._unread[number].append(self._receivers[number].receive())
         except (EOFError, OSError):
             raise WorkerError(self._obituary(number)) from None
-        self._send(number, pickle.dumps(message))
+        self._send(number, message if isinstance(message, bytes) else pickle.dumps(message))
 
     def _send(self, number: int, message: bytes) -> None:
         try:
@@ -266,9 +266,10 @@ class PipeLink:
             if os.getppid() != self._parent:
                 raise MainIsGone
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            data = self._connection.recv_bytes()
         except (EOFError, OSError):
             raise MainIsGone from None
+        return data if data.startswith(SHORT) else pickle.loads(data)
 
     def is_waiting(self) -> bool:
         """Return True if there is a message."""

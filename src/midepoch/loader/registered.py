@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from midepoch.loader import transport
@@ -24,29 +24,39 @@ class Registered:
         self._runtime = runtime
         self._locked: dict[int, dict[int, int]] = {}
         """By address of a memory: the bytes of each slot that are locked, by address of the slot."""
+        self._known: dict[int, int] = {}
+        """Bytes from an address on that are locked, of tensors that were seen before."""
         self._failed = False
 
-    def lock(self, tensors: Iterable[Any]) -> None:
-        """Lock the slots that contain tensors of a batch. What cannot be locked is left as it is."""
+    def lock(self, tensors: Sequence[Any]) -> bool:
+        """Lock the slots that contain tensors of a batch. Return True if all are in locked memory."""
+        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        if all(self._known.get(address, -1) >= size for address, size in places):
+            return True
         ends: dict[int, tuple[transport.Mapped, int]] = {}
-        for tensor in tensors:
-            address, size = tensor.data_ptr(), tensor.nbytes
-            if size and not self._failed and (mapped := transport.mapped_at(address)) is not None:
+        all_locked = True
+        for address, size in places:
+            mapped = transport.mapped_at(address) if size and not self._failed else None
+            all_locked &= mapped is not None or not size
+            if mapped is not None:
                 slot = mapped.slot_of(address)
                 ends[slot] = mapped, max(address + size, ends.get(slot, (mapped, 0))[1])
         for slot, (mapped, end) in ends.items():
             size = -(-(end - slot) // mmap.PAGESIZE) * mmap.PAGESIZE
             if (locked := self._locked_of(mapped).get(slot, 0)) < size:
-                self._lock(mapped, slot, size, locked)
+                all_locked &= self._lock(mapped, slot, size, locked)
+        if all_locked:
+            self._known.update(places)
+        return all_locked
 
     def _locked_of(self, mapped: transport.Mapped) -> dict[int, int]:
         if mapped.address not in self._locked:
             locked = self._locked[mapped.address] = {}
-            mapped.on_unmap(_Unlock(self._runtime, self._locked, mapped.address))
+            mapped.on_unmap(_Unlock(self._runtime, self._locked, self._known, mapped.address))
             return locked
         return self._locked[mapped.address]
 
-    def _lock(self, mapped: transport.Mapped, slot: int, size: int, before: int) -> None:
+    def _lock(self, mapped: transport.Mapped, slot: int, size: int, before: int) -> bool:
         locked = self._locked_of(mapped)
         if before:
             self._runtime.cudaHostUnregister(slot)
@@ -57,17 +67,19 @@ class Registered:
             _log.warning("shared memory cannot be page-locked (CUDA error %d): batches are copied once more", error)
         else:
             locked[slot] = size
+        return not error
 
 
 class _Unlock:
     """Unlocks the slots of a memory before it is unmapped, in whichever thread that happens."""
 
-    def __init__(self, runtime: Any, locked: dict[int, dict[int, int]], address: int) -> None:
-        self._runtime, self._locked, self._address = runtime, locked, address
+    def __init__(self, runtime: Any, locked: dict[int, dict[int, int]], known: dict[int, int], address: int) -> None:
+        self._runtime, self._locked, self._known, self._address = runtime, locked, known, address
         self._process = os.getpid()
 
     def __call__(self, _: weakref.ref[Any]) -> None:
         if os.getpid() != self._process:
             return  # a fork, which must not use the GPU of its parent
+        self._known.clear()
         for slot in self._locked.pop(self._address, {}):
             self._runtime.cudaHostUnregister(slot)

@@ -16,10 +16,11 @@ import logging
 import mmap
 import os
 import pickle
+import struct
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -83,15 +84,47 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
 
 
+_PARCEL = struct.Struct("<qqq")
+_SPAN = struct.Struct("<qq")
+_NONE = -1
+
+
 class Parcel(NamedTuple):
-    """A message as it was received. ``memory`` and ``slot``: where its arrays are; ``spans``: their bounds in the
-    memory, or the bytes of all.
+    """A message on its way. ``head``: its pickle. ``memory`` and ``slot``: where its arrays are, if they are in shared
+    memory; ``spans``: their bounds there. ``arrays``: their bytes otherwise.
     """
 
     head: bytes
-    memory: int
     slot: int | None
-    spans: list[Span] | list[bytes]
+    memory: int = 0
+    spans: Sequence[Span] = ()
+    arrays: Sequence[bytes] = ()
+
+    def pack(self) -> bytes:
+        """Return the bytes of the message. pickle would take several times as long to read them."""
+        slot = _NONE if self.slot is None else self.slot
+        spans = self.spans or [(0, len(raw)) for raw in self.arrays]
+        parts = [_PARCEL.pack(self.memory, slot, len(spans)), *(_SPAN.pack(*span) for span in spans), *self.arrays]
+        return b"".join([*parts, self.head])
+
+    @staticmethod
+    def of(data: bytes) -> Parcel:
+        """Return the message of some bytes."""
+        memory, slot, count = _PARCEL.unpack_from(data)
+        at = _PARCEL.size + count * _SPAN.size
+        spans = [_SPAN.unpack_from(data, _PARCEL.size + i * _SPAN.size) for i in range(count)]
+        if memory > 0:
+            return Parcel(data[at:], slot, memory, spans)
+        arrays = []
+        for _, size in spans:
+            arrays.append(data[at : at + size])
+            at += size
+        return Parcel(data[at:], None if slot == _NONE else slot, 0, (), arrays)
+
+
+def _announcement(number: int, slot_bytes: int, size: int) -> bytes:
+    """Return the message that new memory follows. Its first number, unlike that of a parcel, is negative."""
+    return _PARCEL.pack(-number, slot_bytes, size)
 
 
 class _Memory:
@@ -151,18 +184,19 @@ class Sender:
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(message)
         raws = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
         total = sum(_aligned(len(raw)) for raw in raws)
+        head = stream.getvalue()
         if total <= _INLINE or slot is None:
-            parcel = Parcel(stream.getvalue(), 0, slot, [raw.tobytes() for raw in raws])
+            parcel = Parcel(head, slot, arrays=[raw.tobytes() for raw in raws])
         else:
             self._usual = max(self._usual, total)
             try:
                 memory, spans = self._write(slot, raws, total)
-                parcel = Parcel(stream.getvalue(), memory.number, slot, spans)
+                parcel = Parcel(head, slot, memory.number, spans)
             except OSError as problem:
                 self._say_slow(total, problem)
-                parcel = Parcel(stream.getvalue(), 0, slot, [raw.tobytes() for raw in raws])
+                parcel = Parcel(head, slot, arrays=[raw.tobytes() for raw in raws])
         self._used = 0
-        self._put(parcel)
+        self._connection.send_bytes(parcel.pack())
 
     def _write(self, slot: int, raws: list[Bytes], total: int) -> tuple[_Memory, list[Span]]:
         """Copy arrays into a slot, but for those that are there already."""
@@ -199,16 +233,13 @@ class Sender:
             self._memories += 1
             memory = _Memory(self._memories, self._slots, pages * mmap.PAGESIZE)
             try:
-                self._put(("memory", memory.number, memory.slot_bytes, len(memory.bytes)))
+                self._connection.send_bytes(_announcement(memory.number, memory.slot_bytes, len(memory.bytes)))
                 send_handle(self._connection, memory.fd, os.getppid())
             finally:
                 os.close(memory.fd)
             self._newest = memory
         self._of[slot] = self._newest
         return self._newest
-
-    def _put(self, message: tuple[Any, ...]) -> None:
-        self._connection.send_bytes(pickle.dumps(tuple(message), protocol=5))
 
     def _say_slow(self, total: int, problem: OSError) -> None:
         if isinstance(problem, ConnectionError):
@@ -300,13 +331,14 @@ class Receiver:
     def receive(self) -> Parcel:
         """Return the next message, unopened. Raise EOFError or OSError if the worker has exited."""
         while True:
-            head, *rest = pickle.loads(self._connection.recv_bytes())
-            if head != "memory":
-                parcel = Parcel(head, *rest)
+            data = self._connection.recv_bytes()
+            number, slot_bytes, size = _PARCEL.unpack_from(data)
+            if number >= 0:
+                parcel = Parcel.of(data)
                 if parcel.memory and parcel.slot is not None:
                     self._of[parcel.slot] = parcel.memory
                 return parcel
-            number, slot_bytes, size = rest
+            number = -number
             fd = recv_handle(self._connection)
             try:
                 needed = {number, *self._of.values()}
@@ -317,13 +349,12 @@ class Receiver:
 
     def open(self, parcel: Parcel) -> Any:
         """Return the message. Its arrays are in the slot if enough slots are left for the worker, else copies."""
-        head, memory, slot, spans = parcel
+        head, slot, memory, bounds, arrays = parcel
         self._out -= slot is not None
         if not memory or slot is None:
             self._free += [] if slot is None else [slot]
-            return pickle.loads(head, buffers=[bytearray(raw) for raw in spans])
+            return pickle.loads(head, buffers=[bytearray(raw) for raw in arrays])
         self._collect()
-        bounds: list[Span] = spans  # type: ignore[assignment]
         first, last = min(at for at, _ in bounds), max(at + size for at, size in bounds)
         whole = self._memory[memory][first:last]
         if len(self._free) + self._out >= self._granted:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -10,7 +12,7 @@ import pyarrow as pa
 from midepoch._internal.processes import cores
 from midepoch._internal.timings import TimingReports
 from midepoch.loader.batches import BatchMaker
-from midepoch.loader.crew import Crew, Link, MainIsGone, report
+from midepoch.loader.crew import SHORT, Crew, Job, Link, MainIsGone, report
 from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Made, Plan
@@ -60,7 +62,7 @@ class WorkerPool:
         if problem is not None:
             self.crew.fail(number, problem)
         if self._owed[number] >= self._credit_step:
-            self.crew.tell(number, (self._run, None, self._grants(number)))
+            self.crew.tell(number, SHORT + array("h", self._grants(number)).tobytes())
         return made  # type: ignore[no-any-return]
 
     def is_ready(self, step: int) -> bool:
@@ -105,14 +107,18 @@ class WorkerBatches:
 class _BatchJob:
     leaf: Leaf
     options: Options
+    drawing: tuple[Hashable, ...] | None = None
+
+    def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
+        return replace(self, drawing=drawing)
 
     def run(self, link: Link) -> None:
-        _BatchWorker(link, self.leaf, self.options).live()
+        _BatchWorker(link, self).live()
 
 
 class _BatchWorker:
-    def __init__(self, link: Link, leaf: Leaf, options: Options) -> None:
-        self._link, self._leaf, self._options = link, leaf, options
+    def __init__(self, link: Link, job: _BatchJob) -> None:
+        self._link, self._leaf, self._options, self._drawing = link, job.leaf, job.options, job.drawing
         self._run = 0
         self._slots: deque[int] = deque()
         self._plan: Plan | None = None
@@ -126,7 +132,7 @@ class _BatchWorker:
             run, plan, self._plan = self._run, self._plan, None
             try:
                 if maker is None:
-                    maker = BatchMaker(self._leaf, self._options, threaded=not self._link.is_process)
+                    maker = BatchMaker(self._leaf, self._options, drawing=self._drawing)
                     self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
             except MainIsGone:
@@ -153,6 +159,9 @@ class _BatchWorker:
 
     def _listen(self) -> None:
         """Take note of one message of the main process: a plan, and slots."""
-        self._run, plan, granted = self._link.hear()
+        message = self._link.hear()
+        if isinstance(message, bytes):
+            granted = array("h", message[len(SHORT) :]).tolist()
+        else:
+            self._run, self._plan, granted = message
         self._slots.extend(map(self._link.accept, granted))
-        self._plan = self._plan if plan is None else plan

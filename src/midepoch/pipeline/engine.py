@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -46,8 +47,8 @@ class Engine:
     """Runs a leaf: ``read`` and ``transform`` are the two halves of f(pipeline, position).
 
     One thread may run each at a time. ``shared``: other processes of this machine run the same pipeline. ``readers``:
-    minimum number of decoding threads. ``threaded``: functions run in a thread while other threads use the global
-    generators.
+    minimum number of decoding threads. ``drawing``: in a worker thread, the functions that draw from torch's global
+    generator.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Engine:
         shared: bool = False,
         readers: int = 0,
         timings: Timings | None = None,
-        threaded: bool = False,
+        drawing: Iterable[Hashable] | None = None,
     ) -> None:
         self.leaf = leaf
         self.timings = Timings() if timings is None else timings
@@ -68,7 +69,7 @@ class Engine:
         self._inherited: Reader | None = None
         self._narrow: Engine | None = None
         self._process = os.getpid()
-        self.generators = Generators(leaf.seed, leaf.global_seed or 0, leaf.path, threaded=threaded)
+        self.generators = Generators(leaf.seed, leaf.global_seed or 0, leaf.path, drawing=drawing)
         self._epoch: tuple[int, EpochOrder] | None = None
         self._starts = leaf.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)

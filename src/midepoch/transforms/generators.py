@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from typing import Any, Final, TypeVar
 
@@ -74,8 +74,12 @@ class Seeds:
 class Generators:
     """Runner of one pipeline's functions. ``seed`` is the pipeline's, ``base`` follows the user's ``manual_seed``."""
 
-    def __init__(self, seed: int = 0, base: int = 0, path: int = 0, *, threaded: bool = False) -> None:
-        self._seed, self._base, self._path, self._threaded = seed, base, path, threaded
+    def __init__(
+        self, seed: int = 0, base: int = 0, path: int = 0, *, drawing: Iterable[Hashable] | None = None
+    ) -> None:
+        self._seed, self._base, self._path = seed, base, path
+        self._drawing = None if drawing is None else set(drawing)
+        """In a worker thread: the functions that draw from torch's generator."""
         self.drew: dict[Hashable, frozenset[str]] = {}
         """The generators from which functions have drawn, as far as it was checked."""
         self._left: dict[Hashable, int] = {}  # calls of each function that remain to be checked, or _DRAWS
@@ -89,11 +93,8 @@ class Generators:
         ``where`` is the purpose, number and epoch of the function. ``action(None)`` calls the function without seeding.
         If it is ``repeatable``, the action may be run a second time.
         """
-        if self._threaded:
-            if _torch_generator() is None:
-                return action(None)
-            with ThreadSeeds(self._key(*where)) as own:
-                return action(own)
+        if self._drawing is not None:
+            return self._run_in_thread(function, where, action, self._drawing, repeatable=repeatable)
         left, before = self._left.get(function, _TRIAL), Snapshot()
         if left == 0 and repeatable and before.is_complete:
             try:
@@ -123,6 +124,30 @@ class Generators:
         if left != _DRAWS:
             self._left[function] = _DRAWS if seeds.drew else max(0, left - seeds.calls)
         return result
+
+    def _run_in_thread(
+        self,
+        function: Hashable,
+        where: tuple[str, int, int],
+        action: Callable[[Seeds | None], T],
+        drawing: set[Hashable],
+        *,
+        repeatable: bool,
+    ) -> T:
+        """Return the result of ``action``. Draws from torch's generator are replaced by draws of this thread's.
+
+        Replacing them costs some time for every function of torch, and is only done for functions that draw.
+        """
+        if function not in drawing:
+            before = _bytes(_torch_state())
+            result = action(None)
+            if _bytes(_torch_state()) == before:
+                return result
+            drawing.add(function)
+            if not repeatable:
+                return result
+        with ThreadSeeds(self._key(*where)) as own:
+            return action(own)
 
     def _key(self, purpose: str, number: int, epoch: int) -> npt.NDArray[np.uint64]:
         where = (purpose, number, epoch)
