@@ -1,4 +1,4 @@
-"""What it costs a CPU to feed a GPU: `python -m benchmarks.feed`.
+"""The cost for a CPU of feeding a GPU: `python -m benchmarks.feed`.
 
 - transport: batches of 38 MB through two workers whose map returns an image that exists: CPU of the main process for
   each batch, beside torch's DataLoader
@@ -171,7 +171,7 @@ def first(settings: Settings) -> tuple[list[Measured], dict[str, Any]]:
             seconds[workers].append(one["seconds"])
             print(f"  {workers:3} workers: first batch after {one['seconds']:.3f} s", flush=True)
     watched: dict[str, Any] = {}
-    for workers in counts:
+    for workers in counts[settings.smoke :]:
         for watch in ("workers", "main"):
             one = fresh.run("first_batch", **settings.of_data, workers=workers, watch=watch)
             watched[f"{workers} workers, {watch}"] = one
@@ -207,7 +207,7 @@ def memory(settings: Settings) -> tuple[list[Measured], dict[str, Any]]:
 
 
 def median(runs: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
+    return float(statistics.median(run[name] for run in runs))
 
 
 def own(megabytes: dict[str, float]) -> float:

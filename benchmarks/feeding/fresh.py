@@ -126,7 +126,7 @@ def _data(folder: str, smoke: bool) -> tuple[Any, Any]:
     from benchmarks.feeding.work import Scale
 
     made = json.loads((Path(folder) / "files.json").read_text())
-    paths = {name: tuple(value) if isinstance(value, list) else value for name, value in made.items()}
+    paths: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in made.items()}
     return (Scale().smoke if smoke else Scale()), Files(**paths)
 
 
