@@ -1,8 +1,9 @@
-"""What it costs a CPU to feed a GPU: `python -m benchmarks.feed`.
+"""The cost for a CPU of feeding a GPU: `python -m benchmarks.feed`.
 
 - transport: batches of 38 MB through two workers whose map returns an image that exists: CPU of the main process for
   each batch, beside torch's DataLoader
-- threads: the JPEG map with threads beside processes: images per second, and memory (PSS) of all processes
+- threads: the JPEG map with threads beside processes: images per second, and memory (PSS without
+  the pages of mapped files) of all processes
 - first: the first batch of text → filter → tokenize → mix → pack with many workers beside none, in fresh processes,
   and where its seconds were spent
 - memory: PSS of 8 workers over an index of 10⁸ rows, beyond that of one process
@@ -145,17 +146,18 @@ def threads(settings: Settings) -> tuple[list[Measured], dict[str, Any]]:
                 one = fresh.run("jpeg", **settings.of_data, workers=workers, worker_type=kind, seconds=settings.seconds)
                 runs.setdefault(name, []).append(one)
                 print(
-                    f"  {name:10} {one['rate']:9,.0f} images/s, {one['megabytes']['Pss']:7.0f} MB "
-                    f"({one['before']['Pss']:.0f} before), main process {one['cpu_ms']:.1f} ms CPU/batch",
+                    f"  {name:10} {one['rate']:9,.0f} images/s, {own(one['megabytes']):7.0f} MB and "
+                    f"{one['megabytes']['Pss_File']:.0f} MB of files (before: {own(one['before']):.0f} MB), "
+                    f"main process {one['cpu_ms']:.1f} ms CPU/batch",
                     flush=True,
                 )
     bars = []
     for workers in counts if len(kinds) > 1 else ():
         by_thread, by_process = runs[f"{workers} thread"], runs[f"{workers} process"]
         rate = median(by_thread, "rate") / median(by_process, "rate")
-        memory = median_pss(by_thread) / median_pss(by_process)
+        used = [statistics.median(own(run["megabytes"]) for run in runs_) for runs_ in (by_thread, by_process)]
         bars.append(Measured(f"JPEG map, {workers} threads beside processes: rate", rate, 0.95, "x", least=True))
-        bars.append(Measured(f"JPEG map, {workers} threads beside processes: memory", memory, 0.5, "x"))
+        bars.append(Measured(f"JPEG map, {workers} threads beside processes: memory", used[0] / used[1], 0.5, "x"))
     return bars, runs
 
 
@@ -165,21 +167,22 @@ def first(settings: Settings) -> tuple[list[Measured], dict[str, Any]]:
     seconds: dict[int, list[float]] = {workers: [] for workers in counts}
     for _ in range(settings.rounds):
         for workers in counts:
-            one = fresh.run("first_batch", **settings.of_data, workers=workers, profile=False)
+            one = fresh.run("first_batch", **settings.of_data, workers=workers)
             seconds[workers].append(one["seconds"])
             print(f"  {workers:3} workers: first batch after {one['seconds']:.3f} s", flush=True)
-    profiles = {w: fresh.run("first_batch", **settings.of_data, workers=w, profile=True) for w in counts}
-    for workers, profile in profiles.items():
-        print(f"  {workers} workers, profiled: {profile['seconds']:.3f} s, loader() {profile['loader()']:.3f} s")
-        for name, value in profile["calls"].items():
-            print(f"    tokenizer, {name}: {value if not isinstance(value, float) else round(value, 3)}")
-        for line in profile["profile"]:
-            print(f"    {line}")
+    watched: dict[str, Any] = {}
+    for workers in counts[settings.smoke :]:
+        for watch in ("workers", "main"):
+            one = fresh.run("first_batch", **settings.of_data, workers=workers, watch=watch)
+            watched[f"{workers} workers, {watch}"] = one
+            print(f"  {workers} workers, watching the {watch}: {one['seconds']:.3f} s")
+            lines = one["main"] if watch == "main" else [f"{name}: {value}" for name, value in one["workers"].items()]
+            print("\n".join(f"    {line}" for line in lines), flush=True)
     none, many = (statistics.median(seconds[workers]) for workers in counts)
     return [
         Measured(f"first batch of text, {settings.workers} workers", many, 1.0, "s"),
         Measured("the same beside none", many / none, 2, "x"),
-    ], {"seconds": seconds, "profiles": profiles}
+    ], {"seconds": seconds, "watched": watched}
 
 
 def memory(settings: Settings) -> tuple[list[Measured], dict[str, Any]]:
@@ -187,28 +190,29 @@ def memory(settings: Settings) -> tuple[list[Measured], dict[str, Any]]:
     blocks, workers = (1_000, 2) if settings.smoke else (100_000, 8)
     path, index_dir = huge.make(settings.folder, blocks), str(settings.folder / "index")
     midepoch.from_files(path, index_dir=index_dir)
-    methods: list[str | None] = [None, "spawn"]
     found: dict[str, Any] = {}
     bars = []
-    arguments = {"path": str(path), "index_dir": index_dir, "batches": 8 * workers}
-    one = fresh.run("index", **arguments, workers=0, method=None)
-    found["one process"] = one
-    print(f"  {one['rows']:,} rows, one process: {one['megabytes']}", flush=True)
-    for method in methods:
-        name = f"{workers} workers, {method or 'default start method'}"
-        many = found[name] = fresh.run("index", **arguments, workers=workers, method=method)
-        beyond = (many["megabytes"]["Pss"] - one["megabytes"]["Pss"]) / 1024
-        print(f"  {name}: {many['megabytes']}", flush=True)
-        bars.append(Measured(f"{name}: PSS beyond one process", beyond, 0.5, "GiB"))
+    for select in (False, True):
+        arguments = {"path": str(path), "index_dir": index_dir, "select": select, "batches": 8 * workers}
+        what = "selected rows" if select else "all rows"
+        one = found[f"{what}, one process"] = fresh.run("index", **arguments, workers=0, method=None)
+        print(f"  {one['rows']:,} rows, {what}, one process: {one['megabytes']}", flush=True)
+        for method in (None, "spawn"):
+            name = f"{what}, {workers} workers, {method or 'default start method'}"
+            many = found[name] = fresh.run("index", **arguments, workers=workers, method=method)
+            beyond = (many["megabytes"]["Pss"] - one["megabytes"]["Pss"]) / 1024
+            print(f"  {name}: {many['megabytes']}", flush=True)
+            bars.append(Measured(f"{name}: PSS beyond one process", beyond, 0.5, "GiB"))
     return bars, found
 
 
 def median(runs: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
+    return float(statistics.median(run[name] for run in runs))
 
 
-def median_pss(runs: list[dict[str, Any]]) -> float:
-    return statistics.median(run["megabytes"]["Pss"] for run in runs)
+def own(megabytes: dict[str, float]) -> float:
+    """Memory without pages of files: those of the mapped data are as many for threads, and the kernel may drop them."""
+    return megabytes["Pss"] - megabytes["Pss_File"]
 
 
 PARTS: dict[str, Callable[[Settings], tuple[list[Measured], dict[str, Any]]]] = {

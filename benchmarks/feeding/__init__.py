@@ -6,4 +6,5 @@
 - `routes` are the loaders: midepoch, and torch's DataLoader doing the same.
 - `models` are the models, their training steps, and a synthetic batch on the device.
 - `measure` takes the figures of one loader: rows per second, time in `next()`, first batch, CPU.
+- `fresh` measures in fresh processes, with `memory` (PSS of all processes) and `timeline` (calls in workers).
 """

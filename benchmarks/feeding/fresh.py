@@ -9,13 +9,11 @@ import pstats
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMELINE = "MIDEPOCH_BENCH_TIMELINE"
-"""The file to which workers append the calls of their functions, one line of JSON each."""
 
 
 def run(name: str, **arguments: Any) -> dict[str, Any]:
@@ -28,72 +26,39 @@ def run(name: str, **arguments: Any) -> dict[str, Any]:
     return found
 
 
-def _record(**what: Any) -> None:
-    line = json.dumps({"pid": os.getpid(), "at": time.monotonic(), **what}) + "\n"
-    with Path(os.environ[TIMELINE]).open("a") as file:  # one write: lines of processes do not mix
-        file.write(line)
+def first_batch(
+    *, folder: str, smoke: bool, workers: int, watch: str = "", prefetch: int | None = None
+) -> dict[str, Any]:
+    """Seconds to the first batch of text → filter → tokenize → mix → pack.
 
-
-def first_batch(*, folder: str, smoke: bool, workers: int, profile: bool) -> dict[str, Any]:
-    """Seconds to the first batch of text → filter → tokenize → mix → pack; with a profile, where they were spent."""
+    ``watch``: "workers" adds when their functions were called, "main" a profile of the main process. Both slow it down.
+    """
     import torch
 
-    from benchmarks.feeding import routes, work
+    from benchmarks.feeding import routes, timeline
     from midepoch.loader import make
-
-    class Timed(work.Tokenizer):
-        def __call__(self, texts: Sequence[str], **options: Any) -> dict[str, list[list[int]]]:
-            _record(what="tokenize", rows=len(texts))
-            made = super().__call__(texts, **options)
-            _record(what="tokenized", rows=len(texts))
-            return made
 
     assert torch, make  # imported before the clock runs
     scale, files = _data(folder, smoke)
-    timeline = Path(folder) / f"timeline-{os.getpid()}"
-    if profile:
-        os.environ[TIMELINE] = str(timeline)
-        routes.Tokenizer = Timed  # type: ignore[misc]
-    ds = routes.dataset("text", files, scale)
+    log = Path(folder) / f"timeline-{os.getpid()}"
+    tokenizers = timeline.tokenizers(log, scale) if watch == "workers" else ()
+    ds = routes.dataset("text", files, scale, tokenizers)
     profiler = cProfile.Profile()
-    if profile:
+    if watch == "main":
+        os.register_at_fork(after_in_child=profiler.disable)
         profiler.enable()
     start = time.monotonic()
-    loader = ds.loader(scale.sequences, num_workers=workers)
-    made = time.monotonic()
-    batches = iter(loader)
-    next(batches)
+    loader = ds.loader(scale.sequences, num_workers=workers, prefetch=prefetch)
+    next(iter(loader))
     end = time.monotonic()
     profiler.disable()
-    found: dict[str, Any] = {"seconds": end - start, "loader()": made - start}
-    if profile:
-        found |= {"calls": _calls(timeline, start, end), "profile": _slowest(profiler)}
     loader.close()
+    found: dict[str, Any] = {"seconds": end - start}
+    if watch == "workers":
+        found["workers"] = timeline.summary(log, start, end)
+    if watch == "main":
+        found["main"] = _slowest(profiler)
     return found
-
-
-def _calls(timeline: Path, start: float, end: float) -> dict[str, Any]:
-    """Summary of the calls of the tokenizer until the first batch, in seconds after the start."""
-    events = [json.loads(line) for line in timeline.read_text().splitlines()]
-    pids = sorted({event["pid"] for event in events})
-    begun = [event for event in events if event["what"] == "tokenize"]
-    done = [event for event in events if event["what"] == "tokenized" and event["at"] <= end]
-    last: dict[int, float] = {}
-    took = []
-    for event in events:
-        if event["what"] == "tokenize":
-            last[event["pid"]] = event["at"]
-        elif event["at"] <= end:
-            took.append(event["at"] - last[event["pid"]])
-    return {
-        "processes": len(pids),
-        "first call": begun[0]["at"] - start,
-        "first call of the last process": max(min(e["at"] for e in begun if e["pid"] == pid) for pid in pids) - start,
-        "first result": min((event["at"] for event in done), default=end) - start,
-        "rows of a call": [event["rows"] for event in begun][:4],
-        "calls done": len(done),
-        "seconds of a call": sorted(round(each, 3) for each in took)[:: max(1, len(took) // 4)],
-    }
 
 
 def _slowest(profiler: cProfile.Profile, count: int = 12) -> list[str]:
@@ -127,13 +92,21 @@ def jpeg(*, folder: str, smoke: bool, workers: int, worker_type: str | None, sec
     return {**found, "before": before}
 
 
-def index(*, path: str, index_dir: str, workers: int, method: str | None, batches: int) -> dict[str, Any]:
-    """Memory of a loader over an index of many rows, shuffled by rows, after some batches, while its workers wait."""
+def index(*, path: str, index_dir: str, workers: int, method: str | None, select: bool, batches: int) -> dict[str, Any]:
+    """Memory of a loader over an index of many rows, shuffled by rows, after some batches, while its workers wait.
+
+    ``select``: all rows in another order are selected first, which takes an array as long as the index.
+    """
+    import numpy as np
+
     import midepoch
     from benchmarks.feeding import memory
 
-    ds = midepoch.from_files(path, index_dir=index_dir).shuffle(seed=1, scope="rows").with_format("numpy")
+    ds = midepoch.from_files(path, index_dir=index_dir)
     rows = len(ds)
+    if select:
+        ds = ds.select(np.arange(rows - 1, -1, -1))
+    ds = ds.shuffle(seed=1, scope="rows").with_format("numpy")
     loader = ds.map(_same).loader(64, num_workers=workers, multiprocessing_context=method)
     passing = iter(loader)
     for _ in range(batches):
@@ -153,7 +126,7 @@ def _data(folder: str, smoke: bool) -> tuple[Any, Any]:
     from benchmarks.feeding.work import Scale
 
     made = json.loads((Path(folder) / "files.json").read_text())
-    paths = {name: tuple(value) if isinstance(value, list) else value for name, value in made.items()}
+    paths: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in made.items()}
     return (Scale().smoke if smoke else Scale()), Files(**paths)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -59,7 +60,8 @@ class Feed:
         if callable(close := getattr(self._loader, "close", None)):
             close()
         del self._loader, self._batches, self.first
-        gc.collect()
+        if multiprocessing.active_children():
+            gc.collect()
 
 
 def rows_of(batch: Batch) -> int:

@@ -78,6 +78,7 @@ class Training:
 
     def __init__(self, loop: str, scale: Scale, device: str) -> None:
         torch.manual_seed(0)
+        torch.backends.cudnn.benchmark = True  # shapes are always the same
         self.device = device
         self._model = (Classifier if loop == "images" else GPT)(scale).to(device)
         cuda = self._cuda = device.startswith("cuda")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -30,16 +30,16 @@ def batch_size(loop: str, scale: Scale) -> int:
     return scale.image_batch if loop == "images" else scale.sequences
 
 
-def dataset(loop: str, files: Files, scale: Scale) -> midepoch.Dataset:
-    """The dataset of a loop in midepoch."""
+def dataset(loop: str, files: Files, scale: Scale, tokenizers: Sequence[Any] = ()) -> midepoch.Dataset:
+    """The dataset of a loop in midepoch. ``tokenizers``: one for each source of text."""
     if loop == "text":
-        tokenizer = Tokenizer(scale.vocabulary)
+        tokenizers = tokenizers or [Tokenizer(scale.vocabulary)] * 2
         sources = [
             midepoch.from_files(paths, index_dir=files.index)
             .shuffle(seed=SEED)
             .filter(is_long, input_columns="text")
             .tokenize(tokenizer)
-            for paths in (files.web, files.code)
+            for paths, tokenizer in zip((files.web, files.code), tokenizers, strict=True)
         ]
         return midepoch.mix(sources, weights=WEIGHTS, seed=SEED, stop="all").pack(scale.length, eos=EOS)
     ds = midepoch.from_files(files.tokens if loop == "tokens" else files.images, index_dir=files.index)
