@@ -25,6 +25,7 @@ from midepoch.read.blocks import plain_schema
 from midepoch.transforms import FilterExpression, Function, Step
 from midepoch.transforms.features import import_datasets
 from midepoch.transforms.formats import check_format
+from midepoch.transforms.media.packages import installed
 
 if TYPE_CHECKING:
     from midepoch.loader import Loader
@@ -189,6 +190,18 @@ class Dataset(Rows, Resumable):
     @property
     def _input_format(self) -> str:
         return self.pipeline.format or "python"
+
+    @property
+    def _tensors(self) -> bool:
+        return self.pipeline.format in (None, "torch") and installed("torch")
+
+    @property
+    def _skips(self) -> bool:
+        return any(leaf.on_error == "skip" for leaf in self.pipeline.node.leaves)
+
+    def _feature(self, column: str) -> str | None:
+        found = [leaf.source.features.get(leaf.head.get(column, "")) for leaf in self.pipeline.node.leaves]
+        return next((each["_type"] for each in found if isinstance(each, dict) and "_type" in each), None)
 
     @property
     def _lists(self) -> tuple[str, ...] | None:

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.errors import MidepochError
 from midepoch.order.keys import derive
 
 T = TypeVar("T")
@@ -116,6 +117,16 @@ class Generators:
                 self._keys if len(self._keys) < 64 else {}
             )
         return self._keys[where]
+
+
+def torch_generator(source: np.random.Philox) -> Any:
+    """Return a torch generator on the CPU, seeded by the first number of another generator."""
+    try:
+        import torch
+    except ImportError:
+        raise MidepochError('with_generator="torch" needs torch: `pip install midepoch[torch]`.') from None
+    # torch takes 64 bits, negative numbers included. The numpy generator of the same row yields other numbers.
+    return torch.Generator().manual_seed(int(source.random_raw()) >> 1)
 
 
 def _scrambled(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
