@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from midepoch.transforms.media import images, jpeg
@@ -68,7 +70,11 @@ def test_every_decoder_shrinks_to_the_same_pixels(
         if available(package):
             with monkeypatch.context() as patch:
                 only(patch, package)
-                results = [Images((50, 60), fit, mode, shrink=shrink).decode(data) for fit in ("crop", "stretch") for shrink in (True, False)]
+                results = [
+                    Images((50, 60), fit, mode, shrink=shrink).decode(data)
+                    for fit in ("crop", "stretch")
+                    for shrink in (True, False)
+                ]
             expected = expected or results
             for found, wanted in zip(results, expected, strict=True):
                 np.testing.assert_array_equal(found, wanted)
@@ -77,11 +83,19 @@ def test_every_decoder_shrinks_to_the_same_pixels(
     assert close.mean() < 3
 
 
-def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_not_smaller_than_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_not_smaller_than_the_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     only(monkeypatch, "simplejpeg")
     decoder = jpeg.fast_decoder()
     assert decoder is not None
-    for width, height, least, scale in [(500, 400, (224, 224), 1), (448, 448, (224, 224), 2), (447, 500, (224, 224), 1), (1800, 1000, (224, 224), 4), (999, 5000, (30, 100), 8)]:
+    for width, height, least, scale in [
+        (500, 400, (224, 224), 1),
+        (448, 448, (224, 224), 2),
+        (447, 500, (224, 224), 1),
+        (1800, 1000, (224, 224), 4),
+        (999, 5000, (30, 100), 8),
+    ]:
         data = memoryview(file_of(picture(width, height)))
         header = jpeg.header_of(data)
         assert header is not None and (header.width, header.height) == (width, height)
@@ -100,7 +114,11 @@ def test_images_are_upright(monkeypatch: pytest.MonkeyPatch, package: str, orien
         data = file_of(picture(40, 24), kind, exif=exif)
         np.testing.assert_array_equal(Images(layout="HWC").decode(data), by_pillow(data))
         small = Images((8, 10), "stretch", layout="HWC").decode(data).astype(int)
-        wanted = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB").resize((10, 8), Image.Resampling.BILINEAR))
+        wanted = np.asarray(
+            ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+            .convert("RGB")
+            .resize((10, 8), Image.Resampling.BILINEAR)
+        )
         assert np.abs(small - wanted).mean() < 4
 
 
@@ -163,7 +181,12 @@ def test_images_of_16_bits_keep_the_upper_8() -> None:
 
 @pytest.mark.parametrize(
     ("fit", "size", "shape"),
-    [("crop", (20, 30), (20, 30)), ("stretch", (20, 30), (20, 30)), ("shorter", (20, 20), (20, 33)), ("shorter", (48, 48), (48, 80))],
+    [
+        ("crop", (20, 30), (20, 30)),
+        ("stretch", (20, 30), (20, 30)),
+        ("shorter", (20, 20), (20, 33)),
+        ("shorter", (48, 48), (48, 80)),
+    ],
 )
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_the_size_of_the_result(fit: str, size: tuple[int, int], shape: tuple[int, int], kind: str) -> None:
@@ -182,6 +205,18 @@ def test_a_crop_shows_the_center_without_distortion() -> None:
     array = Images((60, 60), layout="HWC").decode(file_of(image, "PNG"))
     assert not array[:, :, :2].any()
     assert array[25:35, 25:35, 2].min() == 255 and array[:, :, 2].sum() == 255 * 100
+
+
+@given(*[st.integers(1, 3000)] * 4, st.sampled_from(["crop", "stretch", "shorter"]))
+def test_the_box_of_a_result_is_inside_the_image(width: int, height: int, high: int, wide: int, fit: str) -> None:
+    size = (high, high) if fit == "shorter" else (high, wide)
+    wanted, (left, top, right, bottom) = Images(size, fit)._target(width, height, size)
+    assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    assert min(wanted) == high if fit == "shorter" else wanted == (wide, high)
+    if fit == "crop":
+        assert (right - left) / (bottom - top) == pytest.approx(wide / high)
+        assert left + right == pytest.approx(width) and top + bottom == pytest.approx(height)
+        assert right - left == width or bottom - top == height
 
 
 @pytest.mark.parametrize("package", DECODERS)

@@ -120,12 +120,13 @@ class Images:
         if self.fit == "shorter":
             ratio = size[0] / min(width, height)
             return (max(size[0], round(width * ratio)), max(size[0], round(height * ratio))), (0, 0, width, height)
-        shown = [float(width), float(height)]
-        if self.fit == "crop":
-            ratio = min(width / size[1], height / size[0])
-            shown = [ratio * size[1], ratio * size[0]]
+        shown: tuple[float, float] = (width, height)
+        if self.fit == "crop" and width * size[0] <= height * size[1]:
+            shown = (width, width * size[0] / size[1])
+        elif self.fit == "crop":
+            shown = (height * size[1] / size[0], height)
         left, top = (width - shown[0]) / 2, (height - shown[1]) / 2
-        return (size[1], size[0]), (left, top, left + shown[0], top + shown[1])
+        return (size[1], size[0]), (left, top, min(left + shown[0], width), min(top + shown[1], height))
 
     def laid_out(self, pixels: Any, orientation: int = 1) -> Any:
         """Return an array (height, width, channels) upright and in the layout, as a view."""
