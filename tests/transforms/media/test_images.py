@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -237,6 +240,38 @@ def test_the_limit_of_pillow_holds_for_every_decoder(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(Image.DecompressionBombError):
         Images((8, 8)).decode(file_of(picture(80, 60)))
+
+
+@pytest.mark.parametrize(("package", "kind"), [*[(each, "JPEG") for each in DECODERS], ("PIL", "PNG"), ("PIL", "WEBP")])
+@pytest.mark.parametrize("size", [None, (64, 64)])
+def test_decoding_releases_the_gil(monkeypatch: pytest.MonkeyPatch, package: str, kind: str, size: Any) -> None:
+    """No thread is asked for the GIL: another one runs during a call only if the call releases it."""
+    only(monkeypatch, package)
+    data, decoder = file_of(picture(1500, 1200), kind), Images(size, shrink=False)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        assert any(_other_thread_runs(lambda: decoder.decode(data)) for _ in range(20))
+        assert not any(_other_thread_runs(lambda: sum(range(300_000))) for _ in range(3))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _other_thread_runs(call: Any) -> bool:
+    steps: list[str] = []
+
+    def work() -> None:
+        steps.append("begun")
+        call()
+        steps.append("ended")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not steps:
+        time.sleep(0)
+    during = steps == ["begun"]
+    thread.join()
+    return during
 
 
 def test_pillow_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

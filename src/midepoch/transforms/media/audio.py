@@ -17,7 +17,7 @@ from midepoch.transforms.media.packages import available, missing
 
 @dataclass(frozen=True)
 class Audio:
-    """How audio is decoded. ``channels``: 1 for the mean of all channels, 2 for stereo, None as stored."""
+    """Options of audio files. ``channels``: 1 for the mean of all channels, 2 for stereo, None as stored."""
 
     sampling_rate: int | None = None
     channels: int | None = None

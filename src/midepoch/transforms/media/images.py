@@ -26,7 +26,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Images:
-    """How images are decoded. ``size`` is (height, width), or the shorter side twice if ``fit`` is "shorter"."""
+    """Options of image files. ``size`` is (height, width), or the shorter side twice if ``fit`` is "shorter"."""
 
     size: Size | None = None
     fit: str = "crop"
@@ -52,8 +52,10 @@ class Images:
 
     @property
     def text_of_frames(self) -> str:
-        size = "" if self.size is None else f" {self.size[0]}x{self.size[1]} {self.fit}{'' if self.shrink else ' full'}"
-        return f"{self.mode} {self.layout}{size}"
+        if self.size is None:
+            return f"{self.mode} {self.layout}"
+        size = str(self.size[0]) if self.fit == "shorter" else "x".join(map(str, self.size))
+        return f"{self.mode} {self.layout} {size} {self.fit}{'' if self.shrink else ' full'}"
 
     @property
     def shape(self) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ from midepoch.transforms.media.packages import available, missing
 
 @dataclass(frozen=True)
 class Video:
-    """How videos are decoded. ``frames``: this many, evenly spaced from the first to the last, None for all."""
+    """Options of video files. ``frames``: this many, evenly spaced from the first to the last, None for all."""
 
     frames: int | None = None
     images: Images = field(default_factory=Images)
