@@ -149,3 +149,8 @@ def test_transposed_tensors_of_a_map_are_stacked(ds: midepoch.Dataset) -> None:
         batch = next(ds.map(image, fn_kwargs={"dtype": dtype}).loader(4))["image"]
         expected = torch.stack([image({"i": i}, dtype)["image"] for i in (1, 2, 3, 4)])
         assert batch.dtype == dtype and batch.is_contiguous() and torch.equal(batch, expected)
+
+
+def test_sparse_tensors_of_a_map_are_stacked(ds: midepoch.Dataset) -> None:
+    batch = ds.with_format("torch").map(lambda row: {"sparse": torch.eye(3).to_sparse() * row["i"]})[:4]["sparse"]
+    assert batch.is_sparse and torch.equal(batch.to_dense(), torch.stack([torch.eye(3) * i for i in (1, 2, 3, 4)]))
