@@ -6,11 +6,12 @@ import io
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -232,6 +233,29 @@ def test_a_damaged_file_is_an_error_with_every_decoder(monkeypatch: pytest.Monke
                 Images().decode(broken)
     data = file_of(picture(200, 100))
     np.testing.assert_array_equal(Images().decode(data + b"garbage"), Images().decode(data))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3), st.integers(0, 10**6))
+def test_random_damage_has_the_same_result_with_every_decoder(changes: list[tuple[int, int]], cut: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    data = bytearray(file_of(picture(90, 70), quality=60, exif=exif))
+    for at, value in changes:
+        data[at % len(data)] = value
+    if cut % 3 == 0:
+        del data[cut % len(data) :]
+    results = []
+    for package in DECODERS:
+        if available(package):
+            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Pillow, about damaged EXIF data and huge images
+                only(patch, package)
+                try:
+                    results.append(Images((32, 32)).decode(bytes(data)).tobytes())
+                except Exception:
+                    results.append(b"damaged")
+    assert len(set(results)) == 1
 
 
 @pytest.mark.parametrize("package", DECODERS)

@@ -1,9 +1,9 @@
 """JPEG files: the header, and the decoders that may be installed.
 
 All decoders here contain libjpeg-turbo and are called with the same settings (accurate DCT, smooth upsampling), so that
-the pixels do not depend on which of them is installed. Images per second of 40 KB (500 × 400), one thread of an
-Arm server: simplejpeg 700, torchvision 730, Pillow 500. simplejpeg is first: only it can decode at a smaller scale, and
-it needs no torch.
+the pixels do not depend on which of them is installed. Images per second of 40 KB (500 × 400), one thread of an Arm
+server, in batches of 64: simplejpeg 700, torchvision 790, Pillow 490; if each array is freed before the next, 850, 790
+and 590. simplejpeg is first: only it can decode at a smaller scale, and it needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midepoch.transforms.media.packages import available
 Decoder = Callable[[Any, str, "Header", int], Any]
 """Function of the file, the mode, the header and the scale. It returns an array (height, width, channels) or raises."""
 
-_START, _SCAN, _END, _EXIF = 0xD8, 0xDA, 0xD9, 0xE1
+_SCAN, _END, _EXIF = 0xDA, 0xD9, 0xE1
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset([0x01, *range(0xD0, 0xD8)])  # markers without a length
 _ORIENTATION = 0x0112
@@ -40,7 +40,7 @@ def is_jpeg(data: Any) -> bool:
 
 
 def header_of(data: Any) -> Header | None:
-    """Return the header of a JPEG file, or None if it is damaged. 5 µs, Pillow takes 60."""
+    """Return the header of a JPEG file, or None if it is damaged. 8 µs, Pillow takes 44."""
     at, frame, orientation = 2, None, 1
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
