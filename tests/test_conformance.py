@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import midepoch
 from midepoch.audit import Ledger, read_run
@@ -67,6 +69,17 @@ def odd_or_fails(row: dict[str, Any]) -> bool:
     return bool(not_sevens(row) or row["id"] % 2)
 
 
+def drawn(row: dict[str, Any]) -> dict[str, Any]:
+    """An image of its own for each row, as a file."""
+    stream = io.BytesIO()
+    Image.new("RGB", (9 + row["id"] % 3, 8), (row["id"], 2 * row["id"], 3)).save(stream, "PNG")
+    return {"image": stream.getvalue()}
+
+
+def flipped(row: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    return {"image": row["image"].flip(2) if torch.rand((), generator=generator) < 0.5 else row["image"] + 1}
+
+
 def other(ds: midepoch.Dataset) -> midepoch.Dataset:
     return ds.slice(0, 20).shuffle(seed=6)
 
@@ -86,6 +99,7 @@ PIPELINES: dict[str, Pipeline] = {
     "random map": lambda ds: ds.shuffle(seed=3).map(noise, with_generator=True),
     "global generators": lambda ds: ds.shuffle(seed=3).map(global_noise),
     "cast": lambda ds: ds.shuffle(seed=1).map(double).cast({"double": "int16", "text": pa.large_string()}),
+    "decode": lambda ds: ds.shuffle(seed=3).map(drawn).decode("image", size=6).map(flipped, with_generator="torch"),
     "skipping map": lambda ds: ds.shuffle(seed=4).map(not_sevens, on_error="skip"),
     "columns": lambda ds: ds.rename_columns({"id": "n"}).select_columns(["n", "tokens"]).shuffle(seed=5),
     "torch": lambda ds: ds.shuffle(seed=1).with_format("torch"),

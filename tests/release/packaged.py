@@ -12,7 +12,7 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
-EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "demo", "cli"}
+EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "demo", "cli", "media"}
 PAGES = {"midepoch/tools/report/page.html"}
 
 

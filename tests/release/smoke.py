@@ -1,6 +1,6 @@
 """What an installed midepoch does with an extra alone: run by scripts/release in an environment that has nothing else.
 
-python smoke.py core | torch | hf | jax | store | ray | transformers | accelerate | lightning | cli | demo | all
+python smoke.py core | torch | hf | jax | store | ray | transformers | accelerate | lightning | cli | media | demo | all
 """
 
 from __future__ import annotations
@@ -220,6 +220,28 @@ def cli(folder: Path) -> None:
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 
+def media(folder: Path) -> None:
+    """Images and audio become arrays, without torch."""
+    import io
+
+    import soundfile
+    from PIL import Image
+
+    files = []
+    for kind in ("JPEG", "PNG", "WEBP"):
+        stream = io.BytesIO()
+        Image.new("RGB", (40, 30), (250, 0, 0)).save(stream, kind)
+        files.append(stream.getvalue())
+    stream = io.BytesIO()
+    soundfile.write(stream, np.zeros((800, 2), np.float32), 8000, format="WAV")
+    table = pa.table({"image": files, "audio": [stream.getvalue()] * 3})
+    pq.write_table(table, folder / "media.parquet")
+    ds = midepoch.from_files(folder / "media.parquet").with_format("numpy")
+    batch = next(ds.decode("image", size=16).decode("audio", "audio", sampling_rate=4000).loader(3))
+    assert batch["image"].shape == (3, 3, 16, 16) and batch["image"][:, 0].min() > 240, batch["image"]
+    assert batch["audio"].shape == (3, 2, 400), batch["audio"].shape
+
+
 def demo(folder: Path) -> None:
     """It needs torch and hf as well, and says so."""
     command = [sys.executable, "-m", "midepoch.demo", "--rows", "6000"]
@@ -240,6 +262,7 @@ EXTRAS = {
     "accelerate": accelerate,
     "lightning": lightning,
     "cli": cli,
+    "media": media,
     "demo": demo,
 }
 

@@ -139,3 +139,18 @@ def test_integers_that_no_array_holds_stay(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(2)}), tmp_path / "a.parquet")
     ds = midepoch.from_files(tmp_path / "a.parquet").with_format("numpy").map(lambda row: {"y": [2**63 + 1, -1]})
     assert [list(row["y"]) for row in ds] == [[2**63 + 1, -1]] * 2
+
+
+def test_transposed_tensors_of_a_map_are_stacked(ds: midepoch.Dataset) -> None:
+    def image(row: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return {"image": (torch.arange(24).reshape(2, 4, 3) + row["i"]).to(dtype).permute(2, 0, 1)}
+
+    for dtype in (torch.uint8, torch.float32, torch.bfloat16):
+        batch = next(ds.map(image, fn_kwargs={"dtype": dtype}).loader(4))["image"]
+        expected = torch.stack([image({"i": i}, dtype)["image"] for i in (1, 2, 3, 4)])
+        assert batch.dtype == dtype and batch.is_contiguous() and torch.equal(batch, expected)
+
+
+def test_sparse_tensors_of_a_map_are_stacked(ds: midepoch.Dataset) -> None:
+    batch = ds.with_format("torch").map(lambda row: {"sparse": torch.eye(3).to_sparse() * row["i"]})[:4]["sparse"]
+    assert batch.is_sparse and torch.equal(batch.to_dense(), torch.stack([torch.eye(3) * i for i in (1, 2, 3, 4)]))

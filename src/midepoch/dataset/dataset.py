@@ -22,9 +22,10 @@ from midepoch.pipeline.length import estimated_length, known_length
 from midepoch.pipeline.node import Node, StageSpec
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.read.blocks import plain_schema
-from midepoch.transforms import FilterExpression, Function, Step
+from midepoch.transforms import Decode, FilterExpression, Function, Step
 from midepoch.transforms.features import import_datasets
 from midepoch.transforms.formats import check_format
+from midepoch.transforms.media.packages import installed
 
 if TYPE_CHECKING:
     from midepoch.loader import Loader
@@ -151,8 +152,9 @@ class Dataset(Rows, Resumable):
             parts.append(f"{spec.lanes} lanes")
         if spec.shard.count > 1:
             parts.append(f"shard {spec.shard.index} of {spec.shard.count}")
-        if leaf is not None and leaf.has_map:
-            parts.append(f"maps: {', '.join(step.name for step in leaf.steps if isinstance(step, Function))}")
+        names = [step.name for step in leaf.steps if isinstance(step, (Function, Decode))] if leaf is not None else []
+        if names:
+            parts.append(f"maps: {', '.join(names)}")
         parts.append(f"columns: {', '.join(self._columns)}" if self._columns is not None else "columns: from a map")
         if spec.format:
             parts.append(f"format={spec.format}")
@@ -189,6 +191,18 @@ class Dataset(Rows, Resumable):
     @property
     def _input_format(self) -> str:
         return self.pipeline.format or "python"
+
+    @property
+    def _tensors(self) -> bool:
+        return self.pipeline.format in (None, "torch") and installed("torch")
+
+    @property
+    def _skips(self) -> bool:
+        return any(leaf.on_error == "skip" for leaf in self.pipeline.node.leaves)
+
+    def _feature(self, column: str) -> str | None:
+        found = [leaf.source.features.get(leaf.head.get(column, "")) for leaf in self.pipeline.node.leaves]
+        return next((each["_type"] for each in found if isinstance(each, dict) and "_type" in each), None)
 
     @property
     def _lists(self) -> tuple[str, ...] | None:

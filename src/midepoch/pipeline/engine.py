@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from midepoch.read.columns import Located, is_plain
 from midepoch.sources.taking import taken
 from midepoch.transforms import (
     Batch,
+    Decode,
     FilterExpression,
     RunContext,
     SelectColumns,
@@ -79,6 +81,8 @@ class Engine:
         self._names = list(leaf.head)
         decoded = leaf.source.decoded if leaf.format != "arrow" or leaf.has_map else frozenset()
         self._decoded = [name for name, source_name in leaf.head.items() if source_name in decoded]
+        first = takewhile(lambda step: isinstance(step, Decode), leaf.tail)
+        self._not_by_datasets = {step.column for step in first if isinstance(step, Decode)}
 
     def chunk_rows(self, most_bytes: int) -> int:
         """Return the number of rows to read in one call: enough to spread its cost, within a number of bytes."""
@@ -221,7 +225,7 @@ class Engine:
 
         Called only under on_error="skip", and row by row, because it decodes everything a second time.
         """
-        encoded = self._encoded(rows).values()
+        encoded = [column for name, column in self._encoded(rows).items() if name not in self._not_by_datasets]
         text = [c for c in rows.batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
         if not encoded and all(map(readable, text)):
             return rows, places

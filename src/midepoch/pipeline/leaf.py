@@ -10,6 +10,7 @@ from midepoch.sources import Source
 from midepoch.transforms import (
     Cast,
     ColumnStep,
+    Decode,
     FilterExpression,
     FilterRows,
     FlatMap,
@@ -177,7 +178,7 @@ def _rowwise(step: Function) -> bool:
 
 
 def is_one_to_one(step: Step) -> bool:
-    if isinstance(step, (ColumnStep, Cast)):
+    if isinstance(step, (ColumnStep, Cast, Decode)):
         return True
     return isinstance(step, Map) and step.one_to_one and not step.drop_last
 
@@ -193,7 +194,7 @@ def arguments_text(steps: tuple[Step, ...]) -> str:
 def _name(step: Step) -> str:
     if isinstance(step, Unbatch):
         return f"unbatch[{' '.join(step.names)}]" if step.given else "unbatch"
-    if isinstance(step, Cast):
+    if isinstance(step, (Cast, Decode)):
         return step.text
     if not isinstance(step, Map):
         if isinstance(step, FlatMap):

@@ -11,7 +11,7 @@ from itertools import chain
 from midepoch.order.mixing import spans
 from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
-from midepoch.transforms import Cast, ColumnStep, Function, Map, Step
+from midepoch.transforms import Cast, ColumnStep, Decode, Function, Map, Step
 from midepoch.transforms.packing import PackSpec
 
 STOPS = ("first", "all", "never")
@@ -181,8 +181,8 @@ def _skips(step: Step) -> bool:
 
 def _of_a_row(step: Step) -> bool:
     """Return True if a step makes one row of each row, independently of the other rows and of its position."""
-    if isinstance(step, (ColumnStep, Cast)):
-        return True
+    if isinstance(step, (ColumnStep, Cast, Decode)):
+        return not _skips(step)
     if not isinstance(step, Map) or not step.one_to_one or _skips(step):
         return False
     return (not step.batched or step.rowwise) and not step.with_generator and not step.with_indices

@@ -163,14 +163,17 @@ class Source:
     @cached_property
     def decoded(self) -> frozenset[str]:
         """Columns whose Hugging Face feature is more than its Arrow value: images, audio, video."""
+        features = self.features.items()
+        return frozenset(name for name, feature in features if not _is_array(feature) and _needs_decoding(feature))
+
+    @cached_property
+    def features(self) -> dict[str, Any]:
+        """The Hugging Face features of the columns, as in the metadata of the schema. Empty without metadata."""
         metadata = self.schema.metadata or {}
         try:
-            features = json.loads(metadata[b"huggingface"])["info"]["features"]
+            return dict(json.loads(metadata[b"huggingface"])["info"]["features"])
         except (KeyError, ValueError, TypeError):
-            return frozenset()
-        return frozenset(
-            name for name, feature in features.items() if not _is_array(feature) and _needs_decoding(feature)
-        )
+            return {}
 
     def place(self, row: int) -> str:
         """Describe the location of a source row."""

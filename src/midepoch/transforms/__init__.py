@@ -12,9 +12,10 @@ from midepoch.transforms.flat import FlatMap, Unbatch
 from midepoch.transforms.formats import FORMATS, finish, present, present_rows
 from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import Map
+from midepoch.transforms.media import Decode
 
 ColumnStep = SelectColumns | RemoveColumns | RenameColumns
-RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast
+RunStep = Map | FilterRows | FilterExpression | FlatMap | Unbatch | Cast | Decode
 """Steps whose output rows are known only after they run."""
 Step = ColumnStep | RunStep
 
@@ -23,6 +24,7 @@ __all__ = [
     "Batch",
     "Cast",
     "ColumnStep",
+    "Decode",
     "FilterExpression",
     "FilterRows",
     "FlatMap",

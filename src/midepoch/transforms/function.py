@@ -15,7 +15,7 @@ from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.formats import can_repeat, finish, present, present_rows, unshared
-from midepoch.transforms.generators import Generators, Seeds
+from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
 
@@ -53,11 +53,13 @@ class Function:
     batched: bool = False
     batch_size: int | None = 1000
     with_indices: bool = False
-    with_generator: bool = False
+    with_generator: bool | str = False
+    """True or "numpy", or "torch": the kind of generator that the function gets."""
     input_columns: tuple[str, ...] | None = None
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     input_format: str = "python"
     on_error: str = "raise"
+    seed_globals: bool = True
 
     kind: ClassVar[str] = "map"
 
@@ -83,6 +85,8 @@ class Function:
 
     def seeded(self, given: Batch, run: RunContext, action: Callable[[RunContext], T]) -> T:
         """Return the result of ``action``, which calls the function for these rows with seeded global generators."""
+        if not self.seed_globals:
+            return action(run)
         return run.generators.run(
             self,
             ("functions", self.number, run.epoch),
@@ -123,22 +127,31 @@ class Function:
         """Return the result of the function for a row. Raise MapError if it is not usable."""
         return result
 
-    def _generator(self, run: RunContext, batch: Batch, i: int) -> np.random.Generator:
+    def _generator(self, run: RunContext, batch: Batch, i: int) -> Any:
         row = int(batch.rows[i])
         key = derive(run.seed, run.epoch, "map", (self.number << 48) + row, words=2)
         ordinal = 0 if batch.ordinals is None else int(batch.ordinals[i])
         # Rows that were made of one row draw from one sequence, 2**192 numbers apart; parts of a combination, 2**128.
         counter = ((ordinal & (2**64 - 1)) << 192) + (run.path << 128)
-        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+        philox = np.random.Philox(key=key, counter=counter)
+        return torch_generator(philox) if self.with_generator == "torch" else np.random.Generator(philox)
 
     def failed(self, problem: Exception, run: RunContext, rows: list[int]) -> None:
-        where = run.place(rows[0])
-        which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
-        text = f"{self.call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
-        if self.on_error == "skip" and is_damage(problem, of_row=True):
-            _log.warning("skipped: %s", text)
-            run.skipped(len(rows))
-            return
-        if isinstance(problem, MidepochError) and not isinstance(problem, MapError):
-            raise problem
-        raise MapError(text) from problem
+        failed(self.call, self.on_error, problem, run, rows)
+
+
+def failed(call: str, on_error: str, problem: Exception, run: RunContext, rows: list[int]) -> None:
+    """Count and log rows on which a step failed, if failures are skipped. Otherwise raise MapError, which names them.
+
+    Errors of midepoch other than MapError are raised unchanged.
+    """
+    where = run.place(rows[0])
+    which = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} … {rows[-1]} (a group of {len(rows)})"
+    text = f"{call} failed on {which} of the dataset ({where}): {type(problem).__name__}: {problem}"
+    if on_error == "skip" and is_damage(problem, of_row=True):
+        _log.warning("skipped: %s", text)
+        run.skipped(len(rows))
+        return
+    if isinstance(problem, MidepochError) and not isinstance(problem, MapError):
+        raise problem
+    raise MapError(text) from problem

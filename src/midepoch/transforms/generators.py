@@ -159,6 +159,16 @@ class Generators:
         return self._keys[where]
 
 
+def torch_generator(source: np.random.Philox) -> Any:
+    """Return a torch generator on the CPU, seeded by the first number of another generator."""
+    try:
+        import torch
+    except ImportError:
+        raise MidepochError('with_generator="torch" needs torch: `pip install midepoch[torch]`.') from None
+    # torch takes 64 bits, negative numbers included. The numpy generator of the same row yields other numbers.
+    return torch.Generator().manual_seed(int(source.random_raw()) >> 1)
+
+
 def _scrambled(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply the last step of splitmix64: every bit of the result depends on all bits."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
