@@ -148,6 +148,8 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if hasattr(a, "equals") and hasattr(a, "schema"):  # Arrow tables and batches
         return bool(a.equals(b))
+    if "bfloat16" in str(getattr(a, "dtype", "")) and hasattr(a, "float"):  # numpy does not have it
+        return bool(a.dtype == b.dtype) and same(a.float(), b.float())
     if hasattr(a, "__array__"):
         x, y = np.asarray(a), np.asarray(b)
         if x.dtype != y.dtype or x.shape != y.shape:

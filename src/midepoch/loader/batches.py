@@ -90,6 +90,7 @@ class BatchMaker:
             drawing=drawing,
         )
         self._options = options
+        self._stacks = options.collate_fn is None and self.format in ("numpy", "torch", "jax")
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
@@ -187,7 +188,9 @@ class BatchMaker:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
             return Made(read.columns, plan.cursor(read.step), length, missing)
-        return self.present(plan, read, self._engine.transform(plan.epoch, read.batch), allocate)
+        collect = (allocate or _nowhere) if self._stacks else None
+        batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
+        return self.present(plan, read, batch, allocate)
 
     def present(self, plan: Plan, read: Read, batch: Batch, allocate: Allocate | None = None) -> Made:
         """Present a batch after all steps."""
@@ -207,6 +210,10 @@ class BatchMaker:
         first, stop = plan.bounds(read.step)
         where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
+
+
+def _nowhere(_shape: tuple[int, ...], _dtype: np.dtype[Any]) -> None:
+    """Allocate nothing: the batch is not sent."""
 
 
 def _skipped(read: Read, batch: Batch) -> int:

@@ -241,15 +241,20 @@ class Engine:
         columns = [taken(column, np.array(good, dtype=np.int64)) for column in rows.batch.columns]
         return Rows(pa.RecordBatch.from_arrays(columns, schema=rows.batch.schema), True, kept), places[good]
 
-    def transform(self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None) -> Batch:
-        """Run the steps from the first function on, or only ``steps`` of them after the first ``after``."""
+    def transform(
+        self, epoch: int, batch: Batch, *, after: int = 0, steps: int | None = None, collect: Allocate | None = None
+    ) -> Batch:
+        """Run the steps from the first function on, or only ``steps`` of them after the first ``after``.
+
+        ``collect``: where the last function puts arrays of its rows.
+        """
         if not self.leaf.tail:
             return batch
         began = perf_counter()
         leaf = self.leaf
         run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
-        result = run_steps(chosen, batch, run)
+        result = run_steps(chosen, batch, run, collect)
         self.timings.functions += perf_counter() - began
         return result
 

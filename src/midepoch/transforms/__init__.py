@@ -4,12 +4,14 @@ Every transform is a function of its rows, and of a generator made from seed, ep
 state to save.
 """
 
+from dataclasses import replace
+
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.cast import Cast
 from midepoch.transforms.columns import RemoveColumns, RenameColumns, SelectColumns
 from midepoch.transforms.filter import FilterExpression, FilterRows
 from midepoch.transforms.flat import FlatMap, Unbatch
-from midepoch.transforms.formats import FORMATS, finish, present, present_rows
+from midepoch.transforms.formats import FORMATS, Allocate, finish, present, present_rows
 from midepoch.transforms.function import Function, RunContext
 from midepoch.transforms.map import Map
 from midepoch.transforms.media import Decode
@@ -45,10 +47,17 @@ __all__ = [
 ]
 
 
-def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext) -> Batch:
-    """Run all steps in turn, while there are rows: a batch without rows may have any columns."""
-    for step in steps:
+def run_steps(steps: tuple[Step, ...], batch: Batch, run: RunContext, collect: Allocate | None = None) -> Batch:
+    """Run all steps in turn, while there are rows: a batch without rows may have any columns.
+
+    ``collect``: where the last function puts arrays of its rows.
+    """
+    functions = [i for i, step in enumerate(steps) if not isinstance(step, ColumnStep)]
+    for i, step in enumerate(steps):
         if not len(batch):
             break
-        batch = step.apply(batch) if isinstance(step, ColumnStep) else step.apply(batch, run)
+        if isinstance(step, ColumnStep):
+            batch = step.apply(batch)
+        else:
+            batch = step.apply(batch, replace(run, collect=collect) if collect and i == functions[-1] else run)
     return batch

@@ -246,7 +246,7 @@ def _stack(values: Any, kind: str, allocate: Allocate | None = None) -> Any:
     if len(arrays) != len(values) or len({a.shape for a in arrays}) > 1:
         return list(values)
     out = None
-    if allocate is not None and len({a.dtype for a in arrays}) == 1:
+    if allocate is not None and len({a.dtype for a in arrays}) == 1 and arrays[0].dtype.isnative:
         out = allocate((len(arrays), *arrays[0].shape), arrays[0].dtype)
     return np.stack(arrays, out=out)
 

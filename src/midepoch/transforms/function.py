@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -14,7 +14,7 @@ from midepoch.order.keys import derive
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
-from midepoch.transforms.formats import can_repeat, finish, present, present_rows, unshared
+from midepoch.transforms.formats import Allocate, can_repeat, finish, present, present_rows, unshared
 from midepoch.transforms.generators import Generators, Seeds, torch_generator
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class RunContext:
     seeds: Seeds | None = None
     skipped: Callable[[int], None] = field(default=_uncounted)
     """Called with the number of rows that failed and were skipped."""
+    collect: Allocate | None = None
+    """For the last function: where to put arrays of its rows, which become one array each. None: they stay apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +96,9 @@ class Function:
             repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
         )
 
-    def on_rows(self, given: Batch, run: RunContext) -> list[tuple[int, Any]]:
-        """Return (place, result) of every row, without those that fail if failures are skipped."""
+    def on_rows(self, given: Batch, run: RunContext) -> Iterator[tuple[int, Any]]:
+        """Yield (place, result) of every row, without those that fail if failures are skipped."""
         rows = present_rows(self.fresh(given), self.input_format)
-        results: list[tuple[int, Any]] = []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
         for i, row in enumerate(rows):
             number = int(given.rows[i])
@@ -107,10 +108,11 @@ class Function:
                 args += [self._generator(run, given, i)] if self.with_generator else []
                 if run.seeds is not None:
                     run.seeds.set(seeds[i])
-                results.append((i, self.checked(self.function(*args, **self.fn_kwargs))))
+                result = self.checked(self.function(*args, **self.fn_kwargs))
             except Exception as problem:
                 self.failed(problem, run, [number])
-        return results
+            else:
+                yield i, result
 
     def on_group(self, group: Batch, run: RunContext) -> Any:
         """Return the result of one call for all rows. Errors of the function are raised."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from midepoch.errors import MapError
 from midepoch.transforms.batch import Batch, join_columns
+from midepoch.transforms.collected import CollectedRows, collect_rows
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.function import Function, RunContext
 
@@ -56,11 +57,18 @@ class Map(Function):
     def _rows(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
         results: list[Mapping[str, Any]] = []
         kept: list[int] = []
+        collected: dict[str, CollectedRows] = {}
         for i, result in self.on_rows(given, run):
             self._same_columns(result, results, int(given.rows[i]))
+            if run.collect is not None and not results:
+                collected = collect_rows(result, run.collect, len(given))
+            for name, rows in collected.items():
+                rows.add(result[name])
+                result = {**result, name: None}  # its memory is free for the next row
             results.append(result)
             kept.append(i)
-        return kept, _like(results, {name: [result[name] for result in results] for name in _names(results)})
+        columns = {name: [result[name] for result in results] for name in _names(results)}
+        return kept, _like(results, columns | {name: rows.column() for name, rows in collected.items()})
 
     def checked(self, result: Any) -> Mapping[str, Any]:
         if result is None:

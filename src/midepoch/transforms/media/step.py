@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Decode:
     tensors: bool = False
     on_error: str = "raise"
 
+    releases_gil: ClassVar[bool] = True
+
     @property
     def name(self) -> str:
         return f"decode({self.column})"
@@ -52,11 +54,15 @@ class Decode:
     def text(self) -> str:
         return f"decode[{self.column} {self.decoder.text}]"
 
+    def _room(self, shape: tuple[int, ...], run: RunContext) -> Any:
+        room = None if run.collect is None else run.collect(shape, self.decoder.dtype)
+        return np.empty(shape, self.decoder.dtype) if room is None else room
+
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """Return the batch with the decoded column: one array if all rows have the same shape, else a list."""
         check_columns([self.column], list(batch.columns), "decode")
         read, shape = reader_of(self.column, batch.columns[self.column], self.root), self.decoder.shape
-        stacked = None if shape is None else np.empty((len(batch), *shape), self.decoder.dtype)
+        stacked = None if shape is None else self._room((len(batch), *shape), run)
         arrays: list[Any] = []
         kept: list[int] = []
         for i in range(len(batch)):
