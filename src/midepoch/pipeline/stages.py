@@ -216,7 +216,8 @@ class Packed:
         self._source, self._spec, self._packing = source, spec, packing
         self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
         self._skip = offset
-        self._pending: Documents | None = None
+        self._pending: list[Documents] = []
+        self._total = 0  # tokens of the pending documents
         self._rows: Int64Array = np.zeros(0, np.int64)
         self._ordinals: Int64Array = np.zeros(0, np.int64)
         self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, first number, count
@@ -224,21 +225,16 @@ class Packed:
 
     def pull(self) -> Chunk | None:
         length = self._spec.length
-        while not self._ended and (self._pending is None or self._pending.tokens < length):
+        while not self._ended and self._total < length:
             self._refill()
-        documents = self._pending
-        if documents is None:
-            return None
-        total = documents.tokens
-        packs = total // length
+        packs = self._total // length
         if self._ended and not self._spec.drop_remainder:
-            packs = -(-total // length)
+            packs = -(-self._total // length)
         if not packs:
-            self._pending = None
+            self._pending, self._total = [], 0
             return None
-        chunk = self._chunk(documents, packs, total)
-        self._packing.note(min(total, packs * length), packs * length)
-        return chunk
+        self._packing.note(min(self._total, packs * length), packs * length)
+        return self._chunk(packs)
 
     def _refill(self) -> None:
         chunk = self._source.pull()
@@ -251,17 +247,18 @@ class Packed:
         documents = Documents.of(batch.columns, self._spec)
         if self._skip:
             documents, self._skip = documents.cut_first(self._skip), 0
-        if self._pending is not None:
-            documents = self._pending.joined(documents)
+        for pending in self._pending:
+            pending.check_type(documents)
         ordinals = np.zeros(len(batch), np.int64) if batch.ordinals is None else batch.ordinals
-        self._pending = documents
+        self._pending.append(documents)
+        self._total += documents.tokens
         self._rows, self._ordinals = np.append(self._rows, batch.rows), np.append(self._ordinals, ordinals)
         self._origins.append((chunk, 0, len(batch)))
 
-    def _chunk(self, documents: Documents, packs: int, total: int) -> Chunk:
-        length, base, inner = self._spec.length, self._offset, self._inner
+    def _chunk(self, packs: int) -> Chunk:
+        length, base, inner, total = self._spec.length, self._offset, self._inner, self._total
         origins = tuple(self._origins)
-        ends = np.cumsum(documents.lengths)
+        ends = np.cumsum(np.concatenate([part.lengths for part in self._pending]))
         listed: list[int] = ends.tolist()  # bisect takes a tenth of the time of searchsorted, for one value
 
         def at(outputs: int) -> At:
@@ -278,17 +275,23 @@ class Packed:
         starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
         into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
         ordinals = with_ordinals(self._ordinals[starts], into)
-        columns = concatenated(documents, self._spec, packs)
+        columns = concatenated(self._pending, self._spec, packs)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
-        self._keep_rest(documents, min(total, packs * length), at(packs))
+        self._keep_rest(min(total, packs * length), at(packs))
         return Chunk(made, at, table=_token_table(origins, ends, length, base))
 
-    def _keep_rest(self, documents: Documents, tokens: int, cursor: At) -> None:
-        rest, gone, _ = documents.without(tokens)
+    def _keep_rest(self, tokens: int, cursor: At) -> None:
+        """Drop delivered tokens. Documents after the last token are gone, too."""
         self._inner, self._offset = cursor
-        self._pending = rest if rest.tokens else None
-        if self._pending is None:
-            gone = len(documents.lengths)
+        self._total -= tokens
+        gone, pending = 0, []
+        for part in self._pending:
+            dropped = len(part.lengths)
+            if tokens < part.tokens:
+                rest, dropped = part.without(tokens)
+                pending.append(rest)
+            gone, tokens = gone + dropped, max(0, tokens - part.tokens)
+        self._pending = pending
         self._rows, self._ordinals = self._rows[gone:], self._ordinals[gone:]
         origins = []
         for chunk, first, count in self._origins:
