@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 _LEAST, _MOST = 1 << 17, 1 << 24
 """Bytes. Smaller memory is used again by malloc itself; larger memory would be held for too long."""
-_STEP = 1 << 16
 
-_free: deque[npt.NDArray[np.uint8]] = deque(maxlen=6)
-"""The last blocks that became free, 96 MiB at most. All operations on it are atomic: a block may become free in any
+_free: deque[npt.NDArray[np.uint8]] = deque(maxlen=8)
+"""The last blocks that became free, usually a few MiB each. All operations on it are atomic: a block may become free in any
 thread, and in the middle of any of these functions.
 """
 
@@ -39,7 +38,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     size = prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
     if not _LEAST <= size <= _MOST:
         return np.empty(shape, dtype)
-    return np.asarray(_Lease(_block(size)))[:size].view(dtype).reshape(shape)
+    array: npt.NDArray[Any] = np.asarray(_Lease(_block(size)))[:size].view(dtype)
+    return array.reshape(shape)
 
 
 def _block(size: int) -> npt.NDArray[np.uint8]:
@@ -51,4 +51,5 @@ def _block(size: int) -> npt.NDArray[np.uint8]:
         if size <= len(block) <= 2 * size:
             return block
         _free.append(block)
-    return np.empty(-(-size // _STEP) * _STEP, np.uint8)
+    step = 1 << size.bit_length() - 3  # the same block for sizes that differ a little; pages not used cost nothing
+    return np.empty((size // step + 1) * step, np.uint8)

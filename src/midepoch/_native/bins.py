@@ -30,7 +30,7 @@ def best_fit(sizes: Int64Array, length: int) -> Bins:
     Each piece, from the largest on, goes into the bin in which it leaves the least room. Of equal pieces the first
     comes first, of equal bins the oldest.
     """
-    sizes = np.require(sizes, np.int64, "CA")
+    sizes = np.require(sizes, np.int64, ["C", "A"])
     if sizes.ndim != 1 or not 1 <= length <= np.iinfo(np.int32).max:
         raise ValueError(f"sizes must be flat and length a positive int32, got {sizes.shape} and {length}")
     if (kernel := library.kernel()) is not None:

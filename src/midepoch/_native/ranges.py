@@ -103,7 +103,7 @@ def address(array: Values) -> int:
 
 def _numbers(*arrays: Int64Array) -> list[Int64Array]:
     """Return aligned and contiguous arrays of int64, and check that they are equally long."""
-    found = [np.require(array, np.int64, "CA") for array in arrays]
+    found = [np.require(array, np.int64, ["C", "A"]) for array in arrays]
     if any(array.ndim != 1 or len(array) != len(found[0]) for array in found):
         raise ValueError(f"starts, sizes and targets must be equally long, got shapes {[a.shape for a in found]}")
     return found

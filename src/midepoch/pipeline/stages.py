@@ -212,6 +212,11 @@ class Packed:
     is kept in memory while running, and read again on resume.
     """
 
+    _FIRST, _TOKENS = 32, 1 << 21
+    """Documents that are packed together: at first, and about how many tokens they have later. The sequences of that
+    many are made while they are in the caches.
+    """
+
     def __init__(self, source: Flow, spec: PackSpec, inner: At, offset: int, packing: Packing) -> None:
         self._source, self._spec, self._packing = source, spec, packing
         self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
@@ -221,6 +226,8 @@ class Packed:
         self._rows: Int64Array = np.zeros(0, np.int64)
         self._ordinals: Int64Array = np.zeros(0, np.int64)
         self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, first number, count
+        self._intake: tuple[Chunk, int] | None = None  # a chunk, and the number of its outputs that were taken
+        self._count = self._FIRST
         self._ended = False
 
     def pull(self) -> Chunk | None:
@@ -237,13 +244,16 @@ class Packed:
         return self._chunk(packs)
 
     def _refill(self) -> None:
-        chunk = self._source.pull()
+        chunk, first = (self._source.pull(), 0) if self._intake is None else self._intake
         if chunk is None:
             self._ended = True
             return
-        if not len(chunk.items):
+        left = len(chunk.items) - first
+        stop = first + -(-left // max(1, -(-left // self._count)))  # parts of equal sizes
+        self._intake = (chunk, stop) if stop < len(chunk.items) else None
+        if first == stop:
             return
-        batch = materialize(chunk.items)
+        batch = materialize(chunk.items.slice(first, stop))
         documents = Documents.of(batch.columns, self._spec)
         if self._skip:
             documents, self._skip = documents.cut_first(self._skip), 0
@@ -253,7 +263,8 @@ class Packed:
         self._pending.append(documents)
         self._total += documents.tokens
         self._rows, self._ordinals = np.append(self._rows, batch.rows), np.append(self._ordinals, ordinals)
-        self._origins.append((chunk, 0, len(batch)))
+        self._origins.append((chunk, first, len(batch)))
+        self._count = max(1, self._TOKENS * len(batch) // max(1, documents.tokens))
 
     def _chunk(self, packs: int) -> Chunk:
         length, base, inner, total = self._spec.length, self._offset, self._inner, self._total
