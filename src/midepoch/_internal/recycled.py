@@ -16,8 +16,8 @@ _LEAST, _MOST = 1 << 17, 1 << 24
 """Bytes. Smaller memory is used again by malloc itself; larger memory would be held for too long."""
 
 _free: deque[npt.NDArray[np.uint8]] = deque(maxlen=8)
-"""The last blocks that became free, usually a few MiB each. All operations on it are atomic: a block may become free in any
-thread, and in the middle of any of these functions.
+"""The last blocks that became free, usually a few MiB each. All operations on it are atomic: a block may become free in
+any thread, and in the middle of any of these functions.
 """
 
 

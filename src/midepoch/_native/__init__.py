@@ -5,16 +5,15 @@ here checks its arguments in both cases, and raises ValueError if a range is out
 the environment selects numpy.
 """
 
+from midepoch._native import library
 from midepoch._native.bins import best_fit
-from midepoch._native.library import is_switched_off, kernel
 from midepoch._native.ranges import copy_ranges, fill_ranges, number_concatenated, number_ranges
 
 __all__ = [
     "best_fit",
     "copy_ranges",
     "fill_ranges",
-    "is_switched_off",
-    "kernel",
+    "library",
     "number_concatenated",
     "number_ranges",
 ]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.recycled import empty
-from midepoch._native import copy_ranges, kernel
+from midepoch._native import copy_ranges, library
 
 Int64Array = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -92,7 +92,7 @@ class Memory:
 
     def join(self, starts: Int64Array, stops: Int64Array) -> Bytes | bytearray:
         """Return the concatenated bytes of the ranges [start, stop), copied once."""
-        if kernel() is not None:
+        if library.kernel() is not None:
             return self._copied(starts, stops - starts)
         if self._only is not None:
             return bytearray().join(self._only.slices(starts, stops))
