@@ -45,11 +45,11 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
 def _block(size: int) -> npt.NDArray[np.uint8]:
     for _ in range(len(_free)):
         try:
-            block = _free.popleft()
+            block = _free.pop()  # the last one that was used, which may still be in a cache
         except IndexError:  # another thread took it
             break
         if size <= len(block) <= 2 * size:
             return block
-        _free.append(block)
+        _free.appendleft(block)
     step = 1 << size.bit_length() - 3  # the same block for sizes that differ a little; pages not used cost nothing
     return np.empty((size // step + 1) * step, np.uint8)

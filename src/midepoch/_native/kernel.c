@@ -100,11 +100,22 @@ EXPORT int64_t midepoch_fill_ranges(void *out, int64_t out_items, const void *it
     return 0;
 }
 
+enum { TOGETHER = 16 }; /* ids written in one step, which compilers turn into four vector stores */
+
 static void number_piece(int32_t *positions, int32_t *segments, int64_t size, int32_t number) {
-    for (int64_t k = 0; k < size; k++) {
-        positions[k] = (int32_t)k;
+    const int32_t last = (int32_t)size, even = last - last % TOGETHER;
+    for (int32_t k = 0; k < even; k += TOGETHER) {
+        for (int32_t j = 0; j < TOGETHER; j++) {
+            positions[k + j] = k + j;
+        }
     }
-    for (int64_t k = 0; k < size; k++) {
+    for (int32_t k = 0; k < even; k += TOGETHER) {
+        for (int32_t j = 0; j < TOGETHER; j++) {
+            segments[k + j] = number;
+        }
+    }
+    for (int32_t k = even; k < last; k++) {
+        positions[k] = k;
         segments[k] = number;
     }
 }

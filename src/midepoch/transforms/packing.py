@@ -91,7 +91,7 @@ class Documents:
         for name, (_, tokens) in found.items():
             _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else [])])
         for name, (other, _) in found.items():
-            if not np.array_equal(other, lengths):
+            if other is not lengths and not np.array_equal(other, lengths):
                 raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
         values = {name: tokens for name, (_, tokens) in found.items()}
         if spec.eos is None:
@@ -190,7 +190,7 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
     if values.null_count:
         raise MapError(f"pack: column {name!r} has nulls among its tokens.")
     tokens = values.to_numpy(zero_copy_only=False)
-    lengths = np.diff(offsets)
+    lengths = offsets[1:] - offsets[:-1]
     if not column.null_count:
         return lengths, tokens
     null = column.is_null().to_numpy(zero_copy_only=False)
