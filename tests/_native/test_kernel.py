@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import native
 from midepoch import _native
-from midepoch._internal import recycled
 from midepoch._native import library
 
 TYPES = [np.bool_, np.int8, np.uint8, np.int16, np.float16, np.int32, np.float32, np.int64, np.uint64, np.float64]
@@ -214,19 +213,3 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: p
     assert library.load(path) is None
     monkeypatch.setattr(library, "_FUNCTIONS", {"midepoch_unknown": []})
     assert library.load(path) is None
-
-
-def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:
-    recycled._free.clear()
-    first = recycled.empty((3, 1 << 16), np.int32)
-    assert first.shape == (3, 1 << 16) and first.dtype == np.int32 and first.flags.writeable and first.flags.aligned
-    address, view = first.__array_interface__["data"][0], memoryview(first[1])
-    del first
-    other = recycled.empty(3 << 16, np.int32)
-    assert other.__array_interface__["data"][0] != address, "a view of it is still held"
-    del view
-    assert recycled.empty((3 << 16) - 5, np.int32).__array_interface__["data"][0] == address
-    assert recycled.empty(3, np.int8).shape == (3,)
-    for _ in range(50):
-        recycled.empty(1 << 18, np.uint8)
-    assert len(recycled._free) <= 8

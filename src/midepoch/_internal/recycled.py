@@ -12,44 +12,59 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_LEAST, _MOST = 1 << 17, 1 << 24
-"""Bytes. Smaller memory is used again by malloc itself; larger memory would be held for too long."""
+_LEAST, _HELD = 1 << 17, 1 << 26
+"""Bytes. Smaller memory is used again by malloc itself. Free blocks are held up to the second."""
 
-_free: deque[npt.NDArray[np.uint8]] = deque(maxlen=8)
-"""The last blocks that became free, usually a few MiB each. All operations on it are atomic: a block may become free in
-any thread, and in the middle of any of these functions.
-"""
+
+class _Blocks:
+    """Free blocks. All operations on them are atomic: a block may become free in any thread, and in the middle of any
+    of these methods.
+    """
+
+    def __init__(self) -> None:
+        self.free: deque[npt.NDArray[np.uint8]] = deque()
+
+    def give(self, block: npt.NDArray[np.uint8]) -> None:
+        self.free.append(block)
+        try:
+            while sum(map(len, self.free.copy())) > _HELD:
+                self.free.popleft()
+        except IndexError:  # another thread took the last one
+            pass
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        for _ in range(len(self.free)):
+            try:
+                block = self.free.pop()  # the last one that was used, which may still be in a cache
+            except IndexError:
+                break
+            if size <= len(block) <= 2 * size:
+                return block
+            self.free.appendleft(block)
+        step = 1 << size.bit_length() - 3  # the same block for sizes that differ a little; pages not used cost nothing
+        return np.empty((size // step + 1) * step, np.uint8)
+
+
+_blocks = _Blocks()
 
 
 class _Lease:
     """A block in use. Arrays made from it hold it, and so does everything made from them."""
 
-    def __init__(self, block: npt.NDArray[np.uint8]) -> None:
-        self._block = block
+    def __init__(self, block: npt.NDArray[np.uint8], blocks: _Blocks) -> None:
+        self._block, self._blocks = block, blocks  # not the global, which may be gone at exit
         self.__array_interface__ = block.__array_interface__
 
-    def __del__(self, free: deque[npt.NDArray[np.uint8]] = _free) -> None:  # globals may be gone at exit
-        free.append(self._block)
+    def __del__(self) -> None:
+        self._blocks.give(self._block)
 
 
-def empty(shape: int | tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+def empty(count: int | tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     """Return a new array like ``numpy.empty``, possibly in memory that was used before."""
+    shape = count if isinstance(count, tuple) else (count,)
     dtype = np.dtype(dtype)
-    size = prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-    if not _LEAST <= size <= _MOST:
+    size = prod(shape) * dtype.itemsize
+    if not _LEAST <= size <= _HELD // 2:
         return np.empty(shape, dtype)
-    array: npt.NDArray[Any] = np.asarray(_Lease(_block(size)))[:size].view(dtype)
+    array: npt.NDArray[Any] = np.asarray(_Lease(_blocks.take(size), _blocks))[:size].view(dtype)
     return array.reshape(shape)
-
-
-def _block(size: int) -> npt.NDArray[np.uint8]:
-    for _ in range(len(_free)):
-        try:
-            block = _free.pop()  # the last one that was used, which may still be in a cache
-        except IndexError:  # another thread took it
-            break
-        if size <= len(block) <= 2 * size:
-            return block
-        _free.appendleft(block)
-    step = 1 << size.bit_length() - 3  # the same block for sizes that differ a little; pages not used cost nothing
-    return np.empty((size // step + 1) * step, np.uint8)

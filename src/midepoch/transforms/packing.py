@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -293,4 +293,7 @@ def _values(values: Values) -> pa.Array:
     if values.dtype.kind == "b":
         bits = np.packbits(values, bitorder="little")
         return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+_arrow_type = cache(pa.from_numpy_dtype)
