@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -270,22 +269,20 @@ class Packed:
         length, base, inner, total = self._spec.length, self._offset, self._inner, self._total
         origins = tuple(self._origins)
         ends = np.cumsum(np.concatenate([part.lengths for part in self._pending]))
-        listed: list[int] = ends.tolist()  # bisect takes a tenth of the time of searchsorted, for one value
+        firsts = np.arange(packs + 1) * length
+        documents = np.searchsorted(ends, firsts, side="right")
+        into = firsts - np.where(documents > 0, ends[documents - 1], -base)
 
         def at(outputs: int) -> At:
-            tokens = outputs * length
-            if not tokens:
+            if not outputs:
                 return [inner if base else _at(origins, 0, inner), base]
-            if tokens >= total:
-                return [_at(origins, len(listed), inner), 0]
-            document = bisect_right(listed, tokens)
-            into = tokens - (listed[document - 1] if document else 0)
-            offset = into + (0 if document else base)
+            if outputs * length >= total:
+                return [_at(origins, len(ends), inner), 0]
+            document, offset = int(documents[outputs]), int(into[outputs])
             return [_at(origins, document, inner, before=offset > 0), offset]
 
-        starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
-        into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
-        ordinals = with_ordinals(self._ordinals[starts], into)
+        starts = documents[:packs]
+        ordinals = with_ordinals(self._ordinals[starts], into[:packs])
         columns = concatenated(self._pending, self._spec, packs)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
         self._keep_rest(min(total, packs * length), at(packs))

@@ -132,13 +132,12 @@ class Documents:
             return
         stops = np.cumsum(self.lengths)
         last = int(np.searchsorted(stops, total))  # the document that reaches the end of out
-        stops = stops[: last + 1]
-        sizes = self.lengths[: last + 1] - (self.lengths[: last + 1] > 0)
+        stops, lengths = stops[: last + 1], self.lengths[: last + 1]
+        sizes = lengths - (lengths > 0)
         if total < stops[-1]:
             sizes[-1] -= stops[-1] - 1 - total
-        starts = np.cumsum(sizes) - sizes
-        copy_ranges(values, starts, sizes, out, stops - self.lengths[: last + 1])
-        out[stops[(self.lengths[: last + 1] > 0) & (stops <= total)] - 1] = self.ends[name]
+        copy_ranges(values, np.cumsum(sizes) - sizes, sizes, out, stops - lengths)
+        out[stops[(lengths > 0) & (stops <= total)] - 1] = self.ends[name]
 
 
 def _of_two_types(name: str, first: str, second: str) -> ColumnError:
