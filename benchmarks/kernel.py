@@ -32,7 +32,7 @@ from benchmarks.ranks import Measured
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, MEAN, SIGMA = 2048, 600, 1.0
 DOCUMENTS = 40_000
-CHUNKS, TOGETHER = 4, 4096  # as many documents as the rows of a source come in
+CHUNKS, SIZES = 4, (1024, 4096)  # chunks of documents: rows of a source come in the larger, outputs of maps in fewer
 STRATEGIES = ("concat", "best_fit")
 
 
@@ -122,15 +122,18 @@ def rates(path: str, repeats: int) -> dict[str, float]:
     from midepoch.pipeline.chunk import Chunk
     from midepoch.transforms import Batch
 
-    parts = []
-    for number in range(CHUNKS):
-        rows = np.arange(TOGETHER)
-        batch = Batch({"input_ids": documents(TOGETHER, number)}, rows, rows, True)
-        parts.append(Chunk(batch, lambda outputs: [outputs, 0]))
     found = {}
-    for strategy, eos in product(STRATEGIES, (None, 1)):
-        name = f"{strategy}{'' if eos is None else ' eos'}"
-        found[f"stage {name}"] = best(lambda s=strategy, e=eos: staged(s, e, parts), 3 * repeats)  # type: ignore[misc]
+    for size in SIZES:
+        rows, parts = np.arange(size), []
+        for number in range(CHUNKS):
+            batch = Batch({"input_ids": documents(size, number)}, rows, rows, True)
+            parts.append(Chunk(batch, lambda outputs: [outputs, 0]))
+        for strategy, eos in product(STRATEGIES, (None, 1)):
+
+            def run(strategy: str = strategy, eos: int | None = eos, parts: list[Any] = parts) -> int:
+                return staged(strategy, eos, parts)
+
+            found[f"stage {strategy} {size}{'' if eos is None else ' eos'}"] = best(run, 3 * repeats)
     ds = midepoch.from_files(path)
     for strategy, shuffled in product(STRATEGIES, (False, True)):
         packed = (ds.shuffle(seed=1) if shuffled else ds).pack(LENGTH, strategy=strategy, eos=1).with_format("numpy")
@@ -144,11 +147,15 @@ def rates(path: str, repeats: int) -> dict[str, float]:
 
 def bare_rates(repeats: int) -> dict[str, float]:
     """Of the same documents, in two sets of arrays: what is delivered exists while the next is made."""
-    outputs = [[np.zeros(TOGETHER * MEAN * 2, np.int32) for _ in range(3)] for _ in range(2)]
     found = {}
-    for strategy in STRATEGIES:
-        runs = [Bare(documents(TOGETHER, number), strategy, outputs[number % 2]) for number in range(CHUNKS)]
-        found[f"bare C {strategy}"] = best(lambda runs=runs: sum(each.run() for each in runs), 3 * repeats)  # type: ignore[misc]
+    for size, strategy in product(SIZES, STRATEGIES):
+        outputs = [[np.zeros(size * MEAN * 2, np.int32) for _ in range(3)] for _ in range(2)]
+        calls = [Bare(documents(size, number), strategy, outputs[number % 2]) for number in range(CHUNKS)]
+
+        def run(calls: list[Bare] = calls) -> int:
+            return sum(each.run() for each in calls)
+
+        found[f"bare C {strategy} {size}"] = best(run, 3 * repeats)
     return found
 
 
@@ -182,9 +189,9 @@ def compare(repeats: int, before: Path | None) -> list[Measured]:
         for measure, rate in ours.items()
         if measure in reference
     ]
-    for strategy in STRATEGIES:
-        ratio = ours[f"stage {strategy}"] / ours[f"bare C {strategy}"]
-        bars.append(Measured(f"stage {strategy}: kernel / bare C", ratio, 0.5, "x", least=True))
+    for strategy, size in product(STRATEGIES, SIZES):
+        ratio = ours[f"stage {strategy} {size}"] / ours[f"bare C {strategy} {size}"]
+        bars.append(Measured(f"stage {strategy} {size}: kernel / bare C", ratio, 0.5, "x", least=True))
     if before is not None:
         for measure, rate in found["numpy"].items():
             bars.append(Measured(f"{measure}: numpy / before", rate / reference[measure], 0.97, "x", least=True))
