@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import midepoch
+import native
 from midepoch.audit import Ledger, read_run
 from midepoch.loader import movers, sources
 from midepoch.testing import assert_resumes_exactly, same
@@ -158,6 +160,25 @@ far = pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mar
 @pytest.mark.parametrize("name", PIPELINES)
 def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
     assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
+
+
+PACKED = ["pack", "best fit", "packed mix"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_the_kernel_packs_numpy_resumes(
+    name: str, open_ds: Callable[[], midepoch.Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pipeline that is made changes the path, so each compares or resumes what the other delivered."""
+    by_kernel = cycle([True, False])
+
+    def make() -> midepoch.Dataset:
+        native.use(monkeypatch, next(by_kernel))
+        return PIPELINES[name](open_ds())
+
+    assert same(list(make()), list(make()))
+    assert resumes(make, False, ends=[37]) > 10
+    assert resumes(lambda: make().loader(3), False, ends=[13, 27], epochs=3) > 5
 
 
 # What is dropped depends on how many rows there are: fewer by a skipping map, or by a shard.

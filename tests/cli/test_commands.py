@@ -216,6 +216,12 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = {one["what"]: one for one in of_json("doctor")}
     assert found["pyarrow"]["verdict"] == "good" and str(tmp_path) in found["index folder"]["found"]
     assert "one process" in call("doctor").output
+    monkeypatch.setattr("midepoch._native.library.kernel", lambda: object())
+    assert [one["found"] for one in of_json("doctor") if one["what"] == "native kernel"] == ["in use"]
+    monkeypatch.setattr("midepoch._native.library.kernel", lambda: None)
+    assert "none for this platform" in call("doctor", "--json").stdout
+    monkeypatch.setenv("MIDEPOCH_NATIVE", "0")
+    assert "switched off by MIDEPOCH_NATIVE=0" in call("doctor", "--json").stdout
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import midepoch
+import native
 from data import write_arrow
 from midepoch.read import memory as memory_module
 from midepoch.read.memory import HeldBuffers, Memory, _Group, grouped
@@ -96,7 +97,21 @@ def test_any_width_and_alignment(data: st.DataObject, width: int) -> None:
         found = memory.gather(addresses, width)
         assert found.shape == (len(places), width)
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
-        assert bytes(memory.join(addresses, addresses + width)) == b"".join(part.tobytes() for part in wanted)
+        for by_kernel in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                native.use(patch, by_kernel)
+                patch.setattr(memory_module, "_MANY", 0)
+                joined = memory.join(addresses, addresses + width)
+            assert bytes(joined) == b"".join(part.tobytes() for part in wanted)
+
+
+def test_the_kernel_does_not_copy_from_outside_of_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.use(monkeypatch, True)
+    monkeypatch.setattr(memory_module, "_MANY", 0)
+    buffer = pa.py_buffer(bytes(100))
+    for start, stop in ((-1, 5), (90, 101), (101, 102)):
+        with pytest.raises(ValueError, match="out of bounds"):
+            Memory([buffer]).join(np.array([buffer.address + start]), np.array([buffer.address + stop]))
 
 
 @pytest.mark.parametrize("base", BASES, ids=hex)

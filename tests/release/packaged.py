@@ -14,6 +14,7 @@ from pathlib import Path
 
 EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "demo", "cli", "media"}
 PAGES = {"midepoch/tools/report/page.html"}
+KERNEL = {"midepoch/_native/kernel.native.so", "midepoch/_native/kernel.native.dll"}
 
 
 def metadata(wheel: Path) -> Message:
@@ -32,8 +33,10 @@ def check_wheel(wheel: Path) -> str:
     assert {name.split("/")[0] for name in names} == {"midepoch", "fast_hf_loader_simple", own}
     assert {"midepoch/py.typed", "fast_hf_loader_simple/py.typed", f"{own}/licenses/LICENSE"} <= set(names)
     code = [name for name in names if not name.startswith(own)]
-    assert all(name.endswith((".py", "/py.typed")) for name in set(code) - PAGES), "something that is no code is packed"
+    others = set(code) - PAGES - KERNEL
+    assert all(name.endswith((".py", "/py.typed")) for name in others), "something that is no code is packed"
     assert set(code) >= PAGES
+    assert bool(KERNEL & set(code)) == (not wheel.name.endswith("-py3-none-any.whl")), "a tag without its library"
     assert not [name for name in code if "test_" in name or "conftest" in name]
     sources = Path(__file__).parents[2] / "src"
     there = {str(path.relative_to(sources)) for path in sources.rglob("*.py")}
@@ -53,6 +56,8 @@ def check_sdist(sdist: Path) -> None:
     for name in ("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "PKG-INFO", "SECURITY.md"):
         assert name in names, name
     assert {"src/midepoch/py.typed", "tests/conftest.py", "constraints.txt"} <= names
+    assert {"hatch_build.py", "src/midepoch/_native/kernel.c"} <= names
+    assert not [name for name in names if "kernel.native" in name], "a library of one machine"
     assert not [name for name in names if name.startswith((".git/", ".ci", ".venv", "dist/"))]
 
 

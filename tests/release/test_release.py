@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import packaged
 import pytest
 
 import midepoch
+import native
+from midepoch._native import library
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +33,57 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_and_sdist_hold_what_they_should(built: Path) -> None:
     assert packaged.check(built) == midepoch.__version__
+
+
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "none"])
+def test_a_wheel_has_the_kernel_if_there_is_a_compiler(compiler: bool, tmp_path: Path) -> None:
+    if compiler and native.compiled() is None:
+        pytest.skip("no C compiler")
+    wheel = tmp_path / build_in(ROOT, "wheel", tmp_path, compiler)
+    assert wheel.name.endswith("-py3-none-any.whl") == (not compiler)
+    packaged.check_wheel(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+        (about,) = [name for name in archive.namelist() if name.endswith(".dist-info/WHEEL")]
+        assert f"Root-Is-Purelib: {str(not compiler).lower()}" in archive.read(about).decode()
+    assert (library.load(tmp_path / "installed" / "midepoch" / "_native" / library.NAME) is not None) == compiler
+    assert native.hook().NAME == library.NAME
+
+
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "none"])
+def test_an_editable_installation_has_the_kernel_beside_its_source(compiler: bool, tmp_path: Path) -> None:
+    if compiler and native.compiled() is None:
+        pytest.skip("no C compiler")
+    root = tmp_path / "root"
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        root.mkdir(exist_ok=True)
+        if (ROOT / name).exists():  # the source distribution may have no .gitignore
+            shutil.copy(ROOT / name, root)
+    leave = shutil.ignore_patterns("__pycache__", library.NAME)
+    shutil.copytree(ROOT / "src", root / "src", ignore=leave)
+    wheel = tmp_path / build_in(root, "editable", tmp_path, compiler)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "kernel" in name], "the source tree has it"
+    built = root / "src" / "midepoch" / "_native" / library.NAME
+    assert (library.load(built) is not None) == compiler
+    assert sorted(path.name for path in built.parent.glob("kernel*")) == sorted(
+        ["kernel.c", *[library.NAME] * compiler]
+    )
+
+
+def build_in(root: Path, kind: str, folder: Path, compiler: bool) -> str:
+    """Build a wheel with hatchling, with the compilers of this machine or without any. Return its name."""
+    environment = dict(os.environ)
+    if not compiler:
+        environment |= {"PATH": str(folder / "nothing"), "CC": "/nonexistent"}
+    script = f"import hatchling.build as h; print(h.build_{kind}({str(folder)!r}))"
+    if not compiler:  # zig may be installed
+        script = f"import sys; sys.modules['ziglang'] = None; {script}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-1]
 
 
 def test_the_core_alone(built: Path, tmp_path: Path) -> None:

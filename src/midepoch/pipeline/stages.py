@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -212,83 +211,95 @@ class Packed:
     is kept in memory while running, and read again on resume.
     """
 
+    _FIRST, _TOKENS = 32, 1 << 22
+    """Documents that are packed together: at first, and about how many tokens they have later. Fewer cost more calls,
+    more cost memory: 16 MiB of int32 for each column.
+    """
+
     def __init__(self, source: Flow, spec: PackSpec, inner: At, offset: int, packing: Packing) -> None:
         self._source, self._spec, self._packing = source, spec, packing
         self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
         self._skip = offset
-        self._pending: Documents | None = None
+        self._pending: list[Documents] = []
+        self._total = 0  # tokens of the pending documents
         self._rows: Int64Array = np.zeros(0, np.int64)
         self._ordinals: Int64Array = np.zeros(0, np.int64)
         self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, first number, count
+        self._intake: tuple[Chunk, int] | None = None  # a chunk, and the number of its outputs that were taken
+        self._count = self._FIRST
         self._ended = False
 
     def pull(self) -> Chunk | None:
         length = self._spec.length
-        while not self._ended and (self._pending is None or self._pending.tokens < length):
+        while not self._ended and self._total < length:
             self._refill()
-        documents = self._pending
-        if documents is None:
-            return None
-        total = documents.tokens
-        packs = total // length
+        packs = self._total // length
         if self._ended and not self._spec.drop_remainder:
-            packs = -(-total // length)
+            packs = -(-self._total // length)
         if not packs:
-            self._pending = None
+            self._pending, self._total = [], 0
             return None
-        chunk = self._chunk(documents, packs, total)
-        self._packing.note(min(total, packs * length), packs * length)
-        return chunk
+        self._packing.note(min(self._total, packs * length), packs * length)
+        return self._chunk(packs)
 
     def _refill(self) -> None:
-        chunk = self._source.pull()
+        chunk, first = (self._source.pull(), 0) if self._intake is None else self._intake
         if chunk is None:
             self._ended = True
             return
-        if not len(chunk.items):
+        left = len(chunk.items) - first
+        stop = first + -(-left // max(1, -(-left // self._count)))  # parts of equal sizes
+        self._intake = (chunk, stop) if stop < len(chunk.items) else None
+        if first == stop:
             return
-        batch = materialize(chunk.items)
+        batch = materialize(chunk.items.slice(first, stop))
         documents = Documents.of(batch.columns, self._spec)
         if self._skip:
             documents, self._skip = documents.cut_first(self._skip), 0
-        if self._pending is not None:
-            documents = self._pending.joined(documents)
+        for pending in self._pending:
+            pending.check_type(documents)
         ordinals = np.zeros(len(batch), np.int64) if batch.ordinals is None else batch.ordinals
-        self._pending = documents
+        self._pending.append(documents)
+        self._total += documents.tokens
         self._rows, self._ordinals = np.append(self._rows, batch.rows), np.append(self._ordinals, ordinals)
-        self._origins.append((chunk, 0, len(batch)))
+        self._origins.append((chunk, first, len(batch)))
+        self._count = max(1, self._TOKENS * len(batch) // max(1, documents.tokens))
 
-    def _chunk(self, documents: Documents, packs: int, total: int) -> Chunk:
-        length, base, inner = self._spec.length, self._offset, self._inner
+    def _chunk(self, packs: int) -> Chunk:
+        length, base, inner, total = self._spec.length, self._offset, self._inner, self._total
         origins = tuple(self._origins)
-        ends = np.cumsum(documents.lengths)
-        listed: list[int] = ends.tolist()  # bisect takes a tenth of the time of searchsorted, for one value
+        ends = np.cumsum(np.concatenate([part.lengths for part in self._pending]))
+        firsts = np.arange(packs + 1) * length
+        documents = np.searchsorted(ends, firsts, side="right")
+        into = firsts - np.where(documents > 0, ends[documents - 1], -base)
 
         def at(outputs: int) -> At:
-            tokens = outputs * length
-            if not tokens:
+            if not outputs:
                 return [inner if base else _at(origins, 0, inner), base]
-            if tokens >= total:
-                return [_at(origins, len(listed), inner), 0]
-            document = bisect_right(listed, tokens)
-            into = tokens - (listed[document - 1] if document else 0)
-            offset = into + (0 if document else base)
+            if outputs * length >= total:
+                return [_at(origins, len(ends), inner), 0]
+            document, offset = int(documents[outputs]), int(into[outputs])
             return [_at(origins, document, inner, before=offset > 0), offset]
 
-        starts = np.searchsorted(ends, np.arange(packs) * length, side="right")
-        into = np.arange(packs) * length - np.where(starts > 0, ends[starts - 1], -base)
-        ordinals = with_ordinals(self._ordinals[starts], into)
-        columns = concatenated(documents, self._spec, packs)
+        starts = documents[:packs]
+        ordinals = with_ordinals(self._ordinals[starts], into[:packs])
+        columns = concatenated(self._pending, self._spec, packs)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
-        self._keep_rest(documents, min(total, packs * length), at(packs))
+        self._keep_rest(min(total, packs * length), at(packs))
         return Chunk(made, at, table=_token_table(origins, ends, length, base))
 
-    def _keep_rest(self, documents: Documents, tokens: int, cursor: At) -> None:
-        rest, gone, _ = documents.without(tokens)
+    def _keep_rest(self, tokens: int, cursor: At) -> None:
+        """Drop delivered tokens. Documents after the last token are gone, too."""
         self._inner, self._offset = cursor
-        self._pending = rest if rest.tokens else None
-        if self._pending is None:
-            gone = len(documents.lengths)
+        self._total -= tokens
+        gone, pending = 0, []
+        for part in self._pending:
+            dropped = len(part.lengths)
+            if tokens < part.tokens:
+                rest, dropped = part.without(tokens)
+                pending.append(rest)
+            gone, tokens = gone + dropped, max(0, tokens - part.tokens)
+        self._pending = pending
         self._rows, self._ordinals = self._rows[gone:], self._ordinals[gone:]
         origins = []
         for chunk, first, count in self._origins:

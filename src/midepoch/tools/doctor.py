@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midepoch._internal.processes import cores
+from midepoch._native import library
 from midepoch.distributed.world import find_world
 from midepoch.errors import WorldError
 from midepoch.sources.index import default_index_dir
@@ -40,7 +41,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return all findings, always in the same order."""
-    return [*_versions(), *_processor(), *_files(), *_memory(), *_folders(), *_settings()]
+    return [*_versions(), _kernel(), *_processor(), *_files(), *_memory(), *_folders(), *_settings()]
 
 
 def _versions() -> Iterator[Finding]:
@@ -74,6 +75,16 @@ def _least() -> dict[str, str]:
 def _numbers(version: str) -> list[int]:
     parts = version.split("+")[0].split(".")
     return [int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3]]
+
+
+def _kernel() -> Finding:
+    if library.kernel() is not None:
+        return Finding("good", "native kernel", "in use")
+    if library.is_switched_off():
+        text = f"switched off by {library.SWITCH}=0: numpy"
+        return Finding("mind", "native kernel", text, f"packing is slower: unset {library.SWITCH}")
+    remedy = "packing is slower: install a wheel for this platform, or from source with a C compiler"
+    return Finding("mind", "native kernel", "none for this platform: numpy", remedy)
 
 
 def _processor() -> Iterator[Finding]:

@@ -7,15 +7,18 @@ A document that does not fit continues in the next sequence. Each sequence marks
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.recycled import empty
+from midepoch._native import best_fit as fitted
+from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
 from midepoch.transforms.columns import check_columns
 
@@ -63,14 +66,19 @@ class PackSpec:
         return {self.column: self.pad, **self.extra}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Documents:
-    """Concatenated tokens of documents, in one or more columns of equal lengths."""
+    """Tokens of documents one after the other, in one or more columns of equal lengths.
+
+    ``lengths``: tokens of each document, with its end of sequence. ``ends``: for each column the token that is added to
+    every document that has tokens. It is not among the ``values``: it is written when they are copied to sequences.
+    """
 
     lengths: Int64Array
     values: dict[str, Values]
+    ends: dict[str, int] | None = None
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return int(self.lengths.sum())
 
@@ -83,47 +91,53 @@ class Documents:
         for name, (_, tokens) in found.items():
             _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else [])])
         for name, (other, _) in found.items():
-            if not np.array_equal(other, lengths):
+            if other is not lengths and not np.array_equal(other, lengths):
                 raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
+        values = {name: tokens for name, (_, tokens) in found.items()}
         if spec.eos is None:
-            return Documents(lengths, {name: values for name, (_, values) in found.items()})
-        ends = np.cumsum(lengths)[lengths > 0]
-        values = {
-            name: np.insert(values, ends, spec.eos if name == spec.column else spec.extra[name])
-            for name, (_, values) in found.items()
-        }
-        return Documents(lengths + (lengths > 0), values)
+            return Documents(lengths, values)
+        return Documents(lengths + (lengths > 0), values, {spec.column: spec.eos, **spec.extra})
 
-    def joined(self, other: Documents) -> Documents:
-        """Append other documents. The type of documents without tokens is ignored."""
-        if not other.tokens or not self.tokens:
-            values = self.values if self.tokens else other.values
-        else:
-            values = {}
-            for name, mine in self.values.items():
-                if mine.dtype != other.values[name].dtype:  # the result would depend on where reading began
-                    raise _of_two_types(name, str(mine.dtype), str(other.values[name].dtype))
-                values[name] = np.concatenate([mine, other.values[name]])
-        return Documents(np.concatenate([self.lengths, other.lengths]), values)
+    def check_type(self, other: Documents) -> None:
+        """Raise ColumnError if the columns of other documents have other types. Documents without tokens have none."""
+        if self.tokens and other.tokens:
+            for name, values in self.values.items():
+                if values.dtype != other.values[name].dtype:  # the result would depend on where reading began
+                    raise _of_two_types(name, str(values.dtype), str(other.values[name].dtype))
 
     def cut_first(self, tokens: int) -> Documents:
         """Return the documents without the first tokens of the first document, which may become empty."""
         lengths = self.lengths.copy()
         tokens = min(tokens, int(lengths[0]))
         lengths[0] -= tokens
-        return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()})
+        stored = tokens - (self.ends is not None and tokens > 0 and not lengths[0])
+        return replace(self, lengths=lengths, values={name: each[stored:] for name, each in self.values.items()})
 
-    def without(self, tokens: int) -> tuple[Documents, int, int]:
-        """Drop the first tokens. Return the rest, the number of dropped documents, and the dropped tokens of the next
-        one.
-        """
+    def without(self, tokens: int) -> tuple[Documents, int]:
+        """Drop the first tokens. Return the rest, and the number of dropped documents."""
         ends = np.cumsum(self.lengths)
         dropped = int(np.searchsorted(ends, tokens, side="right"))
-        into = tokens - (int(ends[dropped - 1]) if dropped else 0)
         lengths = self.lengths[dropped:].copy()
-        if into:
+        if into := tokens - (int(ends[dropped - 1]) if dropped else 0):
             lengths[0] -= into
-        return Documents(lengths, {name: values[tokens:] for name, values in self.values.items()}), dropped, into
+        stored = tokens - (0 if self.ends is None else np.count_nonzero(self.lengths[:dropped]))
+        values = {name: each[stored:] for name, each in self.values.items()}
+        return replace(self, lengths=lengths, values=values), dropped
+
+    def copy(self, name: str, out: Values) -> None:
+        """Write the first tokens of a column, as many as ``out`` holds."""
+        values, total = self.values[name], len(out)
+        if self.ends is None:
+            out[:] = values[:total]
+            return
+        stops = np.cumsum(self.lengths)
+        last = int(np.searchsorted(stops, total))  # the document that reaches the end of out
+        stops, lengths = stops[: last + 1], self.lengths[: last + 1]
+        sizes = lengths - (lengths > 0)
+        if total < stops[-1]:
+            sizes[-1] -= stops[-1] - 1 - total
+        copy_ranges(values, np.cumsum(sizes) - sizes, sizes, out, stops - lengths)
+        out[stops[(lengths > 0) & (stops <= total)] - 1] = self.ends[name]
 
 
 def _of_two_types(name: str, first: str, second: str) -> ColumnError:
@@ -175,49 +189,42 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
     if values.null_count:
         raise MapError(f"pack: column {name!r} has nulls among its tokens.")
     tokens = values.to_numpy(zero_copy_only=False)
-    lengths = np.diff(offsets)
+    lengths = offsets[1:] - offsets[:-1]
     if not column.null_count:
         return lengths, tokens
     null = column.is_null().to_numpy(zero_copy_only=False)
     return np.where(null, 0, lengths), tokens[np.repeat(~null, lengths)]
 
 
-def concatenated(documents: Documents, spec: PackSpec, packs: int) -> dict[str, Any]:
-    """Return the first ``packs`` sequences of the concatenated documents. The last one is padded if necessary."""
-    size, total = packs * spec.length, min(documents.tokens, packs * spec.length)
-    ends = np.cumsum(documents.lengths)
-    starts = np.concatenate([np.zeros(1, np.int64), ends[ends < total], np.arange(0, total, spec.length)])
-    starts = np.unique(starts) if total else starts[:0]
-    columns = {}
-    for name, pad in spec.pads.items():
-        values = documents.values[name][:total]
-        if total < size:
-            values = np.concatenate([values, np.full(size - total, pad, values.dtype)])
-        columns[name] = values.reshape(packs, spec.length)
-    return _as_arrow({**columns, **_bounds(starts, total, packs, spec)})
+def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int) -> dict[str, Any]:
+    """Return the first ``packs`` sequences of documents one after the other. The last one is padded if necessary.
 
-
-def _bounds(starts: Int64Array, total: int, packs: int, spec: PackSpec) -> dict[str, Any]:
-    """Return segments and positions of sequences whose pieces begin at ``starts`` of ``total`` consecutive tokens."""
+    Tokens are copied once, from where they were read.
+    """
     size = packs * spec.length
-    stops = np.append(starts[1:], total)
-    # In an incomplete sequence the pieces end at the padding, which is a separate piece with number 0.
-    of_pack = starts // spec.length
-    lengths = stops - starts
-    first = np.searchsorted(of_pack, of_pack)
-    numbers = np.arange(len(starts)) - first + 1
-    segments, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    segments[:total] = np.repeat(numbers, lengths)
-    positions[:total] = np.arange(total) - np.repeat(starts, lengths)
-    columns: dict[str, Any] = {
-        "position_ids": positions.reshape(packs, spec.length),
-        "segment_ids": segments.reshape(packs, spec.length),
-    }
+    total = min(sum(part.tokens for part in parts), size)
+    parts = [part for part in parts if part.tokens]
+    lengths = np.concatenate([part.lengths for part in parts])
+    columns: dict[str, Any] = {}
+    for name, pad in spec.pads.items():
+        columns[name] = out = empty(size, parts[0].values[name].dtype)
+        at = 0
+        for part in parts:
+            stop = min(total, at + part.tokens)
+            part.copy(name, out[at:stop])
+            at = stop
+        out[total:] = pad
+    columns["position_ids"], columns["segment_ids"] = ids = empty(size, np.int32), empty(size, np.int32)
+    number_concatenated(ids[0][:total], ids[1][:total], lengths, spec.length)
+    for values in ids:
+        values[total:] = 0
     if spec.cu_seqlens:
-        edges = [starts[of_pack == pack] - pack * spec.length for pack in range(packs)]
-        last = [min(spec.length, total - pack * spec.length) for pack in range(packs)]
-        columns["cu_seqlens"] = [np.append(edge, end).astype(np.int32) for edge, end in zip(edges, last, strict=True)]
-    return columns
+        stops = np.cumsum(lengths)
+        starts = np.unique(np.concatenate([stops - lengths, np.arange(0, total, spec.length)]))
+        starts = starts[starts < total]
+        used = np.minimum(total - np.arange(packs) * spec.length, spec.length)
+        columns["cu_seqlens"] = _edges(starts // spec.length, starts % spec.length, used)
+    return _as_arrow(columns, spec.length)
 
 
 def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int]:
@@ -225,76 +232,67 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
 
     Return the columns, for each sequence the number of its first document, and the number of packed tokens.
     """
-    length = spec.length
-    starts = np.cumsum(documents.lengths) - documents.lengths
-    pieces = [  # (start, tokens, document)
-        (int(start) + at, min(length, int(size) - at), number)
-        for number, (start, size) in enumerate(zip(starts, documents.lengths, strict=True))
-        for at in range(0, int(size), length)
-    ]
-    bins = _best_fit([size for _, size, _ in pieces], length)
+    length, lengths = spec.length, documents.lengths
+    counts = -(-lengths // length)
+    owners = np.repeat(np.arange(len(lengths)), counts)
+    into = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
+    sizes = np.minimum(lengths[owners] - into, length)
+    rows, offsets, numbers, rooms = fitted(sizes, length)
+    stored, is_last = sizes, np.zeros(len(sizes), np.bool_)
+    if documents.ends is not None:
+        is_last = into + sizes == lengths[owners]
+        stored = sizes - is_last
+    starts = np.cumsum(stored) - stored
     if spec.drop_remainder:
-        bins = [each for each in bins if sum(pieces[i][1] for i in each) == length]
-    bins = sorted((sorted(each) for each in bins), key=lambda each: each[0])
-    packed = sum(pieces[i][1] for each in bins for i in each)
-    shape = (len(bins), length)
-    columns: dict[str, Any] = {
-        name: np.full(shape, pad, documents.values[name].dtype) for name, pad in spec.pads.items()
-    }
-    positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    edges = []
-    count = np.arange(length, dtype=np.int32)
-    for row, each in enumerate(bins):
-        at, bounds = 0, [0]
-        for number, i in enumerate(each):
-            start, size, _ = pieces[i]
-            for name, values in documents.values.items():
-                columns[name][row, at : at + size] = values[start : start + size]
-            positions[row, at : at + size] = count[:size]
-            segments[row, at : at + size] = number + 1
-            at += size
-            bounds.append(at)
-        edges.append(np.array(bounds, np.int32))
-    columns |= {"position_ids": positions, "segment_ids": segments}
+        kept = rooms == 0
+        some = kept[rows]
+        rows = (np.cumsum(kept) - 1)[rows]
+        rooms = rooms[kept]
+        arrays = (rows, offsets, numbers, owners, sizes, stored, is_last, starts)
+        rows, offsets, numbers, owners, sizes, stored, is_last, starts = (array[some] for array in arrays)
+    targets, size = rows * length + offsets, len(rooms) * length
+    incomplete = np.flatnonzero(rooms)
+    padding = (incomplete + 1) * length - rooms[incomplete], rooms[incomplete]
+    columns: dict[str, Any] = {}
+    for name, pad in spec.pads.items():
+        values = documents.values[name]
+        columns[name] = out = empty(size, values.dtype)
+        copy_ranges(values, starts, stored, out, targets)
+        if documents.ends is not None:
+            out[(targets + stored)[is_last]] = documents.ends[name]
+        fill_ranges(out, pad, *padding)
+    columns["position_ids"], columns["segment_ids"] = ids = empty(size, np.int32), empty(size, np.int32)
+    number_ranges(*ids, targets, sizes, numbers)
+    for array in ids:
+        fill_ranges(array, 0, *padding)
     if spec.cu_seqlens:
-        columns["cu_seqlens"] = edges
-    return _as_arrow(columns), np.array([pieces[each[0]][2] for each in bins], dtype=np.int64), packed
+        order = np.argsort(rows, kind="stable")
+        columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
+    return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum())
 
 
-def _as_arrow(columns: dict[str, Any]) -> dict[str, pa.Array]:
+def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
+    """Return the bounds of the pieces of each sequence: ``starts`` in ``rows``, which ascend, and the end of each."""
+    ends = np.cumsum(np.bincount(rows, minlength=len(stops)) + 1)
+    bounds = np.empty(ends[-1] if len(ends) else 0, np.int32)
+    bounds[np.arange(len(rows)) + rows] = starts
+    bounds[ends - 1] = stops
+    return pa.ListArray.from_arrays(_values(np.append(0, ends).astype(np.int32)), _values(bounds))
+
+
+def _as_arrow(columns: dict[str, Any], length: int) -> dict[str, pa.Array]:
     """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
-    return {name: _lists(rows) if isinstance(rows, list) else _matrix(rows) for name, rows in columns.items()}
-
-
-def _matrix(rows: Values) -> pa.Array:
-    return pa.FixedSizeListArray.from_arrays(_values(np.ascontiguousarray(rows).reshape(-1)), rows.shape[1])
-
-
-def _lists(rows: list[Values]) -> pa.Array:
-    ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    return pa.ListArray.from_arrays(_values(ends), _values(np.concatenate(rows) if rows else np.zeros(0, np.int32)))
+    return {
+        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(_values(values), length)
+        for name, values in columns.items()
+    }
 
 
 def _values(values: Values) -> pa.Array:
     if values.dtype.kind == "b":
         bits = np.packbits(values, bitorder="little")
         return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(_arrow_type(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
-    """Return bins of at most ``length``. Each size, in decreasing order, is put where it leaves the least room."""
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), sorted
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        place = bisect_left(rooms, (sizes[i], -1))
-        if place == len(rooms):
-            bins.append([i])
-            room, number = length - sizes[i], len(bins) - 1
-        else:
-            room, number = rooms.pop(place)
-            bins[number].append(i)
-            room -= sizes[i]
-        if room:
-            insort(rooms, (room, number))
-    return bins
+_arrow_type = cache(pa.from_numpy_dtype)
