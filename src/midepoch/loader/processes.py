@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.crew import SHORT, Job, MainIsGone, Message
-from midepoch.loader.spawned import Packed, packed, preload, without_main
+from midepoch.loader.spawned import Packed, packed, preload, receive, without_main
 from midepoch.loader.transport import Parcel, Receiver, Sender, held_per_worker
 from midepoch.transforms.formats import Allocate
 
@@ -64,8 +64,9 @@ class ProcessCrew:
                     self._start(context, number, job, what)
             if what is not None:
                 # Not as an argument: writing it to a new process would block indefinitely if that one dies.
-                for number in range(count):
-                    self._send(number, what.data)
+                with what.shared() as fd:
+                    for number in range(count):
+                        self._send_job(number, what, fd)
         except BaseException:
             self.close()
             raise
@@ -156,6 +157,12 @@ class ProcessCrew:
             raise WorkerError(self._obituary(number)) from None
         self._send(number, message if isinstance(message, bytes) else pickle.dumps(message))
 
+    def _send_job(self, number: int, what: Packed, fd: int | None) -> None:
+        try:
+            what.send(self._mine[number], fd, self._processes[number].pid)
+        except OSError:
+            raise WorkerError(self._obituary(number)) from None
+
     def _send(self, number: int, message: bytes) -> None:
         try:
             self._mine[number].send_bytes(message)
@@ -238,7 +245,7 @@ def _work(connection: Connection, others: Sequence[Connection], job: Job | None,
         other.close()
     if job is None:
         try:
-            (job,) = pickle.loads(connection.recv_bytes())
+            (job,) = receive(connection)
         except EOFError:
             return
     torch = sys.modules.get("torch")

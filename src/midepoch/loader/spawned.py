@@ -7,31 +7,91 @@ is imported only if something in the pipeline is defined there.
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
+
+from midepoch.iteration.shared import unnamed_file
+
+_LARGE = 1 << 20
+"""Bytes from which an array is sent in shared memory, once for all workers: the rows of a selection, for example."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The objects of a worker, pickled. ``needs_main``: the main script has to be imported to unpickle them."""
+    """The objects of a worker, pickled. ``needs_main``: the main script has to be imported to unpickle them.
+
+    ``arrays``: large arrays, which are not in ``data``.
+    """
 
     data: bytes
     needs_main: bool
+    arrays: tuple[memoryview, ...] = ()
+
+    @contextmanager
+    def shared(self) -> Iterator[int | None]:
+        """Provide an unnamed file with the arrays while workers are started, or None if there are none."""
+        if not self.arrays:
+            yield None
+            return
+        fd = unnamed_file(sum(array.nbytes for array in self.arrays))
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                for array in self.arrays:
+                    file.write(array)
+            yield fd
+        finally:
+            os.close(fd)
+
+    def send(self, connection: Connection, fd: int | None, process: int) -> None:
+        """Send the objects to a worker. Raise OSError if it has exited."""
+        connection.send_bytes(pickle.dumps([array.nbytes for array in self.arrays]))
+        if fd is not None:
+            send_handle(connection, fd, process)
+        connection.send_bytes(self.data)
+
+
+def receive(connection: Connection) -> Any:
+    """Return the objects that were sent to this worker. Raise EOFError if the main process has exited."""
+    sizes = pickle.loads(connection.recv_bytes())
+    buffers = []
+    if sizes:
+        fd = recv_handle(connection)
+        try:
+            memory = memoryview(mmap.mmap(fd, sum(sizes), prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+        ends = list(accumulate(sizes))
+        buffers = [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return pickle.loads(connection.recv_bytes(), buffers=buffers)
 
 
 def packed(*what: Any) -> Packed:
     """Pickle objects, by value if possible. Raises the errors of pickle."""
+    arrays: list[memoryview] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _LARGE:
+            return True
+        arrays.append(raw)
+        return False
+
     try:
         import cloudpickle
     except ImportError:
-        data = pickle.dumps(what)
-        return Packed(data, b"__main__" in data)
-    return Packed(cloudpickle.dumps(what), False)
+        data = pickle.dumps(what, protocol=5, buffer_callback=is_small)
+        return Packed(data, b"__main__" in data, tuple(arrays))
+    return Packed(cloudpickle.dumps(what, protocol=5, buffer_callback=is_small), False, tuple(arrays))
 
 
 _USUAL = ("torch", "torchvision", "tokenizers", "transformers", "datasets")

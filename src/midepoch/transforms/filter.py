@@ -15,6 +15,7 @@ import pyarrow as pa
 from midepoch.errors import ColumnError, MapError
 from midepoch.sources.filters import Filter
 from midepoch.sources.taking import taken
+from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.batch import Batch, join
 from midepoch.transforms.formats import arrow_column, present, present_rows
 from midepoch.transforms.function import Function, RunContext
@@ -143,7 +144,7 @@ def _mask(expression: pc.Expression, table: pa.Table) -> npt.NDArray[np.bool_]:
     if not pa.types.is_boolean(kept.type):
         raise pa.ArrowInvalid(f"expected a boolean expression, got {kept.type}")
     mask = _combined(kept.fill_null(False) if kept.null_count else kept)
-    return mask.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    return flat_numbers(mask)  # type: ignore[no-any-return]
 
 
 def _filtered(column: pa.ChunkedArray, mask: pa.Array, places: npt.NDArray[np.int64]) -> pa.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError, MapError
-from midepoch.transforms.arrow_values import plain_array
+from midepoch.transforms.arrow_values import flat_numbers, plain_array
 from midepoch.transforms.batch import Batch, pick
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.features import Encoded
@@ -104,7 +104,7 @@ def _flat(name: str, column: Any) -> tuple[Any, Any]:
     if isinstance(column, pa.Array) and is_list_type(column.type):
         import pyarrow.compute as pc
 
-        return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False), pc.list_flatten(column)
+        return flat_numbers(pc.fill_null(pc.list_value_length(column), 0)), pc.list_flatten(column)
     if isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1]), column.reshape(-1, *column.shape[2:])
     if isinstance(column, (pa.Array, dict)) or not all(map(_is_list, column)):

@@ -20,6 +20,7 @@ from midepoch._internal.recycled import empty
 from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
+from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.columns import check_columns
 
 Int64Array = npt.NDArray[np.int64]
@@ -184,15 +185,15 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
     plain = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_primitive(kind.value_type)
     if not plain:
         raise ColumnError(f"pack: column {name!r} is {kind}, not lists of numbers.")
-    offsets = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    offsets = flat_numbers(column.offsets).astype(np.int64)
     values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
     if values.null_count:
         raise MapError(f"pack: column {name!r} has nulls among its tokens.")
-    tokens = values.to_numpy(zero_copy_only=False)
+    tokens = flat_numbers(values)
     lengths = offsets[1:] - offsets[:-1]
     if not column.null_count:
         return lengths, tokens
-    null = column.is_null().to_numpy(zero_copy_only=False)
+    null = flat_numbers(column.is_null())
     return np.where(null, 0, lengths), tokens[np.repeat(~null, lengths)]
 
 
