@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from midepoch.errors import MapError, MidepochError
-from midepoch.order.keys import derive
+from midepoch.order.keys import derive, derive_many
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
@@ -20,6 +21,10 @@ from midepoch.transforms.generators import Generators, Seeds, torch_generator
 T = TypeVar("T")
 
 _log = logging.getLogger("midepoch")
+
+
+_MANY = 16
+"""Rows from which all keys are computed in one call."""
 
 
 def _uncounted(rows: int) -> None:
@@ -100,12 +105,13 @@ class Function:
         """Yield (place, result) of every row, without those that fail if failures are skipped."""
         rows = present_rows(self.fresh(given), self.input_format)
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
+        keys = self._keys(run, given.rows) if self.with_generator else []
         for i, row in enumerate(rows):
             number = int(given.rows[i])
             try:
                 args = [row] if self.input_columns is None else [row[name] for name in self.input_columns]
                 args += [number] if self.with_indices else []
-                args += [self._generator(run, given, i)] if self.with_generator else []
+                args += [self._generator(run, given, i, keys[i])] if self.with_generator else []
                 if run.seeds is not None:
                     run.seeds.set(seeds[i])
                 result = self.checked(self.function(*args, **self.fn_kwargs))
@@ -119,7 +125,9 @@ class Function:
         presented = finish(present(self.fresh(group), self.input_format), self.input_format)
         args = [presented] if self.input_columns is None else [presented[name] for name in self.input_columns]
         args += [[int(number) for number in group.rows]] if self.with_indices else []
-        args += [[self._generator(run, group, i) for i in range(len(group))]] if self.with_generator else []
+        if self.with_generator:
+            keys = self._keys(run, group.rows)
+            args.append([self._generator(run, group, i, key) for i, key in enumerate(keys)])
         if run.seeds is not None:
             first = group.slice(0, 1)
             run.seeds.set(run.seeds.of(first.rows, first.ordinals)[0])
@@ -129,9 +137,14 @@ class Function:
         """Return the result of the function for a row. Raise MapError if it is not usable."""
         return result
 
-    def _generator(self, run: RunContext, batch: Batch, i: int) -> Any:
-        row = int(batch.rows[i])
-        key = derive(run.seed, run.epoch, "map", (self.number << 48) + row, words=2)
+    def _keys(self, run: RunContext, rows: npt.NDArray[np.int64]) -> Any:
+        """Return the key of the generator of each row."""
+        first = self.number << 48
+        if len(rows) < _MANY:
+            return [derive(run.seed, run.epoch, "map", first + int(row), words=2) for row in rows]
+        return derive_many(run.seed, run.epoch, "map", rows.astype(np.uint64) + np.uint64(first))
+
+    def _generator(self, run: RunContext, batch: Batch, i: int, key: Any) -> Any:
         ordinal = 0 if batch.ordinals is None else int(batch.ordinals[i])
         # Rows that were made of one row draw from one sequence, 2**192 numbers apart; parts of a combination, 2**128.
         counter = ((ordinal & (2**64 - 1)) << 192) + (run.path << 128)
