@@ -200,7 +200,7 @@ def _ratio(value: float | None, other: float | None) -> float | None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loops", default=",".join(routes.LOOPS), help="loops, comma-separated")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement, after a warm-up of 1.5 s")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement, after a warm-up of 3.5 s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", action="store_true", help="midepoch puts batches on the GPU: loader(device=…)")
@@ -234,7 +234,7 @@ def bench_of(options: argparse.Namespace, files: data.Files, scale: Scale) -> Be
         device="cpu" if smoke else "cuda",
         workers=min(2, options.workers) if smoke else options.workers,
         seconds=0.1 if smoke else options.seconds,
-        warm_up=0.02 if smoke else 1.5,
+        warm_up=0.02 if smoke else 3.5,  # every slot of shared memory is page-locked once, in the first 50 batches
         rounds=1 if smoke else options.rounds,
         options=extra,
         to_device=to_device,

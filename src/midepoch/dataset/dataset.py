@@ -321,9 +321,9 @@ class Dataset(Rows, Resumable):
         ``device``: "cuda", "cuda:1" or another torch device, or a JAX device or sharding. The next batches are copied
         there while the model computes. ``pin_memory``: batches in page-locked memory, for copies of your own.
 
-        ``worker_type``: "process", "thread" (for functions that release the interpreter lock, such as decoders of
-        images), or "auto": threads if all steps are known to release it or Python has none, else processes. Batches are
-        the same.
+        ``worker_type``: "process", "thread" (less memory, for functions that release the interpreter lock, such as
+        decoders of images, and up to about 4 workers), or "auto": threads if Python has no interpreter lock, else
+        processes. Batches are the same.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched

@@ -35,8 +35,8 @@ class Crew(Protocol):
     def receive(self, number: int) -> Message:
         """Return the next message of a worker. Raises WorkerError if it has exited."""
 
-    def is_ready(self, number: int) -> bool:
-        """Return True if a message of a worker can be received without waiting."""
+    def is_ready(self, number: int, seconds: float) -> bool:
+        """Return True if a message of a worker can be received, or its error raised, within a time."""
 
     def fail(self, number: int, problem: tuple[Exception, str]) -> None:
         """Raise the error of a worker."""

@@ -21,8 +21,8 @@ _TRIAL_ROWS = 8
 
 
 def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
-    """Start workers for a job: threads if they were requested, or if they are certainly better."""
-    if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(leaves, options)):
+    """Start workers for a job: threads if they were requested, or if Python has no interpreter lock."""
+    if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(options)):
         drawn = _draws(leaves)
         shared = [(function, names - {"torch"}) for function, names in drawn.items() if names - {"torch"}]
         if not shared:
@@ -38,14 +38,9 @@ def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
     return ProcessCrew(job, options.num_workers, options.prefetch, method)
 
 
-def _suits_threads(leaves: Sequence[Leaf], options: Options) -> bool:
-    """Return True if threads do not wait for each other: there is no interpreter lock, or all steps release it."""
-    if options.multiprocessing_context is not None:
-        return False
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return True
-    steps = [step for leaf in leaves for step in leaf.tail]
-    return bool(steps) and options.collate_fn is None and all(getattr(step, "releases_gil", False) for step in steps)
+def _suits_threads(options: Options) -> bool:
+    """Return True if threads do not wait for each other. With an interpreter lock, more than four of them do."""
+    return options.multiprocessing_context is None and not getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def _draws(leaves: Sequence[Leaf]) -> dict[Hashable, frozenset[str]]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import queue
 import sys
-import threading
 import warnings
-import weakref
 from collections import deque
 from typing import Any
 
 import numpy as np
 
-from midepoch._internal.threads import PREFIX, join
 from midepoch.errors import MidepochError
 from midepoch.loader.moved import Mover
 from midepoch.loader.options import Options
-from midepoch.loader.pinned import each_part, parts_of, pinned
+from midepoch.loader.pinned import each_part, parts_of, pinned, pinned_tensor
 from midepoch.loader.registered import Registered
 from midepoch.transforms.formats import check_fits_jax
 
@@ -72,7 +67,7 @@ def _pinner() -> Mover | None:
     if not torch.cuda.is_available():
         warnings.warn("pin_memory=True has no effect: no GPU was found", stacklevel=2)
         return None
-    return InThread(Pinner())
+    return Pinner()
 
 
 class Pinner:
@@ -85,10 +80,6 @@ class Pinner:
 
     def send(self, value: Any) -> Any:
         """Copy a batch."""
-        import torch
-
-        if torch.get_num_threads() > 1:
-            torch.set_num_threads(1)  # of this thread: more would take cores from the workers
         return pinned(value)
 
     def receive(self, ticket: Any) -> Any:
@@ -97,56 +88,6 @@ class Pinner:
 
     def close(self) -> None:
         """Do nothing: nothing is under way."""
-
-
-class InThread:
-    """A mover that sends in a thread of its own, so that the caller's does not wait."""
-
-    depth = _DEPTH
-
-    def __init__(self, mover: Mover) -> None:
-        self.mover = mover
-        self._inbox: queue.SimpleQueue[Any]
-        self._outbox: queue.SimpleQueue[Any]
-        self._end: weakref.finalize[Any, Any] | None = None
-
-    def send(self, value: Any) -> Any:
-        """Begin to move a batch."""
-        if self._end is None:
-            self._inbox, self._outbox = queue.SimpleQueue(), queue.SimpleQueue()
-            arguments = (self.mover, self._inbox, self._outbox)
-            thread = threading.Thread(target=_send, args=arguments, name=f"{PREFIX}move", daemon=True)
-            self._end = weakref.finalize(self, _end, thread, self._inbox, os.getpid())
-            thread.start()
-        self._inbox.put([value])
-
-    def receive(self, ticket: Any) -> Any:  # noqa: ARG002
-        """Return the next batch."""
-        sent, problem = self._outbox.get()
-        if problem is not None:
-            raise problem
-        return self.mover.receive(sent)
-
-    def close(self) -> None:
-        """Stop the thread."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-        self.mover.close()
-
-
-def _send(mover: Mover, inbox: queue.SimpleQueue[Any], outbox: queue.SimpleQueue[Any]) -> None:
-    while (values := inbox.get()) is not None:
-        try:
-            outbox.put((mover.send(values.pop()), None))
-        except BaseException as problem:
-            outbox.put((None, problem))
-
-
-def _end(thread: threading.Thread, inbox: queue.SimpleQueue[Any], process: int) -> None:
-    if process == os.getpid():
-        inbox.put(None)
-        join([thread])
 
 
 class TorchMover:
@@ -175,8 +116,6 @@ class CudaMover:
     Shared memory of workers is page-locked in place, so that the GPU reads from there and nothing is copied here. Other
     tensors are copied into page-locked memory first. A batch is delivered when the caller's stream waits for its copy,
     and its memory on the GPU is used again when the work of that stream is done.
-
-    It runs in the caller's thread: a thread of its own would take as long, waiting for the interpreter lock.
     """
 
     depth = _DEPTH
@@ -196,15 +135,14 @@ class CudaMover:
         """Begin to copy a batch."""
         while self._read and self._read[0][0].query():
             self._read.popleft()
-        tensors = parts_of(value, self._torch.Tensor)
-        locked = self._registered.lock([part for part in tensors if self._is_on_host(part)])
+        on_host = [part for part in parts_of(value, self._torch.Tensor) if self._is_on_host(part)]
+        locked = self._registered.lock(on_host)
         moved: list[Any] = []
         sources: list[Any] = []
 
         def copied(part: Any) -> Any:
             if self._is_on_host(part):
-                if not locked and not part.is_pinned():
-                    part = part.pin_memory()
+                part = part if locked or part.is_pinned() else pinned_tensor(part)
                 sources.append(part)
             on_device = part.to(self._device, non_blocking=True)
             moved.append(on_device)

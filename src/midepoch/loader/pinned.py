@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 
 def pinned(value: Any) -> Any:
@@ -11,7 +14,24 @@ def pinned(value: Any) -> Any:
 
     Values with a ``pin_memory`` method use it, as in torch's DataLoader.
     """
-    return each_part(value, "pin_memory", lambda part: part.pin_memory())
+    torch = sys.modules.get("torch")
+    kind = () if torch is None else torch.Tensor
+    return each_part(
+        value, "pin_memory", lambda part: pinned_tensor(part) if isinstance(part, kind) else part.pin_memory()
+    )
+
+
+def pinned_tensor(tensor: Any) -> Any:
+    """Return a tensor in page-locked memory.
+
+    The copy is numpy's: torch's own uses a thread of each core, which workers need, and waits for all of them.
+    """
+    torch = sys.modules["torch"]
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or not tensor.is_contiguous() or tensor.requires_grad:
+        return tensor.pin_memory()
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(room.reshape(-1).view(torch.uint8).numpy(), tensor.reshape(-1).view(torch.uint8).numpy())
+    return room
 
 
 def each_part(value: Any, method: str, convert: Callable[[Any], Any]) -> Any:

@@ -109,12 +109,12 @@ class ProcessCrew:
         parcel = self._unread[number].popleft() if self._unread[number] else self._received(number)
         return self._receivers[number].open(parcel)  # type: ignore[no-any-return]
 
-    def is_ready(self, number: int) -> bool:
-        """Return True if a message of a worker can be received without waiting."""
-        if self._unread[number]:
+    def is_ready(self, number: int, seconds: float) -> bool:
+        """Return True if a message of a worker can be received, or its error raised, within a time."""
+        if self._unread[number] or self._closed or not self.is_here or self._processes[number].exitcode is not None:
             return True
         self._polls[number].register(self._mine[number].fileno(), select.POLLIN)
-        return bool(self._polls[number].poll(0))
+        return bool(self._polls[number].poll(seconds * 1000))
 
     def _received(self, number: int) -> Parcel:
         try:

@@ -10,12 +10,12 @@ from midepoch.loader.direct import DirectBatches
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.grouped import GroupedBatches
 from midepoch.loader.lanes import LaneBatches
-from midepoch.loader.moved import MovedBatches, Mover
+from midepoch.loader.moved import FedBatches, MovedBatches, Mover
 from midepoch.loader.movers import is_of_jax, mover_for
 from midepoch.loader.options import Options
 from midepoch.loader.plans import BatchSource, Plan
 from midepoch.loader.threads import ThreadedBatches
-from midepoch.loader.workers import WorkerPool
+from midepoch.loader.workers import WorkerBatches, WorkerPool
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
@@ -41,7 +41,17 @@ class Sources:
         kind = spec.format or "torch" if self._options.collate_fn is None else "python"
         if is_of_jax(self._options.device) and kind in ("torch", "jax"):
             kind = "numpy"  # which go to their device directly
-        return MovedBatches(source, self._mover, kind, in_step=plan is None and self._equal is not None)
+        if (plan is None and self._equal is not None) or self._calls_functions(spec, source):
+            return MovedBatches(source, self._mover, kind)
+        return FedBatches(source, self._mover, kind)
+
+    def _calls_functions(self, spec: PipelineSpec, source: BatchSource) -> bool:
+        """Return True if a source calls functions of the user in this process. They stay in the caller's thread."""
+        if isinstance(source, WorkerBatches):
+            return False
+        if self._options.collate_fn is not None:
+            return True
+        return spec.node.has_later_functions if self._options.num_workers else spec.node.has_functions
 
     def _open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
         options = self._options
@@ -76,7 +86,7 @@ class Sources:
         if source is None:
             return
         if not source.close():
-            self._maker = None  # a thread may still use it
+            self.forget()  # a thread may still use them
         if self._options.num_workers and not self._options.persistent_workers:
             self.close()
 

@@ -5,6 +5,7 @@ They run the same jobs as worker processes, with queues instead of pipes, and no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -23,7 +24,7 @@ class ThreadCrew:
     def __init__(self, job: Job, count: int) -> None:
         self._owner = os.getpid()
         self._links = [_QueueLink(number) for number in range(count)]
-        self._closed = False
+        self._unread: list[list[Message | None]] = [[] for _ in range(count)]
         threads: list[threading.Thread] = []
         # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
         self._end = weakref.finalize(self, _end, threads, self._links, self._owner)
@@ -52,14 +53,18 @@ class ThreadCrew:
     def receive(self, number: int) -> Message:
         """Return the next message of a worker."""
         self._check()
-        message = self._links[number].outbox.get()
+        unread = self._unread[number]
+        message = unread.pop() if unread else self._links[number].outbox.get()
         if message is None:
             raise WorkerError("the workers were stopped by close() in another thread while a batch was requested.")
         return message
 
-    def is_ready(self, number: int) -> bool:
-        """Return True if a message of a worker can be received without waiting."""
-        return not self._links[number].outbox.empty()
+    def is_ready(self, number: int, seconds: float) -> bool:
+        """Return True if a message of a worker can be received, or its error raised, within a time."""
+        if not self._unread[number] and self.is_here:
+            with contextlib.suppress(queue.Empty):
+                self._unread[number].append(self._links[number].outbox.get(timeout=seconds))
+        return bool(self._unread[number]) or not self.is_here
 
     def fail(self, number: int, problem: tuple[Exception, str]) -> None:
         """Raise the error of a worker."""

@@ -65,10 +65,9 @@ class WorkerPool:
             self.crew.tell(number, SHORT + array("h", self._grants(number)).tobytes())
         return made  # type: ignore[no-any-return]
 
-    def is_ready(self, step: int) -> bool:
-        """Return True if something has arrived from the worker of a step."""
-        number = step % len(self.crew)
-        return number not in self._untold and self.crew.is_ready(number)
+    def is_ready(self, step: int, seconds: float) -> bool:
+        """Return True if something arrives from the worker of a step within a time."""
+        return self.crew.is_ready(step % len(self.crew), seconds)
 
     def _grants(self, number: int) -> list[int]:
         owed, self._owed[number] = self._owed[number], 0
@@ -93,10 +92,9 @@ class WorkerBatches:
         self._next += 1
         return made
 
-    @property
-    def is_ready(self) -> bool:
-        """True if ``next`` does not have to wait."""
-        return self._next >= self._steps or self._pool.is_ready(self._next)
+    def is_ready(self, seconds: float) -> bool:
+        """Return True if ``next`` does not have to wait, or after a wait of some seconds."""
+        return self._next >= self._steps or self._pool.is_ready(self._next, seconds)
 
     def close(self) -> bool:
         """Leave the workers to the pool."""

@@ -248,8 +248,14 @@ class Node:
     @property
     def has_functions(self) -> bool:
         """True if functions of the user run, which may draw from global generators."""
-        after = (step for stage in self.stages if isinstance(stage, Local) for step in stage.steps)
-        return any(isinstance(step, Function) for step in after) or any(leaf.has_functions for leaf in self.leaves)
+        return self.has_later_functions or any(leaf.has_functions for leaf in self.leaves)
+
+    @property
+    def has_later_functions(self) -> bool:
+        """True if functions run after the steps of the leaves, as those do that follow a pack."""
+        steps = (step for stage in self.stages if isinstance(stage, Local) for step in stage.steps)
+        parts = () if isinstance(self.base, Leaf) else self.base.parts
+        return any(isinstance(step, Function) for step in steps) or any(part.has_later_functions for part in parts)
 
     def paths(self, path: int = 0) -> tuple[int, ...]:
         """Return a number for each leaf that separates the generators of its functions from those of all others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,8 +43,6 @@ class Decode:
     root: str | None = None
     tensors: bool = False
     on_error: str = "raise"
-
-    releases_gil: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
