@@ -43,7 +43,8 @@ if hasattr(os, "register_at_fork"):
 class ProcessCrew:
     """Worker processes, each with a pipe to this one. They stop when this process exits.
 
-    ``granted``: messages that a worker may make before the first of them is received.
+    ``granted``: messages that a worker may make before the first of them is received. Forks start when they are first
+    told something: the first one works while the others are forked.
     """
 
     def __init__(self, job: Job, count: int, granted: int, start_method: str | None) -> None:
@@ -55,27 +56,34 @@ class ProcessCrew:
         self._processes: list[Any] = []
         self._owner, self._closed = os.getpid(), False
         self._slots = granted, held_per_worker(count)
-        what = None if context.get_start_method() == "fork" else _packed(job)
-        if what is not None and context.get_start_method() == "forkserver":
-            preload(context, what)
+        self._context, self._job, self._count = context, job, count
+        self._what = None if context.get_start_method() == "fork" else _packed(job)
+        if self._what is None:
+            return
+        if context.get_start_method() == "forkserver":
+            preload(context, self._what)
         try:
-            with _starting:
+            self._ensure(count - 1)
+            # Not as an argument: writing it to a new process would block indefinitely if that one dies.
+            with self._what.shared() as fd:
                 for number in range(count):
-                    self._start(context, number, job, what)
-            if what is not None:
-                # Not as an argument: writing it to a new process would block indefinitely if that one dies.
-                with what.shared() as fd:
-                    for number in range(count):
-                        self._send_job(number, what, fd)
+                    self._send_job(number, self._what, fd)
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        return len(self._mine)
+        return self._count
 
-    def _start(self, context: Any, number: int, job: Job, what: Packed | None) -> None:
+    def _ensure(self, number: int) -> None:
+        """Start workers up to this one."""
+        while len(self._processes) <= number:
+            with _starting:
+                self._start(len(self._processes))
+
+    def _start(self, number: int) -> None:
         """Start a worker. A fork has the job, and pipe ends that it must close; others receive the job later."""
+        context, job, what = self._context, self._job, self._what
         here, there = context.Pipe()
         self._mine.append(here)
         self._receivers.append(Receiver(here, *self._slots))
@@ -102,6 +110,9 @@ class ProcessCrew:
 
     def grant(self, number: int) -> int:
         """Return a slot in which a worker may send one more message."""
+        self._check_here()
+        if not self._closed:
+            self._ensure(number)
         return self._receivers[number].grant()
 
     def receive(self, number: int) -> Message:
@@ -111,7 +122,9 @@ class ProcessCrew:
 
     def is_ready(self, number: int, seconds: float) -> bool:
         """Return True if a message of a worker can be received, or its error raised, within a time."""
-        if self._unread[number] or self._closed or not self.is_here or self._processes[number].exitcode is not None:
+        if self._unread[number] or self._closed or not self.is_here or number >= len(self._processes):
+            return True
+        if self._processes[number].exitcode is not None:
             return True
         self._polls[number].register(self._mine[number].fileno(), select.POLLIN)
         return bool(self._polls[number].poll(seconds * 1000))
@@ -129,16 +142,19 @@ class ProcessCrew:
 
     def _wait(self, number: int, what: int) -> int:
         """Wait until a pipe is ready for one of these events. Raise EOFError if its worker exited without a message."""
-        if not self.is_here:
-            raise MidepochError(
-                "these workers belong to the process from which this one was forked. Create a separate loader here."
-            )
+        self._check_here()
         poll = self._polls[number]
         poll.register(self._mine[number].fileno(), what)
         while not (found := poll.poll(_CHECK * 1000)):
             if self._closed or (self._processes[number].exitcode is not None and not poll.poll(0)):
                 raise EOFError
         return int(found[0][1])
+
+    def _check_here(self) -> None:
+        if not self.is_here:
+            raise MidepochError(
+                "these workers belong to the process from which this one was forked. Create a separate loader here."
+            )
 
     def fail(self, number: int, problem: tuple[Exception, str]) -> None:
         """Raise the error of a worker."""
@@ -181,7 +197,7 @@ class ProcessCrew:
             how = f"was killed by {name}"
             how += " (the system may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
         return (
-            f"worker {number} of {len(self._mine)} (pid {process.pid}) {how}. The batches delivered so far are "
+            f"worker {number} of {self._count} (pid {process.pid}) {how}. The batches delivered so far are "
             "unaffected. Load the last state to resume."
         )
 
