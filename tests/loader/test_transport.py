@@ -185,7 +185,7 @@ def test_without_shared_memory_batches_go_through_the_pipe(
     def run() -> bool:
         logging.basicConfig(filename=str(log), force=True)
         monkeypatch.setattr(transport, "unnamed_file", full)
-        kept = list(ds.map(image).loader(8, num_workers=2))
+        kept = list(ds.map(image).loader(8, num_workers=2, multiprocessing_context="fork"))
         return len(kept) == ROWS // 8 and all(map(holds, kept))
 
     assert forked(run) == 0

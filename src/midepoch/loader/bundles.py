@@ -1,4 +1,4 @@
-"""Bundles of rows made ahead by worker processes, and delivered in the order of each lane."""
+"""Bundles of rows made ahead by workers, and delivered in the order of each lane."""
 
 from __future__ import annotations
 

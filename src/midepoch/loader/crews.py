@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import sys
 from collections.abc import Hashable, Sequence
@@ -23,6 +24,9 @@ _TRIAL_ROWS = 8
 def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
     """Start workers for a job: threads if they were requested, or if Python has no interpreter lock."""
     if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(options)):
+        if any(leaf.format in (None, "torch") for leaf in leaves):
+            with contextlib.suppress(ImportError):  # not while threads run, which would see a part of it
+                importlib.import_module("torch")
         drawn = _draws(leaves)
         shared = [(function, names - {"torch"}) for function, names in drawn.items() if names - {"torch"}]
         if not shared:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import deque
 from typing import Any
 
 import numpy as np
 
+from midepoch._internal.imports import loaded
 from midepoch.errors import MidepochError
 from midepoch.loader.moved import Mover
 from midepoch.loader.options import Options
@@ -194,7 +194,7 @@ class JaxMover:
         return self._each(value)
 
     def _each(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             value = value.numpy()
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

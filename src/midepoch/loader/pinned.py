@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.imports import loaded
+
 
 def pinned(value: Any) -> Any:
     """Return the value with pinned tensors at any depth.
 
     Values with a ``pin_memory`` method use it, as in torch's DataLoader.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     kind = () if torch is None else torch.Tensor
     return each_part(
         value, "pin_memory", lambda part: pinned_tensor(part) if isinstance(part, kind) else part.pin_memory()

@@ -75,10 +75,10 @@ class _Unlock:
 
     def __init__(self, runtime: Any, locked: dict[int, dict[int, int]], known: dict[int, int], address: int) -> None:
         self._runtime, self._locked, self._known, self._address = runtime, locked, known, address
-        self._process = os.getpid()
+        self._getpid, self._process = os.getpid, os.getpid()  # at exit, the module may be cleared before the memory
 
     def __call__(self, _: weakref.ref[Any]) -> None:
-        if os.getpid() != self._process:
+        if self._getpid() != self._process:
             return  # a fork, which must not use the GPU of its parent
         self._known.clear()
         for slot in self._locked.pop(self._address, {}):

@@ -17,7 +17,6 @@ import mmap
 import os
 import pickle
 import struct
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.imports import loaded
 from midepoch.iteration.shared import unnamed_file
 from midepoch.transforms.formats import Allocate
 
@@ -70,7 +70,7 @@ class _Pickler(pickle.Pickler):
     """Pickler that sends the numpy arrays of tensors, so that their memory is transferred out of band."""
 
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if torch is None or type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
         try:
@@ -271,11 +271,8 @@ class Mapped:
     def __init__(self, memory: Bytes, slot_bytes: int) -> None:
         self.address, self.size, self._slot_bytes = memory.ctypes.data, len(memory), slot_bytes
         self._watchers: list[weakref.ref[Bytes]] = []
-        self._memory = weakref.ref(memory, self._forget)
-
-    def _forget(self, _: object) -> None:
-        if _mapped.get(self.address) is self:
-            del _mapped[self.address]
+        address, all_mapped = self.address, _mapped  # at exit, the module may be cleared before the memory
+        self._memory = weakref.ref(memory, lambda _: all_mapped.pop(address, None))
 
     def slot_of(self, address: int) -> int:
         """Return the address of the slot in which an address is."""

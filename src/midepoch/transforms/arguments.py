@@ -11,7 +11,6 @@ import datetime
 import enum
 import hashlib
 import re
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.address import Address
+from midepoch._internal.imports import loaded
 from midepoch._internal.redaction import is_secret
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
@@ -82,7 +82,7 @@ def _encoded(value: Any) -> tuple[str, bytes]:
         return type(value).__name__, repr(value).encode()
     if isinstance(value, re.Pattern):
         return "pattern", repr((value.pattern, value.flags)).encode()
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_sparse:
         return f"tensor {value.dtype} {tuple(value.shape)}", _bytes_of(torch, value)
     return "?", _UNKNOWN

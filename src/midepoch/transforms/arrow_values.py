@@ -12,7 +12,6 @@ Values are read from the buffers and not with ``Array.to_numpy``, which imports 
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+from midepoch._internal.imports import loaded
 from midepoch.read.columns import number_dtype
 
 _number_dtype = lru_cache(maxsize=64)(number_dtype)  # 5 µs otherwise
@@ -246,7 +246,7 @@ def stacked(arrays: list[Any]) -> Any:
 
 def plain_values(column: Any) -> Any:
     """Return values that pyarrow accepts: no tensors, and one array per row for more than one dimension."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         column = column.detach().cpu().numpy()
     if isinstance(column, np.ndarray):

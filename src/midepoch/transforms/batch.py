@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from midepoch._internal.imports import loaded
 from midepoch.errors import ColumnError
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import Paths, to_python
@@ -172,7 +173,7 @@ def join_columns(name: str, parts: Sequence[Any]) -> Any:
         return pa.concat_arrays([array if array.type == kind else array.cast(kind) for array in arrays])
     if all(isinstance(part, np.ndarray) and part.shape[1:] == first.shape[1:] for part in parts):
         return np.concatenate(parts)
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and all(isinstance(p, torch.Tensor) and p.shape[1:] == first.shape[1:] for p in parts):
         return torch.cat(list(parts))
     return [value for part in parts for value in (to_python(part) if isinstance(part, pa.Array) else part)]
@@ -194,7 +195,7 @@ def pick(column: Any, places: Int64Array) -> Any:
         return column[places]
     if hasattr(column, "take") and hasattr(column, "null_count"):
         return column.take(places) if isinstance(column, Encoded) else taken(column, places)
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(column, torch.Tensor):
         return column[torch.from_numpy(places)]
     return [column[int(i)] for i in places]

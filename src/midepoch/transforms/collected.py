@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.imports import loaded
 from midepoch.transforms.formats import Allocate
 
 _LEAST_BYTES = 4096
@@ -67,7 +68,7 @@ def _array(value: Any) -> Any:
     """Return a value as a numpy array without a copy, or None if it is not an array of numbers."""
     if type(value) is np.ndarray:
         return value if value.ndim and value.dtype.kind in "biufc" and value.dtype.isnative else None
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or type(value) is not torch.Tensor or not value.is_cpu or value.requires_grad or not value.ndim:
         return None
     try:

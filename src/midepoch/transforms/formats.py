@@ -7,7 +7,6 @@ converts them to tensors in the process that delivers the batch.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from midepoch._internal.imports import loaded
 from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochError
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
@@ -226,7 +226,7 @@ def _stack(values: Any, kind: str, allocate: Allocate | None = None) -> Any:
     """Return a column of a map as one array if it contains numbers of one shape, else as a list."""
     if isinstance(values, (np.ndarray, dict)):
         return values
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(values, torch.Tensor):
         return values.detach() if kind == "torch" else values.detach().cpu().numpy()
     if not isinstance(values, (list, tuple)):
@@ -256,7 +256,7 @@ def _stack_numbers(values: Any, kind: str) -> Any:
     if not all(
         value is None or isinstance(value, (bool, int, float, complex, np.number, np.bool_)) for value in values
     ):
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         mixed = torch is not None and any(isinstance(value, torch.Tensor) for value in values)
         return _stack_tensors(values, kind, torch) if mixed else list(values)
     array = np.array([np.nan if value is None else value for value in values])

@@ -8,13 +8,14 @@ its first calls is called without seeding. The states are compared afterwards. I
 computed again, and it is seeded for every later call.
 
 In worker threads the global generators belong to all threads. Draws from torch's are replaced there by draws from a
-generator of the thread, with the same numbers (``ThreadSeeds``). Functions that draw from the others are found before
-the threads start, and refused.
+generator of the thread, with the same numbers (``ThreadSeeds``). Functions that draw from the others are refused if
+that is found before the threads start. Later it is a warning, since another thread may have drawn.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterable
@@ -24,10 +25,12 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.imports import loaded
 from midepoch.errors import MidepochError
 from midepoch.order.keys import derive
 
 T = TypeVar("T")
+_log = logging.getLogger("midepoch")
 Int64Array = npt.NDArray[np.int64]
 
 _TRIAL: Final = 16
@@ -138,16 +141,33 @@ class Generators:
 
         Replacing them costs some time for every function of torch, and is only done for functions that draw.
         """
+        before = Snapshot()
         if function not in drawing:
-            before = _bytes(_torch_state())
             result = action(None)
-            if _bytes(_torch_state()) == before:
+            drawn = before.drawn()
+            self._warn_of(function, drawn)
+            if "torch" not in drawn:
                 return result
             drawing.add(function)
             if not repeatable:
                 return result
         with ThreadSeeds(self._key(*where)) as own:
-            return action(own)
+            result = action(own)
+        self._warn_of(function, before.drawn())
+        return result
+
+    def _warn_of(self, function: Hashable, drawn: frozenset[str]) -> None:
+        """Warn, once, that a function may have drawn from a generator that all threads share.
+
+        It may have been another thread: the function is not refused.
+        """
+        if (shared := drawn - {"torch"}) and function not in self.drew:
+            self.drew[function] = shared
+            _log.warning(
+                "the global generator of %s has changed while %s ran in a worker thread. If the function draws from "
+                'it, its values are not reproducible: use with_generator=True, or worker_type="process".',
+                min(shared), getattr(function, "call", function),
+            )  # fmt: skip
 
     def _key(self, purpose: str, number: int, epoch: int) -> npt.NDArray[np.uint64]:
         where = (purpose, number, epoch)
@@ -331,7 +351,7 @@ def _bytes(tensor: Any) -> bytes | None:
 
 def _torch_generator() -> Any:
     """Return torch's CPU generator. None unless torch was imported."""
-    return getattr(sys.modules.get("torch"), "default_generator", None)
+    return getattr(loaded("torch"), "default_generator", None)
 
 
 def _torch_state() -> Any:
