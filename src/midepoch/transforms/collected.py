@@ -6,7 +6,7 @@ They are in the processor's cache then, and their memory can be used for the nex
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,35 @@ _LEAST_BYTES = 4096
 """Bytes of a row below which the column is assembled faster in one piece."""
 
 
-def collect_rows(first: Mapping[str, Any], allocate: Allocate, rows: int) -> dict[str, CollectedRows]:
-    """Return a column for each array of the first row. ``rows``: the maximum number of rows."""
-    if type(first) is not dict:
-        return {}
-    arrays = {name: _array(value) for name, value in first.items()}
-    return {
-        name: CollectedRows(array, allocate, rows)
-        for name, array in arrays.items()
-        if array is not None and array.nbytes >= _LEAST_BYTES
-    }
+class Collected:
+    """The arrays of the rows of a batch. ``rows``: the maximum number of rows."""
+
+    def __init__(self, allocate: Allocate, rows: int) -> None:
+        self._allocate, self._rows = allocate, rows
+        self._names: Set[str] | None = None
+        self._columns: dict[str, CollectedRows] = {}
+
+    def take(self, result: Any) -> Any:
+        """Take the arrays of the result for a row, and return the rest. None if the first row has none."""
+        if self._names is None:
+            if type(result) is not dict:
+                return None
+            self._names = result.keys()
+            for name, value in result.items():
+                array = _array(value)
+                if array is not None and array.nbytes >= _LEAST_BYTES:
+                    self._columns[name] = CollectedRows(array, self._allocate, self._rows)
+            if not self._columns:
+                return None
+        if type(result) is not dict or result.keys() != self._names:
+            return result  # an error, which names the row
+        for name, column in self._columns.items():
+            column.add(result[name])
+        return {name: None if name in self._columns else value for name, value in result.items()}
+
+    def columns(self) -> dict[str, Any]:
+        """Return the collected columns."""
+        return {name: rows.column() for name, rows in self._columns.items()}
 
 
 class CollectedRows:

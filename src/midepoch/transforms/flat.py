@@ -29,7 +29,7 @@ class FlatMap(Function):
         rows: list[Mapping[str, Any]] = []
         parents: list[int] = []
         given = self.given(batch)
-        for i, made in self.seeded(given, run, lambda run: list(self.on_rows(given, run))):
+        for i, made in self.seeded(given, run, lambda run: self.on_rows(given, run)):
             for row in made:
                 if rows and row.keys() != rows[0].keys():
                     raise MapError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -101,9 +101,13 @@ class Function:
             repeatable=self.on_error != "skip" and can_repeat(given),  # skipped rows are counted once
         )
 
-    def on_rows(self, given: Batch, run: RunContext) -> Iterator[tuple[int, Any]]:
-        """Yield (place, result) of every row, without those that fail if failures are skipped."""
+    def on_rows(self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None) -> list[tuple[int, Any]]:
+        """Return (place, result) of every row, without those that fail if failures are skipped.
+
+        ``take`` gets every result at once, and returns what is left of it; None if it has nothing to take.
+        """
         rows = present_rows(self.fresh(given), self.input_format)
+        results: list[tuple[int, Any]] = []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
         keys = self._keys(run, given.rows) if self.with_generator else []
         for i, row in enumerate(rows):
@@ -117,8 +121,15 @@ class Function:
                 result = self.checked(self.function(*args, **self.fn_kwargs))
             except Exception as problem:
                 self.failed(problem, run, [number])
-            else:
-                yield i, result
+                continue
+            if take is not None:
+                left = take(result)
+                if left is None:
+                    take = None
+                else:
+                    result = left
+            results.append((i, result))
+        return results
 
     def on_group(self, group: Batch, run: RunContext) -> Any:
         """Return the result of one call for all rows. Errors of the function are raised."""

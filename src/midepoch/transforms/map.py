@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from midepoch.errors import MapError
 from midepoch.transforms.batch import Batch, join_columns
-from midepoch.transforms.collected import CollectedRows, collect_rows
+from midepoch.transforms.collected import Collected
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.function import Function, RunContext
 
@@ -57,20 +57,17 @@ class Map(Function):
     def _rows(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
         results: list[Mapping[str, Any]] = []
         kept: list[int] = []
-        collected: dict[str, CollectedRows] = {}
-        for i, result in self.on_rows(given, run):
+        collected = None if run.collect is None else Collected(run.collect, len(given))
+        for i, result in self.on_rows(given, run, None if collected is None else collected.take):
             self._same_columns(result, results, int(given.rows[i]))
-            if run.collect is not None and not results:
-                collected = collect_rows(result, run.collect, len(given))
-            for name, rows in collected.items():
-                rows.add(result[name])
-                result = {**result, name: None}  # its memory is free for the next row
             results.append(result)
             kept.append(i)
         columns = {name: [result[name] for result in results] for name in _names(results)}
-        return kept, _like(results, columns | {name: rows.column() for name, rows in collected.items()})
+        return kept, _like(results, columns | collected.columns() if collected else columns)
 
     def checked(self, result: Any) -> Mapping[str, Any]:
+        if type(result) is dict:
+            return result
         if result is None:
             return {}
         if isinstance(result, pa.RecordBatch):
@@ -85,6 +82,8 @@ class Map(Function):
         """Raise MapError if the columns differ from those before. Such rows are never skipped: which of the two is
         wrong would depend on their order.
         """
+        if not before or (type(result) is type(before[0]) is dict and result.keys() == before[0].keys()):
+            return
         if before and result and before[0] and isinstance(result, Columns) != isinstance(before[0], Columns):
             raise DifferentColumnsError(
                 f"map({self.name}) returned a table for some rows and a dict for others, as of row {row} of the "
