@@ -197,3 +197,56 @@ print("done")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def beta(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "x": torch.distributions.Beta(1.0, 2.0).sample(),
+        "y": torch.binomial(torch.tensor([5.0]), torch.tensor([0.5])),
+    }
+
+
+def seeds_itself(row: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(row["id"])
+    return {"x": torch.rand(1)}
+
+
+def layer(row: dict[str, Any]) -> dict[str, Any]:
+    return {"x": torch.nn.functional.gumbel_softmax(torch.ones(3))}
+
+
+def test_draws_from_torch_that_cannot_be_replaced_are_refused(ds: midepoch.Dataset) -> None:
+    found = []
+    for kind in ("process", "thread"):
+        torch.manual_seed(11)
+        found.append(list(ds.map(beta).loader(10, num_workers=2, worker_type=kind)))
+    assert same(*found)
+    for function in (seeds_itself, layer):
+        state = torch.get_rng_state()
+        with pytest.raises(MidepochError, match="draws from the global generator of torch, which all threads share"):
+            next(iter(ds.map(function).loader(10, num_workers=2, worker_type="thread")))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_collate_fn_that_draws_is_refused(draw: Any, ds: midepoch.Dataset) -> None:
+    collate = lambda rows: {"x": [draw() for _ in rows]}  # noqa: E731
+    with pytest.raises(MidepochError, match="collate_fn draws from the global generator of"):
+        next(iter(ds.loader(10, num_workers=2, worker_type="thread", collate_fn=collate)))
+
+
+def test_the_trial_leaves_no_trace(ds: midepoch.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    first = [row["id"] for row in ds][2]
+
+    def fails(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == first:
+            raise ValueError("bad")
+        return row
+
+    with caplog.at_level(logging.WARNING, "midepoch"):
+        loader = ds.map(fails, on_error="skip").loader(10, num_workers=2, worker_type="thread")
+        assert sum(len(batch["id"]) for batch in loader) == ROWS - 1
+    assert loader.skipped == 1
+    assert len([r for r in caplog.records if "bad" in r.getMessage()]) == 1
+    with pytest.raises(WorkerError, match="was stopped by SystemExit"):
+        list(ds.map(failing(first, SystemExit(0))).loader(10, num_workers=2, worker_type="thread"))

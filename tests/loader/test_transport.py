@@ -191,3 +191,9 @@ def test_without_shared_memory_batches_go_through_the_pipe(
     assert forked(run) == 0
     said = re.findall(r"no shared memory for a batch of [\d,]+ bytes \(.*No space left.*\)", log.read_text())
     assert len(said) == 2, "once for each worker"
+
+
+def test_a_device_needs_something_to_move(ds: midepoch.Dataset) -> None:
+    for kind in ("numpy", "python", "arrow"):
+        with pytest.raises(midepoch.MidepochError, match=f"moves tensors, but the format of the batches is '{kind}'"):
+            ds.with_format(kind).loader(8, device="meta")

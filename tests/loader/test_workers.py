@@ -211,3 +211,24 @@ def test_handlers_of_the_script_do_not_run_in_workers(ds: midepoch.Dataset) -> N
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not any(bool(value) for batch in batches for value in batch["own"])
+
+
+class Scratch:
+    """A function with large arrays of its own, of odd sizes, into which it writes."""
+
+    def __init__(self) -> None:
+        self.odd = np.zeros(1_100_003, np.uint8)
+        self.numbers = np.zeros(200_000)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        assert self.numbers.flags.aligned
+        self.odd[row["id"]] += 1
+        self.numbers[row["id"]] = row["id"]
+        return {"sum": self.numbers[row["id"]] + self.odd[row["id"]]}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_large_arrays_of_a_function_can_be_written(ds: midepoch.Dataset, method: str) -> None:
+    with ds.map(Scratch()).loader(5, num_workers=2, multiprocessing_context=method) as loader:
+        for batch in loader:
+            assert batch["sum"].tolist() == [number + 1 for number in batch["id"].tolist()]

@@ -37,9 +37,7 @@ def join(threads: Iterable[threading.Thread]) -> bool:
         all_stopped &= not _runs(thread)
         if _runs(thread) and thread not in _abandoned:
             _abandoned.add(thread)
-            _log.warning(
-                "%s is still reading %g s after it was asked to stop: it is left behind", thread.name, _PATIENCE
-            )
+            _log.warning("%s is still busy %g s after it was asked to stop: it is left behind", thread.name, _PATIENCE)
     return all_stopped
 
 

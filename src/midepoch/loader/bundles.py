@@ -50,7 +50,7 @@ class BundlePool:
         """Maximum of requests. It grows with every bundle: the first come sooner if not all compete for the cores."""
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
-        self.crew: Crew = open_crew(_BundleJob(tuple(leaves)), leaves, options)
+        self.crew: Crew = open_crew(_BundleJob(tuple(leaves)), leaves, replace(options, collate_fn=None))
 
     @property
     def is_here(self) -> bool:

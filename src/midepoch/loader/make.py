@@ -72,7 +72,7 @@ def make_loader(
         )
     if spec.has_positions:
         _check_drop(spec.rows, chosen, shard.count, drop_last)
-    check_device(chosen.device)
+    check_device(chosen.device, spec.format if chosen.collate_fn is None else None)
     ledger = ledger_of(audit)
     if ledger is not None:
         ledger.prepare(shard)

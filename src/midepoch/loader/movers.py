@@ -29,9 +29,14 @@ def mover_for(options: Options) -> Mover | None:
     return CudaMover(device) if device.type == "cuda" else TorchMover(device)
 
 
-def check_device(device: Any) -> None:
-    """Raise MidepochError unless this is a device that is here, or None."""
-    if device is None or is_of_jax(device):
+def check_device(device: Any, kind: str | None) -> None:
+    """Raise MidepochError unless this is a device that is here, or None. ``kind``: the format of batches, if known."""
+    if device is None:
+        return
+    if kind in ("python", "arrow") or (kind in ("numpy", "jax") and not is_of_jax(device)):
+        what = "arrays" if is_of_jax(device) else "tensors"
+        raise MidepochError(f"device={str(device)!r} moves {what}, but the format of the batches is {kind!r}.")
+    if is_of_jax(device):
         return
     torch = _torch_for(device)
     name, device = str(device), torch.device(device)

@@ -37,27 +37,37 @@ class Packed:
     needs_main: bool
     arrays: tuple[memoryview, ...] = ()
 
+    @property
+    def _sizes(self) -> list[int]:
+        return [array.nbytes for array in self.arrays]
+
     @contextmanager
     def shared(self) -> Iterator[int | None]:
         """Provide an unnamed file with the arrays while workers are started, or None if there are none."""
         if not self.arrays:
             yield None
             return
-        fd = unnamed_file(sum(array.nbytes for array in self.arrays))
+        fd = unnamed_file(sum(map(_padded, self._sizes)))
         try:
             with open(fd, "wb", closefd=False) as file:
                 for array in self.arrays:
                     file.write(array)
+                    file.write(bytes(_padded(array.nbytes) - array.nbytes))
             yield fd
         finally:
             os.close(fd)
 
     def send(self, connection: Connection, fd: int | None, process: int) -> None:
         """Send the objects to a worker. Raise OSError if it has exited."""
-        connection.send_bytes(pickle.dumps([array.nbytes for array in self.arrays]))
+        connection.send_bytes(pickle.dumps(self._sizes))
         if fd is not None:
             send_handle(connection, fd, process)
         connection.send_bytes(self.data)
+
+
+def _padded(size: int) -> int:
+    """Return a size with padding, so that every array begins at a multiple of 64."""
+    return -(-size // 64) * 64
 
 
 def receive(connection: Connection) -> Any:
@@ -67,11 +77,12 @@ def receive(connection: Connection) -> Any:
     if sizes:
         fd = recv_handle(connection)
         try:
-            memory = memoryview(mmap.mmap(fd, sum(sizes), prot=mmap.PROT_READ))
+            # Writes stay in this process: pages that it writes are copied.
+            memory = memoryview(mmap.mmap(fd, sum(map(_padded, sizes)), access=mmap.ACCESS_COPY))
         finally:
             os.close(fd)
-        ends = list(accumulate(sizes))
-        buffers = [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        starts = accumulate(map(_padded, sizes), initial=0)
+        buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return pickle.loads(connection.recv_bytes(), buffers=buffers)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.imports import loaded
+from midepoch.errors import MidepochError
 from midepoch.iteration.shared import unnamed_file
 from midepoch.transforms.formats import Allocate
 
@@ -336,11 +337,19 @@ class Receiver:
                     self._of[parcel.slot] = parcel.memory
                 return parcel
             number = -number
-            fd = recv_handle(self._connection)
+            try:
+                fd = recv_handle(self._connection)
+            except RuntimeError as problem:
+                raise MidepochError(
+                    f"the shared memory of a worker cannot be received: {problem}. This process may have too many open "
+                    "files: see `ulimit -n`."
+                ) from problem
             try:
                 needed = {number, *self._of.values()}
                 self._memory = {key: memory for key, memory in self._memory.items() if key in needed}
                 self._memory[number] = _map(fd, size, slot_bytes)
+            except OSError as problem:
+                raise MidepochError(f"the shared memory of a worker cannot be mapped: {problem}") from problem
             finally:
                 os.close(fd)
 

@@ -151,6 +151,7 @@ class Generators:
             drawing.add(function)
             if not repeatable:
                 return result
+            before = Snapshot()
         with ThreadSeeds(self._key(*where)) as own:
             result = action(own)
         self._warn_of(function, before.drawn())
@@ -161,12 +162,12 @@ class Generators:
 
         It may have been another thread: the function is not refused.
         """
-        if (shared := drawn - {"torch"}) and function not in self.drew:
-            self.drew[function] = shared
+        if drawn and function not in self.drew:
+            self.drew[function] = drawn
             _log.warning(
                 "the global generator of %s has changed while %s ran in a worker thread. If the function draws from "
                 'it, its values are not reproducible: use with_generator=True, or worker_type="process".',
-                min(shared), getattr(function, "call", function),
+                min(drawn), getattr(function, "call", function),
             )  # fmt: skip
 
     def _key(self, purpose: str, number: int, epoch: int) -> npt.NDArray[np.uint64]:
@@ -221,9 +222,12 @@ class ThreadSeeds(Seeds):
 def _thread_mode() -> Any:
     """Return the mode in which torch's random functions use a given generator. Modes belong to one thread."""
     torch: Any = sys.modules["torch"]
-    names = ("bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm")
+    names = (
+        "_sample_dirichlet _standard_gamma bernoulli binomial multinomial normal poisson rand randint randn randperm"
+    )
     methods = "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_"
-    draws = {getattr(torch, name) for name in names} | {getattr(torch.Tensor, name) for name in methods.split()}
+    draws = {getattr(torch, name) for name in (*names.split(), "randperm")}
+    draws |= {getattr(torch.Tensor, name) for name in methods.split()}
     others = {
         getattr(torch, name): name
         for name in ("rand_like", "randint_like", "randn_like", "dropout", "alpha_dropout", "rrelu")

@@ -60,6 +60,12 @@ def test_another_sampling_rate_keeps_the_tones(wanted: int, channels: int) -> No
         assert np.argmax(spectrum) / len(channel) * wanted == pytest.approx(440 * (number + 1), abs=5)
 
 
+@pytest.mark.parametrize("samples", [0, 1, 2, 5])
+def test_files_of_almost_no_samples_can_be_resampled(samples: int) -> None:
+    found = Audio(8_000).decode(file_of(tones()[:, :samples]))
+    assert found.dtype == np.float32 and found.shape[0] == 2 and found.shape[1] <= samples
+
+
 def test_the_rate_of_the_file_is_not_changed_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "soundfile")
     np.testing.assert_array_equal(Audio(RATE).decode(file_of(tones())), tones())

@@ -136,6 +136,13 @@ def test_the_orientation_is_read_in_both_byte_orders(endian: str) -> None:
     assert header == (40, 24, 3, 8, 6)
 
 
+def test_an_orientation_of_four_bytes_is_read() -> None:
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x04\0\0\0\x01\0\0\0\x06\0\0\0\0"
+    data = file_of(picture(40, 24), exif=exif)
+    assert jpeg.header_of(memoryview(data)) == (40, 24, 3, 8, 6)
+    np.testing.assert_array_equal(Images(layout="HWC").decode(data), by_pillow(data))
+
+
 def test_a_damaged_orientation_is_ignored() -> None:
     data = file_of(picture(40, 24), exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
     assert jpeg.header_of(memoryview(data)) == (40, 24, 3, 8, 1)

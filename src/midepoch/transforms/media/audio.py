@@ -82,6 +82,8 @@ def _resampled(samples: Any, rate: int, wanted: int | None) -> Any:
     """Return samples at another rate, each channel by itself: FFmpeg has no layouts for some numbers of channels."""
     if not available("av"):
         raise missing(f"decode of audio of {rate} Hz with sampling_rate={wanted}", "PyAV")
+    if not samples.shape[1]:
+        return samples
     import av
 
     channels = []
@@ -90,7 +92,7 @@ def _resampled(samples: Any, rate: int, wanted: int | None) -> Any:
         frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(channel)[None], format="fltp", layout="mono")
         frame.sample_rate = rate
         parts = [*resampler.resample(frame), *resampler.resample(None)]
-        channels.append(np.concatenate([part.to_ndarray()[0] for part in parts]))
+        channels.append(np.concatenate([np.zeros(0, np.float32), *(part.to_ndarray()[0] for part in parts)]))
     return np.stack(channels)
 
 

@@ -22,6 +22,7 @@ Decoder = Callable[[Any, str, "Header", int], Any]
 _SCAN, _END, _EXIF = 0xDA, 0xD9, 0xE1
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset([0x01, *range(0xD0, 0xD8)])  # markers without a length
+_LONG = 4
 _ORIENTATION = 0x0112
 
 
@@ -72,7 +73,7 @@ def _orientation(exif: Any) -> int:
     start = number(4, 4)
     for entry in range(start + 2, min(start + 2 + 12 * number(start, 2), len(exif)), 12):
         if number(entry, 2) == _ORIENTATION:
-            value = number(entry + 8, 2)
+            value = number(entry + 8, 4 if number(entry + 2, 2) == _LONG else 2)
             return value if 1 <= value <= 8 else 1
     return 1
 
