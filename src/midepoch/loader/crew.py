@@ -27,7 +27,7 @@ class Crew(Protocol):
     def __len__(self) -> int: ...
 
     def grant(self, number: int) -> int:
-        """Return a slot in which a worker may send one more message: part of what it is told to do."""
+        """Return a slot in which a worker may send one more message."""
 
     def tell(self, number: int, message: Any) -> None:
         """Send a message to a worker: any object, or bytes that begin with ``SHORT``."""

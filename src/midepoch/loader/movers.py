@@ -1,4 +1,4 @@
-"""Where batches go: page-locked memory, a torch device, or JAX devices."""
+"""Destinations of batches: page-locked memory, a torch device, or JAX devices."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ _USUAL = ("torch", "torchvision", "tokenizers", "transformers", "datasets")
 def preload(context: Any, what: Packed) -> None:
     """Let the server from which workers are forked import what they need, once. It has no effect if it is running.
 
-    The server imports the main script unless it is told other modules. A choice of the user is kept.
+    The server imports the main script unless other modules are set. A choice of the user is kept.
     """
     from multiprocessing.forkserver import _forkserver
 

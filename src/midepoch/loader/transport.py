@@ -179,7 +179,7 @@ class Sender:
         return self._room(memory, slot, size).view(dtype).reshape(shape)
 
     def send(self, message: tuple[Any, ...], slot: int | None) -> None:
-        """Send a message. Without a slot, all of it goes through the pipe."""
+        """Send a message. Without a slot, all of it is sent by the pipe."""
         buffers: list[pickle.PickleBuffer] = []
         stream = io.BytesIO()
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(message)
@@ -248,7 +248,7 @@ class Sender:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "no shared memory for a batch of %s bytes (%s): batches go through a pipe, which is slower",
+                "no shared memory for a batch of %s bytes (%s): batches are sent by a pipe, which is slower",
                 f"{total:,}", problem,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Arrays that a function returns for each row, copied at once to where the batch is assembled.
+"""Arrays that a function returns for each row, copied immediately to where the batch is assembled.
 
 They are in the processor's cache then, and their memory can be used for the next row.
 """

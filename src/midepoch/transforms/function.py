@@ -104,7 +104,7 @@ class Function:
     def on_rows(self, given: Batch, run: RunContext, take: Callable[[Any], Any] | None = None) -> list[tuple[int, Any]]:
         """Return (place, result) of every row, without those that fail if failures are skipped.
 
-        ``take`` gets every result at once, and returns what is left of it; None if it has nothing to take.
+        ``take`` gets every result immediately, and returns what is left of it; None if it has nothing to take.
         """
         rows = present_rows(self.fresh(given), self.input_format)
         results: list[tuple[int, Any]] = []
