@@ -301,11 +301,9 @@ class Dataset(Rows, Resumable):
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
         ``batch_size``: rows for each rank. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
-        otherwise. Rank and world size are those of the shard, or given, or detected from ``torch.distributed``, JAX,
-        Ray Train or the launcher.
-
-        ``data_parallel``: the ranks that shard the data, if not all of them do (tensor, context, pipeline parallelism):
-        a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+        otherwise. Rank and world size are those of the shard, or given, or detected (``torch.distributed``, JAX, Ray
+        Train, the launcher). ``data_parallel``: the ranks that shard the data, if not all of them do (tensor, context,
+        pipeline parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
 
         ``last_batch``: the treatment of the last global batch if it is not full:
 
@@ -320,10 +318,8 @@ class Dataset(Rows, Resumable):
 
         ``device``: "cuda", "cuda:1" or another torch device, or a JAX device or sharding. The next batches are copied
         there while the model computes. ``pin_memory``: batches in page-locked memory, for copies of your own.
-
-        ``worker_type``: "process", "thread" (less memory, for functions that release the interpreter lock, such as
-        decoders of images, and up to about 4 workers), or "auto": threads if Python has no interpreter lock, else
-        processes. Batches are the same.
+        ``worker_type``: "process", "thread" (less memory, for up to about 4 workers and functions that release the
+        interpreter lock), or "auto": threads if Python has no such lock. Batches are the same.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
