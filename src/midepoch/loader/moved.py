@@ -9,8 +9,9 @@ import weakref
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
-from midepoch._internal.threads import PREFIX, join
+from midepoch._internal.threads import PREFIX
 from midepoch.loader.plans import BatchSource, Made
+from midepoch.loader.threads import end_thread
 from midepoch.transforms import finish
 
 _CHECK = 0.1
@@ -124,7 +125,7 @@ class FedBatches:
             daemon=True,
         )
         # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
-        self._end = weakref.finalize(self, _stop, thread, self._stop, self._room, os.getpid())
+        self._end = weakref.finalize(self, end_thread, thread, self._stop, self._room, os.getpid())
         thread.start()
 
     def close(self) -> bool:
@@ -172,11 +173,3 @@ def _feed(
             del sent
     except BaseException as problem:
         ready.put(problem)
-
-
-def _stop(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
-    if process != os.getpid():
-        return True  # a fork: the thread does not exist here, and its locks may be held indefinitely
-    stop.set()
-    room.release()
-    return join([thread])

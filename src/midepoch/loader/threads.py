@@ -57,7 +57,7 @@ class ThreadedBatches:
             daemon=True,
         )
         # Also at exit: a daemon thread in C++ code would abort the process then (SIGABRT).
-        self._end = weakref.finalize(self, _end, thread, self._stop, self._room, os.getpid())
+        self._end = weakref.finalize(self, end_thread, thread, self._stop, self._room, os.getpid())
         thread.start()  # a machine may have no room for threads
         self._thread = thread
 
@@ -66,7 +66,8 @@ class ThreadedBatches:
         return self._thread is None or self._end() is not False
 
 
-def _end(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
+def end_thread(thread: threading.Thread, stop: threading.Event, room: threading.Semaphore, process: int) -> bool:
+    """Stop a thread that waits for room. Return True if it has stopped."""
     if process != os.getpid():
         return True  # a fork: the thread does not exist here, and its locks may be held indefinitely
     stop.set()
