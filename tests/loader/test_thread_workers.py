@@ -60,7 +60,8 @@ def test_errors_come_after_the_good_batches_before_them(
     order = [row["id"] for row in ds]
     function = failing(order[103], error)
     data = ds.map(function) if step == "map" else ds.filter(lambda row: bool(function(row)))
-    loader = data.loader(10, num_workers=3, worker_type=kind)
+    context = "fork" if kind == "process" else None  # the error is no part of the dataset that is sent
+    loader = data.loader(10, num_workers=3, worker_type=kind, multiprocessing_context=context)
     seen: list[int] = []
     with pytest.raises((MapError, WorkerError)) as caught:
         for batch in loader:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import midepoch
@@ -156,6 +156,7 @@ PLAIN_TEXTS = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(PLAIN_TEXTS)
+@example("A0://@")
 def test_digests_of_texts_without_credentials_are_those_of_the_texts(text: str) -> None:
     assert digest(by=text) == _plain_digest(text)
 

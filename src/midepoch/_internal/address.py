@@ -233,7 +233,7 @@ def _split_user(scheme: str, rest: str) -> tuple[str, str, str]:
         return "", rest, ""
     if "@" in authority:
         userinfo, _, host = authority.rpartition("@")
-        return userinfo, host + rest[len(authority) :], ""
+        return (userinfo, host + rest[len(authority) :], "") if userinfo else ("", rest, "")
     if ":" not in authority or "@" not in rest or authority.startswith("arn:"):
         return "", rest, ""
     userinfo, _, place = rest.rpartition("@")
