@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_LEAST, _HELD = 1 << 17, 1 << 28
+_LEAST, _HELD = 1 << 17, 1 << 26
 """Bytes. Smaller memory is used again by malloc itself. Free blocks are held up to the second."""
 
 

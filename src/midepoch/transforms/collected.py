@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.imports import loaded
-from midepoch._internal.recycled import empty
 from midepoch.transforms.formats import Allocate
 
 _LEAST_BYTES = 4096
@@ -56,7 +55,7 @@ class CollectedRows:
     def __init__(self, first: Any, allocate: Allocate, rows: int) -> None:
         shape = (rows, *first.shape)
         room = allocate(shape, first.dtype)
-        self._rows = empty(shape, first.dtype) if room is None else room
+        self._rows = np.empty(shape, first.dtype) if room is None else room
         self._count, self._is_tensor = 0, False
         self._others: list[Any] | None = None
 
