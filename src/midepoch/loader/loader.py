@@ -13,7 +13,7 @@ from midepoch.audit.ledger import Ledger
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.measured import Measured
-from midepoch.loader.moved import FedBatches, MovedBatches
+from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
 from midepoch.loader.plans import BatchSource, Plan, batches_of
@@ -372,7 +372,7 @@ class Loader(Measured):
 
     def leave_source(self, source: BatchSource | None) -> None:
         """Close the source of a pass that has ended. Workers stop with it unless they are persistent."""
-        lanes = source.source if isinstance(source, (MovedBatches, FedBatches)) else source
+        lanes = unwrapped(source)
         if isinstance(lanes, LaneBatches):
             self._packed = (self._packed[0] + lanes.packed[0], self._packed[1] + lanes.packed[1])
         self._sources.leave(source)

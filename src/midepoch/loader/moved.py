@@ -7,7 +7,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from midepoch._internal.threads import PREFIX
 from midepoch.loader.plans import BatchSource, Made
@@ -18,19 +18,21 @@ _CHECK = 0.1
 """Seconds after which a thread that waits for a worker looks whether it has to stop."""
 
 
-class Mover(Protocol):
+class Mover:
     """Moves batches, in order. ``depth``: batches that are under way beside the one that is delivered."""
 
-    depth: int
+    depth = 2
 
     def send(self, value: Any) -> Any:
         """Begin to move a batch, and return a ticket for it."""
+        raise NotImplementedError
 
     def receive(self, ticket: Any) -> Any:
-        """Return the batch of a ticket, ready for use in the caller's stream."""
+        """Return the batch of a ticket, ready for use in the caller's stream. By default, the ticket is the batch."""
+        return ticket
 
     def close(self) -> None:
-        """Wait for what is under way, and drop it."""
+        """Wait for what is under way, and drop it. By default, nothing has to be waited for."""
 
 
 class _Sent(NamedTuple):
@@ -135,6 +137,11 @@ class FedBatches:
             self._ready = queue.SimpleQueue()
             self._mover.close()
         return stopped and self.source.close()
+
+
+def unwrapped(source: BatchSource | None) -> BatchSource | None:
+    """Return the source of batches that are moved, or the source itself."""
+    return source.source if isinstance(source, (MovedBatches, FedBatches)) else source
 
 
 def _delivered(sent: _Sent, mover: Mover) -> Made:

@@ -11,7 +11,7 @@ from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
 from midepoch.errors import MidepochError
 from midepoch.loader.lanes import LaneBatches
-from midepoch.loader.moved import FedBatches, MovedBatches
+from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
 from midepoch.loader.plans import BatchSource, Made
 from midepoch.pipeline.cursor import Cursor
@@ -173,7 +173,7 @@ class Pass(HasState):
     @property
     def lanes(self) -> LaneBatches | None:
         """The batches of lanes, if positions cannot be computed."""
-        source = self.source.source if isinstance(self.source, (MovedBatches, FedBatches)) else self.source
+        source = unwrapped(self.source)
         return source if isinstance(source, LaneBatches) else None
 
     def _fail(self, problem: BaseException) -> None:

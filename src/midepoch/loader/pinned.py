@@ -19,7 +19,9 @@ def pinned(value: Any) -> Any:
     torch = loaded("torch")
     kind = () if torch is None else torch.Tensor
     return each_part(
-        value, "pin_memory", lambda part: pinned_tensor(part) if isinstance(part, kind) else part.pin_memory()
+        value,
+        lambda part: callable(getattr(part, "pin_memory", None)),
+        lambda part: pinned_tensor(part) if isinstance(part, kind) else part.pin_memory(),
     )
 
 
@@ -29,33 +31,31 @@ def pinned_tensor(tensor: Any) -> Any:
     The copy is numpy's: torch's own uses a thread of each core, which workers need, and waits for all of them.
     """
     torch = sys.modules["torch"]
-    if type(tensor) is not torch.Tensor or not tensor.is_cpu or not tensor.is_contiguous() or tensor.requires_grad:
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided
+    if not is_plain or tensor.is_quantized or tensor.requires_grad or not tensor.is_contiguous():
         return tensor.pin_memory()
     room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     np.copyto(room.reshape(-1).view(torch.uint8).numpy(), tensor.reshape(-1).view(torch.uint8).numpy())
     return room
 
 
-def each_part(value: Any, method: str, convert: Callable[[Any], Any]) -> Any:
-    """Return the value with all parts converted that have a method: tensors, too. Containers keep their types."""
-    if callable(getattr(value, method, None)):
+def each_part(value: Any, is_part: Callable[[Any], bool], convert: Callable[[Any], Any]) -> Any:
+    """Return the value with its parts converted, at any depth. Containers keep their types."""
+    if is_part(value):
         return convert(value)
     if isinstance(value, Mapping):
-        items = {name: each_part(inner, method, convert) for name, inner in value.items()}
+        items = {name: each_part(inner, is_part, convert) for name, inner in value.items()}
         return items if type(value) is dict else _like(value, items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(each_part(inner, method, convert) for inner in value))
+        return type(value)(*(each_part(inner, is_part, convert) for inner in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(each_part(inner, method, convert) for inner in value)
+        return type(value)(each_part(inner, is_part, convert) for inner in value)
     return value
 
 
-def parts_of(value: Any, kind: type) -> list[Any]:
-    """Return all parts of a type, at any depth."""
-    if isinstance(value, kind):
-        return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [part for one in inner for part in parts_of(one, kind)]
+def is_movable(value: Any) -> bool:
+    """Return True for a tensor, or for another object with a method ``to`` that is no container of tensors."""
+    return callable(getattr(value, "to", None)) and not isinstance(value, (Mapping, list, tuple))
 
 
 def _like(value: Any, found: dict[Any, Any]) -> Any:

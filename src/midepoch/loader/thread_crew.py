@@ -68,8 +68,10 @@ class ThreadCrew:
 
     def fail(self, number: int, problem: tuple[Exception, str]) -> None:
         """Raise the error of a worker."""
-        problem[0].add_note(f"in worker {number}, a thread") if hasattr(problem[0], "add_note") else None
-        raise problem[0]
+        error, _ = problem
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"in worker {number}, a thread")
+        raise error
 
     def _check(self) -> None:
         if not self.is_here:

@@ -62,7 +62,7 @@ class WorkerPool:
         if problem is not None:
             self.crew.fail(number, problem)
         if self._owed[number] >= self._credit_step:
-            self.crew.tell(number, SHORT + array("h", self._grants(number)).tobytes())
+            self.crew.tell(number, SHORT + array("i", self._grants(number)).tobytes())
         return made  # type: ignore[no-any-return]
 
     def is_ready(self, step: int, seconds: float) -> bool:
@@ -159,7 +159,7 @@ class _BatchWorker:
         """Take note of one message of the main process: a plan, and slots."""
         message = self._link.hear()
         if isinstance(message, bytes):
-            granted = array("h", message[len(SHORT) :]).tolist()
+            granted = array("i", message[len(SHORT) :]).tolist()
         else:
             self._run, self._plan, granted = message
         self._slots.extend(map(self._link.accept, granted))
