@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_runs import run
+
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
 
-ROOT = Path(__file__).resolve().parents[2]
 
 MEMORY = """
 import json, multiprocessing, numpy as np
@@ -41,17 +40,6 @@ if __name__ == "__main__":
 """
 
 
-def run(*words: str) -> str:
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-@pytest.mark.slow
 def test_all_parts_run(tmp_path: Path) -> None:
     run("-m", "benchmarks.feed", "--smoke", "--json", str(tmp_path / "figures.json"))
     report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())

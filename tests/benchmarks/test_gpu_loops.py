@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_runs import run
+
 pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
-ROOT = Path(__file__).resolve().parents[2]
 
 SAME_WORK = """
 import json, tempfile
@@ -41,16 +39,6 @@ with tempfile.TemporaryDirectory() as folder:
             }
 print(json.dumps(found))
 """
-
-
-def run(*words: str) -> str:
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def test_all_loops_run_on_a_cpu(tmp_path: Path) -> None:
