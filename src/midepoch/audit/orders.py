@@ -83,7 +83,7 @@ def _arrays(leaf: Leaf) -> dict[str, Int64Array]:
     if order.selection.picks is not None:
         arrays["picks"] = order.selection.picks
     else:
-        arrays["ranges"] = np.array(order.selection.ranges, dtype=np.int64).reshape(-1, 2)
+        arrays["ranges"] = order.selection.ranges
     return arrays
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,21 +23,19 @@ class Selection:
     ([2, 7], 6, '2:8')
     """
 
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: Int64Array = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """Start and stop of each range."""
     picks: Int64Array | None = None
 
     @staticmethod
-    def of_ranges(ranges: Iterable[tuple[int, int]]) -> Selection:
+    def of_ranges(ranges: Iterable[tuple[int, int]] | Int64Array) -> Selection:
         """Return the selection of consecutive ranges. Empty ranges are dropped and adjacent ones joined."""
-        joined: list[tuple[int, int]] = []
-        for start, stop in ranges:
-            if start >= stop:
-                continue
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return Selection(tuple(joined))
+        pairs = np.asarray(ranges if isinstance(ranges, np.ndarray) else list(ranges), dtype=np.int64).reshape(-1, 2)
+        pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+        apart = pairs[1:, 0] != pairs[:-1, 1]
+        starts = pairs[np.concatenate([[True], apart])[: len(pairs)], 0]
+        stops = pairs[np.concatenate([apart, [True]])[-len(pairs) or 1 :], 1]
+        return Selection(np.stack([starts, stops], axis=1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Selection, (self.ranges, self.picks)  # without the cached properties
@@ -48,12 +46,12 @@ class Selection:
     @cached_property
     def _starts(self) -> Int64Array:
         """Chosen rows at which the ranges begin, and the total."""
-        return np.cumsum([0, *(stop - start for start, stop in self.ranges)], dtype=np.int64)
+        return np.concatenate([[0], np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])]).astype(np.int64)
 
     @cached_property
     def _offsets(self) -> Int64Array:
         """Difference of source row and chosen row in each range."""
-        return np.array([start for start, _ in self.ranges], dtype=np.int64) - self._starts[:-1]
+        return self.ranges[:, 0] - self._starts[:-1]
 
     def source_rows(self, chosen: Int64Array) -> Int64Array:
         """Map chosen rows (each in range(len)) to rows of the source."""
@@ -72,13 +70,12 @@ class Selection:
             owner = np.searchsorted(starts, self.picks, side="right")
             inner = np.flatnonzero(np.diff(owner)) + 1
             return np.concatenate([[0], inner, [len(self)]]).astype(np.int64) if len(self) else np.zeros(1, np.int64)
-        if self.ranges == ((0, int(starts[-1])),):
+        if self.ranges.tolist() == [[0, int(starts[-1])]]:
             return starts if len(starts) < 2 or (np.diff(starts) > 0).all() else np.unique(starts)
-        cuts = [self._starts]
-        for (start, stop), first in zip(self.ranges, self._starts[:-1], strict=True):
-            low, high = np.searchsorted(starts, start, side="right"), np.searchsorted(starts, stop, side="left")
-            cuts.append(starts[low:high] - start + first)
-        return np.unique(np.concatenate(cuts))
+        low = np.searchsorted(starts, self.ranges[:, 0], side="right")
+        counts = np.maximum(np.searchsorted(starts, self.ranges[:, 1], side="left") - low, 0)
+        inside = np.arange(counts.sum()) + np.repeat(low - np.cumsum(counts) + counts, counts)
+        return np.unique(np.concatenate([self._starts, starts[inside] - np.repeat(self._offsets, counts)]))
 
     def slice(self, start: int | None, stop: int | None, step: int | None = None) -> Selection:
         """Return the selection ``[start:stop:step]`` of the chosen rows."""
@@ -87,11 +84,23 @@ class Selection:
             return self.select(np.arange(first, last, by, dtype=np.int64))
         if self.picks is not None:
             return Selection(picks=self.picks[first:last])
-        clipped = []
-        for (begin, _), low, high in zip(self.ranges, self._starts[:-1], self._starts[1:], strict=True):
-            a, b = max(int(low), first), min(int(high), last)
-            clipped.append((begin + a - int(low), begin + b - int(low)))
-        return Selection.of_ranges(clipped)
+        return self._within(np.array([[first, last]]))
+
+    def without(self, rows: Int64Array) -> Selection:
+        """Return the selection of the other chosen rows. ``rows``: sorted, without duplicates."""
+        if self.picks is not None:
+            return Selection(picks=np.delete(self.picks, rows))
+        bounds = np.concatenate([[0], np.repeat(rows, 2), [len(self)]]).astype(np.int64)
+        bounds[2::2] += 1  # the row after each one that is left out
+        return self._within(bounds.reshape(-1, 2))
+
+    def _within(self, ranges: Int64Array) -> Selection:
+        """Return the selection of ranges of chosen rows, in ascending order."""
+        edges = np.unique(np.concatenate([ranges.reshape(-1), self._starts]))
+        owner = np.searchsorted(ranges[:, 0], edges, side="right") - 1
+        kept = np.flatnonzero((owner >= 0) & (edges < ranges[owner, 1]))
+        starts = self.source_rows(edges[kept])
+        return Selection.of_ranges(np.stack([starts, starts + edges[kept + 1] - edges[kept]], axis=1))
 
     def select(self, rows: Iterable[int] | Int64Array) -> Selection:
         """Return the selection of these chosen rows, in this order. Negative numbers count from the end."""
@@ -115,7 +124,7 @@ class Selection:
         """Short name that identifies the chosen rows. It is part of the state."""
         if self.picks is not None:
             return f"{len(self.picks)} picks {hashlib.blake2b(self.picks.tobytes(), digest_size=8).hexdigest()}"
-        text = ",".join(f"{a}:{b}" for a, b in self.ranges)
+        text = ",".join(f"{a}:{b}" for a, b in self.ranges.tolist())
         if len(text) <= 64:
             return text or "none"
         return f"{len(self.ranges)} ranges {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
