@@ -6,24 +6,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import pyarrow as pa
-
 from midepoch._internal import html
 from midepoch._internal.checks import integer
+from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
-from midepoch.dataset.rows import Rows
-from midepoch.iteration.access import RandomAccess
+from midepoch.dataset import habits
+from midepoch.dataset.reading import Reading
 from midepoch.iteration.iterators import BatchIterator, RowIterator
 from midepoch.iteration.state import IterationState, register_with_torch
-from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.length import estimated_length, known_length
 from midepoch.pipeline.node import Node, StageSpec
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.read.blocks import plain_schema
 from midepoch.transforms import Decode, FilterExpression, Function, Step
-from midepoch.transforms.features import import_datasets
 from midepoch.transforms.formats import check_format
 from midepoch.transforms.media.packages import installed
 
@@ -32,11 +28,9 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Dataset")
 
-_LOOK = 64
-"""Number of rows to run for the columns of a map: the first ones may be skipped."""
 
-
-class Dataset(Rows, Resumable):
+@hinted_methods(habits.METHODS)
+class Dataset(Reading, Resumable):
     """Rows of one or several sources, in an order, after some steps; iterable and resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
@@ -51,8 +45,13 @@ class Dataset(Rows, Resumable):
 
     def __init__(self, spec: PipelineSpec, cursor: Cursor | None = None, *, named: bool = False) -> None:
         self._iteration = self._iteration_type(spec, cursor or Cursor(), named)
-        self._access: RandomAccess | None = None
+        self._access = None
         register_with_torch(Dataset)
+
+    if not TYPE_CHECKING:  # a type checker would allow every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("a Dataset", name, dir(type(self)), habits.ATTRIBUTES)
 
     # The pipeline
 
@@ -84,35 +83,6 @@ class Dataset(Rows, Resumable):
             return len(self)
         found: float | None = spec.epoch_outputs or estimated_length(spec.node, self._iteration.cursor(), spec.lanes)
         return None if found is None else round(found / spec.shard.count)
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The Arrow schema of the data as it is read, without columns that are never read."""
-        node = self.pipeline.node
-        if isinstance(node.base, Leaf):
-            schema = plain_schema(node.base.source.schema)
-            fields = [schema.field(old).with_name(new) for new, old in node.base.head.items()]
-            return pa.schema(fields, metadata=schema.metadata)
-        return pa.schema({name: column.kind for name, column in Node(node.base).known.columns.items()})
-
-    @property
-    def features(self) -> Any:
-        """The ``datasets.Features`` of the data as it is read."""
-        datasets = import_datasets("features are a thing of Hugging Face's")
-        leaf = self.pipeline.base
-        features = datasets.Features.from_arrow_schema(plain_schema(leaf.source.schema))
-        return datasets.Features({new: features[old] for new, old in leaf.head.items()})
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns of a row. If they are known only after a function has run, this runs the first rows."""
-        known, spec = self._columns, self.pipeline
-        if known is not None:
-            return list(known)
-        if spec.has_positions:
-            return self._by_number().columns(self.epoch, min(len(self), _LOOK))
-        deal = self._iteration_type(spec, Cursor(self.epoch)).open_lanes(Cursor(self.epoch)).take(1)
-        return list(materialize(deal.items).columns) if deal is not None else []
 
     @property
     def epoch(self) -> int:
@@ -167,7 +137,7 @@ class Dataset(Rows, Resumable):
     def _repr_html_(self) -> str:
         spec, at, about = self.pipeline, self._iteration.cursor(), self.estimated_len
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
-        fields = ", ".join(f"{field.name} ({field.type})" for field in self.schema)[:2000]
+        fields = ", ".join(f"{field.name} ({field.type})" for field in self._schema_before_running)[:2000]
         shown = {
             "rows": f"{_count(about, spec.has_positions)} in {self.num_files:,} files",
             "order": f"shuffled by {shuffle.scope}, seed {shuffle.seed}" if shuffle is not None else None,
@@ -212,14 +182,18 @@ class Dataset(Rows, Resumable):
     def _columns(self) -> tuple[str, ...] | None:
         return self.pipeline.node.known_columns
 
-    def with_format(self: Self, kind: str | None) -> Self:
-        """Choose the format of rows and batches: "python" (the default), "numpy", "torch", "arrow" or "jax"."""
-        return self._derive(replace(self.pipeline, format=check_format(kind)))
+    def with_format(self: Self, type: str | None = None, columns: str | Sequence[str] | None = None) -> Self:
+        """Choose the format of rows and batches: "python" (the default), "numpy", "torch", "arrow" or "jax".
+
+        ``columns``: keep only these.
+        """
+        chosen = self._derive(replace(self.pipeline, format=check_format(type)))
+        return chosen if columns is None else chosen.select_columns(columns)
 
     def _with_step(self: Self, step: Step) -> Self:
         node = self.pipeline.node
         if isinstance(step, FilterExpression) and isinstance(node.base, Leaf) and not (node.base.tail or node.stages):
-            step.columns(self.schema)
+            step.columns(self._schema_before_running)
         return self._with_node(node.with_step(step))
 
     def _with_stage(self: Self, stage: StageSpec) -> Self:
@@ -245,29 +219,7 @@ class Dataset(Rows, Resumable):
             )
         return type(self)(spec, start._replace(epoch=self.epoch), named=self._iteration.shared.named)
 
-    # Reading
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return row i of this epoch's order, equal to ``list(ds)[i]``. A slice or list returns columns."""
-        if not self.pipeline.has_positions:
-            raise TypeError(
-                f"this dataset has no positions to index by ({self.pipeline.node.text}), and its length is only "
-                "estimated (estimated_len). Iterate it, or index the dataset that it was made from."
-            )
-        return self._by_number().get(key, self.epoch, len(self))
-
-    def _by_number(self) -> RandomAccess:
-        if self._access is None:
-            spec = self._iteration.seeded
-            self._access = RandomAccess(spec.leaf, spec.groups or spec.shard.count)
-        return self._access
-
-    def __getitems__(self, keys: Sequence[int]) -> Any:
-        """Raise TypeError: torch requests batches of a map-style dataset in this way, and this one is iterable."""
-        raise TypeError(
-            "DataLoader treats this dataset as map-style, because torch was imported after it was created. Import "
-            "torch first, or use ds.loader(batch_size, num_workers=…)."
-        )
+    # Iteration
 
     def __iter__(self) -> Iterator[Any]:
         here, self._pass = self._iteration, None

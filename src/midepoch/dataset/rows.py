@@ -6,15 +6,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+
 from midepoch._internal.checks import integer
 from midepoch.dataset.steps import Steps
 from midepoch.distributed.seeds import check_agreed, draw_seed
 from midepoch.order import Selection, Shard, Shuffle
-from midepoch.order.keys import check_seed
+from midepoch.order.bijection import Bijection
+from midepoch.order.keys import check_seed, derive
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node, Slice, Window
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.sources.splits import bound_of
+from midepoch.sources.splits import bound_of, split_sizes
 
 Self = TypeVar("Self", bound="Rows")
 
@@ -69,6 +72,32 @@ class Rows(Steps):
     def select(self: Self, indices: Iterable[int]) -> Self:
         """Keep the rows with these numbers, in this order, before any shuffle."""
         return self._with_selection(self._selection("select").select(indices))
+
+    def train_test_split(
+        self: Self,
+        test_size: float | None = None,
+        train_size: float | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> dict[str, Self]:
+        """Return ``{"train": …, "test": …}``: two parts without a row in common, the same in every process and run.
+
+        Sizes are shares (0.1) or numbers of rows; by default, a quarter of the rows are for the test. Rows are drawn at
+        random by ``seed`` and stay in their order; ``shuffle=False`` takes the last rows for the test. Shuffle the
+        training part: ``parts["train"].shuffle(seed=1)``.
+        """
+        chosen = self._selection("train_test_split")
+        train, test = split_sizes(len(chosen), train_size, test_size)
+        if not shuffle:
+            first, last = chosen.slice(0, train), chosen.slice(train, train + test)
+        else:
+            drawn = Bijection(len(chosen), derive(check_seed(seed), 0, "split"))
+            rows = np.sort(drawn(np.arange(test, dtype=np.int64)))
+            last, first = chosen.select(rows), chosen.without(rows)
+            if train + test < len(chosen):
+                others = drawn(np.arange(test + train, len(chosen), dtype=np.int64))
+                first = chosen.without(np.sort(np.concatenate([rows, others])))
+        return {"train": self._with_selection(first), "test": self._with_selection(last)}
 
     def _selection(self, what: str) -> Selection:
         if not self.pipeline.has_positions:

@@ -1,4 +1,4 @@
-"""The steps of a dataset: operations on rows, one call each."""
+"""The steps of a dataset that run a function or combine rows, one call each."""
 
 from __future__ import annotations
 
@@ -9,75 +9,31 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from midepoch._internal.checks import integer
+from midepoch.dataset.columns import ColumnSteps, names_of
 from midepoch.errors import ColumnError
-from midepoch.pipeline.node import Rebatch, StageSpec
+from midepoch.pipeline.node import Rebatch
 from midepoch.transforms import (
-    Cast,
     Decode,
     FilterExpression,
     FilterRows,
     FlatMap,
     Map,
-    RemoveColumns,
-    RenameColumns,
-    SelectColumns,
-    Step,
     Unbatch,
 )
-from midepoch.transforms.cast import types_by_name
 from midepoch.transforms.columns import check_columns
+from midepoch.transforms.encode import Transform
 from midepoch.transforms.media import decoder_of
-from midepoch.transforms.packing import PackSpec
+from midepoch.transforms.packing import LABELS, PackSpec
 from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import pyarrow.compute as pc
 
 Self = TypeVar("Self", bound="Steps")
 
 
-class Steps:
-    """The methods of a dataset that add a step. Every call returns a new dataset."""
-
-    def _with_step(self: Self, step: Step) -> Self:
-        raise NotImplementedError
-
-    def _with_stage(self: Self, stage: StageSpec) -> Self:
-        raise NotImplementedError
-
-    @property
-    def _functions(self) -> int:
-        """The number of functions so far, which separates their generators."""
-        raise NotImplementedError
-
-    @property
-    def _input_format(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def _columns(self) -> tuple[str, ...] | None:
-        """The columns, or None if they are known only after a map has run."""
-        raise NotImplementedError
-
-    @property
-    def _lists(self) -> tuple[str, ...] | None:
-        """The columns that contain lists, or None if they are known only after a map has run."""
-        raise NotImplementedError
-
-    @property
-    def _tensors(self) -> bool:
-        """True if functions get tensors of torch for arrays: in the torch format, and in none."""
-        raise NotImplementedError
-
-    @property
-    def _skips(self) -> bool:
-        """True if damaged rows of a source are skipped."""
-        raise NotImplementedError
-
-    def _feature(self, column: str) -> str | None:
-        """Return the name of the Hugging Face feature of a column ("Image"), or None."""
-        raise NotImplementedError
+class Steps(ColumnSteps):
+    """The methods of a dataset that run a function, or combine rows. Every call returns a new dataset."""
 
     def map(
         self: Self,
@@ -127,6 +83,19 @@ class Steps:
         if self._columns is not None:
             check_columns(step.remove_columns, self._columns, f"map({step.name})")
         return self._with_step(step)
+
+    def with_transform(
+        self: Self, transform: Callable[[dict[str, Any]], Any], columns: str | Sequence[str] | None = None
+    ) -> Self:
+        """Apply a transform of ``datasets``: a function from a batch to a batch, whose columns replace all others.
+
+        It gets batches of one row, so that its results are the same after any resume. ``columns``: the only columns to
+        read. Use ``map`` for functions of single rows, and ``map(batched=True)`` for those that need many.
+        """
+        if not callable(transform):
+            raise TypeError(f"with_transform takes a function, got {transform!r}")
+        ds = self if columns is None else self.select_columns(columns)
+        return ds._with_step(Map(**ds._function(Transform(transform), "with_transform", False, 1, False, False, None)))
 
     def filter(
         self: Self,
@@ -267,25 +236,6 @@ class Steps:
         skip = _on_error(on_error or ("skip" if self._skips else "raise"))
         return self._with_step(Decode(column, decoder, None if root is None else str(root), self._tensors, skip))
 
-    def select_columns(self: Self, column_names: str | Sequence[str]) -> Self:
-        """Keep only these columns. The others are not read."""
-        return self._with_step(SelectColumns(names_of(column_names)))
-
-    def remove_columns(self: Self, column_names: str | Sequence[str]) -> Self:
-        """Remove these columns."""
-        return self._with_step(RemoveColumns(names_of(column_names)))
-
-    def rename_columns(self: Self, column_mapping: Mapping[str, str]) -> Self:
-        """Rename columns."""
-        return self._with_step(RenameColumns(tuple(column_mapping.items())))
-
-    def cast(self: Self, columns: Mapping[str, Any] | pa.Schema) -> Self:
-        """Convert columns to these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
-
-        Results of functions have the types of their values, which may differ between batches. A cast makes them equal.
-        """
-        return self._with_step(Cast(types_by_name(columns)))
-
     def batch(self: Self, size: int, drop_last: bool = False) -> Self:
         """Combine each ``size`` rows into one row with a list for every column."""
         return self._with_stage(Rebatch(integer(size, "batch", 1), drop_last))
@@ -298,6 +248,8 @@ class Steps:
         eos: int | None = None,
         *,
         pad: int = 0,
+        labels: bool = False,
+        mask_first: bool = False,
         extra: Mapping[str, int] | None = None,
         drop_remainder: bool = False,
         cu_seqlens: bool = False,
@@ -309,8 +261,11 @@ class Steps:
         - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
         - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
           sequences as best-fit-decreasing finds, each padded
-        - ``eos`` is appended to every document
-        - ``extra``: other columns with a value for each token, and their padding values
+        - ``eos`` is appended to every document, and ``pad`` fills sequences that are not full
+        - ``labels`` adds a column ``labels`` for the loss: the tokens, and -100 for padding. ``mask_first``: also -100
+          for the first token of every document, which the document before it does not predict
+        - ``extra``: other columns with a value for each token, and their padding values; ``{"labels": -100}`` for
+          labels of your own
         - ``drop_remainder`` omits sequences that are not full, with their tokens
         - ``dtype`` of the tokens; default: unchanged
 
@@ -323,14 +278,21 @@ class Steps:
             strategy,
             None if eos is None else integer(eos, "pack(eos=…)"),
             _integer(pad, "pad"),
-            {name: _integer(value, f"extra {name}") for name, value in (extra or {}).items()},
+            _extra(extra),
             drop_remainder,
             cu_seqlens,
             integer(window, "pack(window=…)", 1),
             None if dtype is None else np.dtype(dtype).name,
+            labels,
+            mask_first,
         )
         if self._columns is not None:
             check_columns(list(spec.pads), self._columns, "pack")
+            if labels and LABELS in self._columns:
+                raise ValueError(
+                    "pack(labels=True): the rows have a column 'labels' of their own. Pack it with "
+                    "extra={'labels': -100}, or remove it with remove_columns('labels')."
+                )
         return self._with_stage(spec)
 
     def _function(
@@ -375,8 +337,14 @@ def _generator(given: bool | str) -> bool | str:
     return given
 
 
-def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+def _extra(given: Any) -> dict[str, int]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        names = [given] if isinstance(given, str) else given if isinstance(given, (list, tuple, set)) else [LABELS]
+        example = ", ".join(f"{name!r}: {-100 if name == LABELS else 0}" for name in names)
+        raise TypeError(f"pack(extra=…) takes columns and their padding values, extra={{{example}}}, got {given!r:.60}")
+    return {name: _integer(value, f"extra {name}") for name, value in given.items()}
 
 
 def _integer(value: Any, what: str) -> int:

@@ -34,16 +34,14 @@ class RandomAccess:
             return found[0]
         if isinstance(key, slice):
             return self._engine.columns(self._at(epoch, np.arange(*key.indices(count), dtype=np.int64)))
-        if isinstance(key, str):
-            raise TypeError(f"ds[{key!r}] would read a complete column. Use ds.select_columns({key!r}) and iterate.")
         if not isinstance(key, (list, tuple, range, np.ndarray)) or np.ndim(key) != 1:
             raise TypeError(f"rows are indexed by an integer, a slice or a list of integers, got {key!r}")
         rows = Selection.of_ranges([(0, count)]).select(np.asarray(key))
         return self._engine.columns(self._at(epoch, rows.source_rows(np.arange(len(rows)))))
 
-    def columns(self, epoch: int, count: int) -> list[str]:
-        """Return the columns of the first rows, after all functions."""
-        return list(self._at(epoch, np.arange(count)).columns)
+    def first(self, epoch: int, count: int) -> Batch:
+        """Return the first rows, after all functions."""
+        return self._at(epoch, np.arange(count))
 
     def _at(self, epoch: int, places: Any) -> Batch:
         if self._turn[0] != os.getpid():  # a fork: a thread that does not exist here may hold it

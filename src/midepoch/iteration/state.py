@@ -247,8 +247,17 @@ _registered: set[type] = set()
 
 
 def register_with_torch(kind: type) -> None:
-    """Register with torch's DataLoader as an iterable dataset, if torch is imported. Never import it for that."""
+    """Make a class an iterable dataset of torch, if torch is imported. Never import it for that.
+
+    DataLoader and frameworks ask ``isinstance(ds, torch.utils.data.IterableDataset)``, and some of them
+    ``isinstance(ds, torch.utils.data.Dataset)``, which has no registry: it becomes a base class.
+    """
     data = sys.modules.get("torch.utils.data")
     if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
-        data.IterableDataset.register(kind)
         _registered.add(kind)
+        kind.__bases__ = (*kind.__bases__, data.IterableDataset)
+
+
+def is_registered(kind: type) -> bool:
+    """Return True if a class is an iterable dataset of torch."""
+    return any(each in _registered for each in kind.__mro__)

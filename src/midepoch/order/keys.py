@@ -15,6 +15,7 @@ PURPOSE = {
     "outputs": 7,
     "functions": 8,
     "collate": 9,
+    "split": 10,
 }
 """Numbers that are a permanent part of the order: never renumber, only add."""
 

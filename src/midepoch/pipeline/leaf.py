@@ -161,6 +161,8 @@ def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str,
     for step in steps:
         if isinstance(step, ColumnStep):
             names = step.columns(names)
+        elif isinstance(step, Map) and (made := step.outputs) is not None:
+            names = tuple(dict.fromkeys([*(name for name in names if name not in step.remove_columns), *made]))
         elif isinstance(step, (Map, FlatMap)):
             return None
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,33 @@ def bound_of(bound: int | str | None, length: int) -> int | None:
     if match is None or abs(float(match[1])) > 100:
         raise ValueError(f"a bound must be a row number or a percentage like '80%' or '-10%', got {bound!r}")
     return round(float(match[1]) * length / 100.0)
+
+
+def split_sizes(rows: int, train: float | None, test: float | None) -> tuple[int, int]:
+    """Return the numbers of rows of two parts, given as shares or numbers of rows. By default, a quarter is the test.
+
+    Raise ValueError if a part would be empty, or if both are more than there are.
+    """
+    sizes: list[int | None] = []
+    for name, size in (("train_size", train), ("test_size", test)):
+        if size is None:
+            sizes.append(None)
+        elif isinstance(size, bool) or not isinstance(size, (int, float)):
+            raise TypeError(f"{name} must be a share such as 0.1, or a number of rows, got {size!r}")
+        elif isinstance(size, float) and not 0 < size < 1:
+            raise ValueError(f"{name} must be a share above 0 and below 1, or a number of rows, got {size!r}")
+        else:
+            # As scikit-learn and datasets round: the test up, the training part down.
+            share = size if isinstance(size, int) else rows * size
+            sizes.append(math.ceil(share) if name == "test_size" else math.floor(share))
+    first, last = sizes
+    if first is None and last is None:
+        last = math.ceil(rows * 0.25)
+    last = rows - (first or 0) if last is None else last
+    first = rows - last if first is None else first
+    if first < 1 or last < 1 or first + last > rows:
+        raise ValueError(f"{rows:,} rows cannot be split into {first:,} for training and {last:,} for the test.")
+    return first, last
 
 
 def expand_all(parts: Sequence[SplitPart], splits: Sequence[str]) -> tuple[SplitPart, ...]:

@@ -37,6 +37,11 @@ class Map(Function):
     drop_last: bool = False
     """Drop an incomplete last group."""
 
+    @property
+    def outputs(self) -> tuple[str, ...] | None:
+        """The columns that the function returns, if it says so. None if they are known only after it has run."""
+        return getattr(self.function, "outputs", None) if self.one_to_one else None
+
     def apply(self, batch: Batch, run: RunContext) -> Batch:
         """Return the batch with the function's columns. Rows that fail are dropped if ``on_error`` is "skip"."""
         if not len(batch):

@@ -27,6 +27,8 @@ Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
 
 STRATEGIES = ("concat", "best_fit")
+LABELS, IGNORED = "labels", -100
+"""The column for the loss, and the value that torch's cross entropy and the models of transformers leave out."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,18 @@ class PackSpec:
     cu_seqlens: bool = False
     window: int = 1024
     dtype: str | None = None
+    labels: bool = False
+    mask_first: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be 'concat' or 'best_fit', got {self.strategy!r}")
         if self.column in self.extra:
             raise ValueError(f"{self.column!r} is the packed column and cannot be in extra")
+        if self.labels and LABELS in self.pads:
+            raise ValueError(f"labels=True makes the column {LABELS!r}, which is packed itself. Omit one of them.")
+        if self.mask_first and not self.labels and LABELS not in self.extra:
+            raise ValueError("mask_first=True masks labels: add labels=True, or extra={'labels': -100}.")
 
     @property
     def text(self) -> str:
@@ -60,7 +68,8 @@ class PackSpec:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of a sequence."""
-        return (*self.pads, "position_ids", "segment_ids", *["cu_seqlens"] * self.cu_seqlens)
+        made = ["position_ids", "segment_ids", *["cu_seqlens"] * self.cu_seqlens, *[LABELS] * self.labels]
+        return (*self.pads, *made)
 
     @property
     def pads(self) -> dict[str, int]:
@@ -225,7 +234,17 @@ def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int) -> dict
         starts = starts[starts < total]
         used = np.minimum(total - np.arange(packs) * spec.length, spec.length)
         columns["cu_seqlens"] = _edges(starts // spec.length, starts % spec.length, used)
+    _add_labels(columns, spec)
     return _as_arrow(columns, spec.length)
+
+
+def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
+    """Add labels, which the loss ignores where they are -100: at padding and, if requested, where a document begins."""
+    if spec.labels:
+        columns[LABELS] = labels = columns[spec.column].astype(np.int64)
+        labels[columns["segment_ids"] == 0] = IGNORED
+    if spec.mask_first:
+        columns[LABELS][columns["position_ids"] == 0] = IGNORED
 
 
 def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int]:
@@ -269,6 +288,7 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
     if spec.cu_seqlens:
         order = np.argsort(rows, kind="stable")
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
+    _add_labels(columns, spec)
     return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum())
 
 

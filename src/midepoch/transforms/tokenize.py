@@ -30,6 +30,12 @@ class Tokenize:
         return f"tokenize with {type(self.tokenizer).__name__}"
 
     @property
+    def outputs(self) -> tuple[str, ...] | None:
+        """The columns that it returns, or None if that depends on its options."""
+        plain = self.options.keys() <= {"add_special_tokens", "truncation", "max_length", "is_pretokenized"}
+        return (self.output,) if plain else None
+
+    @property
     def pads(self) -> bool:
         """True if the tokenizer itself is set to pad. (One of ``transformers`` is configured again by every call.)"""
         return hasattr(self.tokenizer, "encode_batch") and getattr(self.tokenizer, "padding", None) is not None

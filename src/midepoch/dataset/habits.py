@@ -1,0 +1,220 @@
+"""What people type by habit from other libraries and does not exist here, with what to do instead."""
+
+from __future__ import annotations
+
+_LAZY = "Steps run while rows are read, and nothing is stored: omit it. For results that are stored once, use cache()."
+_WORKERS = "Steps run in the workers of a loader: ds.loader(batch_size, num_workers=…)."
+_STORED = {
+    "num_proc": _WORKERS,
+    "num_workers": _WORKERS,
+    "load_from_cache_file": _LAZY,
+    "cache_file_name": _LAZY,
+    "cache_file_names": _LAZY,
+    "keep_in_memory": _LAZY,
+    "writer_batch_size": _LAZY,
+    "new_fingerprint": _LAZY,
+    "suffix_template": _LAZY,
+    "desc": _LAZY,
+}
+_FUNCTION = {
+    **_STORED,
+    "with_rank": "Results must not depend on the worker: use with_indices=True for the number of the row.",
+    "features": "Convert columns with cast({'label': 'int32'}) after it.",
+    "disable_nullable": "Convert columns with cast({'label': 'int32'}) after it.",
+    "fn": "It is the first argument.",
+    "func": "It is the first argument.",
+    "generator": "Use with_generator=True: the function gets a generator for each row.",
+    "kwargs": "Use fn_kwargs={…}.",
+    "args": "Use fn_kwargs={…}.",
+    "try_original_type": _LAZY,
+}
+_SEEDED = "Use seed=…: the order is computed from it and the epoch, in every process."
+_ALL_ROWS = "All rows are shuffled, without a buffer: omit it. After filter, pack and the like, use window=… (rows)."
+
+METHODS: dict[str, dict[str, str]] = {
+    "map": _FUNCTION,
+    "filter": {**_FUNCTION, "function missing": "Pass a function of a row, or a pyarrow expression."},
+    "flat_map": _FUNCTION,
+    "shuffle": {
+        "buffer_size": _ALL_ROWS,
+        "buffer": _ALL_ROWS,
+        "generator": _SEEDED,
+        "seeds": _SEEDED,
+        "rng": _SEEDED,
+        "reshuffle_each_iteration": "Every epoch has another order.",
+        "max_buffer_input_shards": _ALL_ROWS,
+        **_STORED,
+    },
+    "loader": {
+        "shuffle": "Shuffle the dataset: ds.shuffle(seed=…).loader(…). The order changes every epoch.",
+        "sampler": "The order belongs to the dataset: ds.shuffle(seed=…), ds.select(indices), ds.slice(a, b). Ranks "
+        "are detected, which replaces DistributedSampler.",
+        "batch_sampler": "Batches are batch_size rows of the dataset's order: ds.shuffle(seed=…), or "
+        "ds.select(indices) for an order of your own. ds.batch(n) and ds.pack(n) combine rows before.",
+        "generator": "The order comes from ds.shuffle(seed=…), and random functions from map(with_generator=True).",
+        "seed": "Shuffle the dataset: ds.shuffle(seed=…).loader(…).",
+        "epoch": "Call loader.set_epoch(epoch), or load a state.",
+        "num_replicas": "Use world_size=….",
+        "num_ranks": "Use world_size=….",
+        "dataset": "It is a method of the dataset: ds.loader(batch_size).",
+        "pin_memory_device": 'Use device="cuda": batches are on the GPU when they are requested.',
+        "in_order": "Batches always come in order, so that a resume is exact.",
+        "snapshot_every_n_steps": "The state is exact at every step, and costs nothing: omit it.",
+        "batched": "batch_size rows make a batch. Use batch_size=None for single rows.",
+        "workers": "Did you mean num_workers=?",
+        "batch_size missing": "For example ds.loader(batch_size=32).",
+    },
+    "shard": {
+        "contiguous": 'Use mode="file" for complete files, or mode="example" for every n-th row.',
+        "rank": "Use index=…. A loader detects its rank by itself: ds.loader(batch_size) needs no shard().",
+        "world_size": "Use num_shards=….",
+        **_STORED,
+    },
+    "train_test_split": {
+        "stratify_by_column": "Rows are drawn without regard to a column. For equal shares, split each class: "
+        "ds.filter(…).",
+        "generator": _SEEDED,
+        **_STORED,
+    },
+    "with_format": {
+        "output_all_columns": "All columns are delivered unless columns=[…] selects some.",
+        "device": 'Use ds.loader(batch_size, device="cuda").',
+        "format": "Did you mean type=?",
+        "kind": "Did you mean type=?",
+    },
+    "select": _STORED,
+    "batch": {
+        "batch_size": "Did you mean size=? For batches of training use ds.loader(batch_size=…).",
+        "drop_last_batch": "Did you mean drop_last=?",
+        **_STORED,
+    },
+    "iter": {
+        "drop_last": "Did you mean drop_last_batch=?",
+        "num_workers": _WORKERS,
+        "size": "Did you mean batch_size=?",
+    },
+    "pack": {
+        "max_length": "Did you mean length=?",
+        "max_seq_length": "Did you mean length=?",
+        "seq_length": "Did you mean length=?",
+        "block_size": "Did you mean length=?",
+        "pad_token_id": "Did you mean pad=?",
+        "eos_token_id": "Did you mean eos=?",
+        "packing": "Did you mean strategy=?",
+        "length missing": "For example ds.pack(2048, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id).",
+    },
+    "select_columns": {"columns": "Did you mean column_names=?"},
+    "remove_columns": {"columns": "Did you mean column_names=?"},
+    "rename_columns": {"columns": "Did you mean column_mapping=?"},
+    "cast": {"features": "Did you mean columns=?", **_STORED},
+    "class_encode_column": {"include_nulls": "Null stays null."},
+}
+"""Arguments of methods that exist."""
+
+_FROZEN = "Datasets do not change in place: ds = ds.{}(…)."
+_WRITE = "Nothing is converted or written here. Write the rows as you iterate, or keep results with cache()."
+
+ATTRIBUTES = {
+    "set_format": _FROZEN.format("with_format"),
+    "set_transform": _FROZEN.format("with_transform"),
+    "reset_format": "Use ds = ds.with_format(None).",
+    "formatted_as": "Use ds.with_format(…), which returns a new dataset.",
+    "format": "Use ds.pipeline.format, or with_format(…) to choose one.",
+    "to_iterable_dataset": "It is iterable, and resumable: for row in ds, or ds.loader(batch_size).",
+    "to_list": "Use list(ds), or list(ds.take(100)).",
+    "to_dict": "Use ds[:], or ds[:100], which are columns.",
+    "to_csv": _WRITE,
+    "to_json": _WRITE,
+    "to_parquet": _WRITE,
+    "to_sql": _WRITE,
+    "to_polars": "Use polars.from_pandas(ds.to_pandas()).",
+    "save_to_disk": _WRITE,
+    "push_to_hub": _WRITE,
+    "add_column": "Use map(lambda row, i: {'new': values[i]}, with_indices=True).",
+    "add_item": "Use midepoch.concat([ds, other]).",
+    "flatten": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
+    "flatten_indices": "Rows are computed, so there are no indices to flatten: omit it.",
+    "sort": "Use ds.select(np.argsort(values)), with the values of one column: np.array(ds['length'][:]).",
+    "repeat": "A loader has any number of epochs: iterate it again, or next(loader) without end.",
+    "prefetch": "ds.loader(batch_size, prefetch=…).",
+    "collate": "ds.loader(batch_size, collate_fn=…).",
+    "to_tf_dataset": "Use with_format('numpy') and iterate the loader.",
+    "data": "Use ds.schema, ds[:10], or ds.with_format('arrow').iter(batch_size=1000).",
+    "info": "Use ds.features, ds.schema, ds.num_rows, and `midepoch info` in a shell.",
+    "split": "Choose splits on opening: load_dataset(…, split='train[:90%]').",
+    "cache_files": "Use ds.pipeline.base.source.files.",
+    "n_shards": "Use ds.num_files.",
+    "num_shards": "Use ds.num_files.",
+    "keys": "This is one dataset, not a dict of splits: load_dataset(…, split='train').",
+    "items": "This is one dataset, not a dict of splits: load_dataset(…, split='train').",
+    "values": "This is one dataset, not a dict of splits: load_dataset(…, split='train').",
+    "apply": "Use ds.map(function), or function(ds).",
+    "dataloader": "Did you mean loader?",
+    "batch_size": "Use ds.loader(batch_size=…).",
+    "group_by": "Rows are read in order and never grouped by value. Use map, batch or pack.",
+}
+"""Attributes that do not exist."""
+
+_OPEN_SPLIT = "Choose one, also in part: split='train', split='train[:90%]+validation'."
+
+OPEN = {
+    "load_dataset": {
+        "split missing": _OPEN_SPLIT,
+    },
+    "load_from_disk": {
+        "keep_in_memory": "Files are mapped, not read into memory: omit it.",
+        "storage_options": "Local folders only. Use from_files for an object store.",
+        "dataset_path": "Did you mean path=?",
+    },
+    "from_files": {
+        "split": "Use load_dataset(…, split=…), or slice: from_files(…).slice(None, '90%').",
+        "data_files": "Did you mean paths=?",
+        "path": "Did you mean paths=?",
+        "pattern": "Did you mean paths=?",
+        "num_proc": "Files are indexed by threads: omit it.",
+        "streaming": "Files are read in place, never downloaded first: omit it.",
+        "batch_size": "Use from_files(…).loader(batch_size=…).",
+        "shuffle": "Use from_files(…).shuffle(seed=…).",
+        "sep": "Files called .csv have commas, .tsv have tabs: rename them.",
+        "delimiter": "Files called .csv have commas, .tsv have tabs: rename them.",
+    },
+    "mix": {
+        "probabilities": "Did you mean weights=?",
+        "datasets": "Did you mean sources=?",
+        "stopping_strategy": "Did you mean stop=? It is 'first', 'all' or 'never'.",
+    },
+    "concat": {
+        "axis": "Use midepoch.zip([a, b]) to combine columns.",
+        "datasets": "Did you mean sources=?",
+        "dsets": "Did you mean sources=?",
+    },
+    "interleave_datasets": {
+        "info": "Omit it.",
+        "split": "Omit it.",
+        "weights": "Did you mean probabilities=?",
+    },
+}
+"""Arguments of functions of the package."""
+
+NAMES = {
+    "DataLoader": "Use ds.loader(batch_size, num_workers=…).",
+    "IterableDataset": "Use midepoch.Dataset, which is iterable.",
+    "DatasetDict": "Open one split: load_dataset(…, split='train').",
+    "Features": "Use datasets.Features, or Arrow types with ds.cast(…).",
+    "ClassLabel": "Use ds.class_encode_column(column).",
+    "Value": "Use Arrow types with ds.cast({'label': 'int32'}).",
+    "open": "Use load_dataset, load_from_disk or from_files.",
+    "read_parquet": "Use midepoch.from_files('*.parquet').",
+    "from_parquet": "Use midepoch.from_files('*.parquet').",
+    "from_csv": "Use midepoch.from_files('*.csv').",
+    "from_json": "Use midepoch.from_files('*.jsonl').",
+    "from_dict": "Data is read from files. Write it once, for example with pyarrow.parquet.write_table.",
+    "from_list": "Data is read from files. Write it once, for example with pyarrow.parquet.write_table.",
+    "from_generator": "Data is read from files. Write it once, for example with pyarrow.parquet.write_table.",
+    "from_pandas": "Data is read from files. Write it once, for example with frame.to_parquet(path).",
+    "chain": "Use midepoch.concat([a, b]).",
+    "interleave": "Use midepoch.mix([a, b], weights=…).",
+    "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",
+    "random_split": "Use ds.train_test_split(test_size=0.1, seed=0), or ds.slice(None, '90%') and ds.slice('90%').",
+}
+"""Names that do not exist in the package."""
