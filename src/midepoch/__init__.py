@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
-    from midepoch.dataset.combine import concat, mix, zip  # noqa: A004, F401
+    from midepoch.dataset.combine import concat, concatenate_datasets, interleave_datasets, mix, zip  # noqa: A004, F401
     from midepoch.errors import (
         CheckpointDamagedError,
         CheckpointError,
@@ -52,7 +52,9 @@ _WHERE = {
     "Retry": "midepoch.sources.stores",
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",
+    "concatenate_datasets": "midepoch.dataset.combine",
     "from_files": "midepoch.open",
+    "interleave_datasets": "midepoch.dataset.combine",
     "load_dataset": "midepoch.open",
     "load_from_disk": "midepoch.open",
     "mix": "midepoch.dataset.combine",
@@ -109,7 +111,9 @@ __all__ = [
     "WorldError",
     "__version__",
     "concat",
+    "concatenate_datasets",
     "from_files",
+    "interleave_datasets",
     "load_dataset",
     "load_from_disk",
     "mix",
@@ -118,7 +122,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'midepoch' has no attribute {name!r}")
+        from midepoch._internal.hints import no_attribute
+        from midepoch._internal.names import NAMES
+
+        raise no_attribute("module 'midepoch'", name, _WHERE, NAMES)
     value = getattr(import_module(_WHERE[name]), name)
     globals()[name] = value
     return value

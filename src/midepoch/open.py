@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from midepoch._internal.address import Address, is_address
+from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
-from midepoch.dataset import Dataset
+from midepoch.dataset import Dataset, habits
 from midepoch.errors import DataNotFoundError, DifferentSchemasError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
@@ -31,6 +32,7 @@ DEFAULT_CACHE_BYTES = 4 << 30
 _log = logging.getLogger("midepoch")
 
 
+@hinted(habits.OPEN["from_files"])
 def from_files(
     paths: PathLike | Iterable[PathLike],
     *,
@@ -112,6 +114,7 @@ def _local(given: PathLike, what: str) -> Path:
     return Path(os.path.expanduser(given))
 
 
+@hinted(habits.OPEN["load_from_disk"])
 def load_from_disk(
     path: PathLike,
     split: str | None = None,
@@ -141,6 +144,7 @@ def load_from_disk(
     return _of_splits(parts, splits, index_dir, force_reindex, on_error)
 
 
+@hinted(habits.OPEN["load_dataset"])
 def load_dataset(
     path: str,
     name: str | None = None,

@@ -7,13 +7,15 @@ from builtins import zip as zip_
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midepoch.dataset import Dataset
+from midepoch._internal.hints import hinted
+from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 from midepoch.order.keys import check_seed
 from midepoch.pipeline.node import Combination, Concat, Mix, Node, Zip
 from midepoch.pipeline.spec import PipelineSpec
 
 
+@hinted(habits.OPEN["mix"])
 def mix(
     sources: Sequence[Any] | Mapping[str, Any],
     weights: Sequence[float] | Mapping[str, float] | None = None,
@@ -66,12 +68,45 @@ def mix(
     return _combined(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
 
 
+_STOPS = {"first_exhausted": "first", "all_exhausted": "all"}
+
+
+@hinted(habits.OPEN["interleave_datasets"])
+def interleave_datasets(
+    datasets: Sequence[Any],
+    probabilities: Sequence[float] | None = None,
+    seed: int | None = None,
+    stopping_strategy: str = "first_exhausted",
+) -> Dataset:
+    """Interleave rows of several datasets: ``mix``, by the names that Hugging Face has for it.
+
+    Shares are exact in every span of positions, not on average, and without ``probabilities`` they are equal.
+    """
+    if stopping_strategy not in _STOPS:
+        names = ", ".join(map(repr, _STOPS))
+        raise ValueError(
+            f"stopping_strategy must be one of {names}, got {stopping_strategy!r}. To have every row once, in no "
+            "particular shares, use concat([a, b]).shuffle(seed=…)."
+        )
+    return mix(datasets, probabilities, 0 if seed is None else seed, _STOPS[stopping_strategy])
+
+
+@hinted(habits.OPEN["concat"])
+def concatenate_datasets(dsets: Sequence[Any], axis: int = 0) -> Dataset:
+    """Concatenate datasets, or with ``axis=1`` their columns: ``concat`` and ``zip``, as Hugging Face calls them."""
+    if axis not in (0, 1):
+        raise ValueError(f"axis must be 0 for rows or 1 for columns, got {axis!r}")
+    return zip(dsets) if axis else concat(dsets)
+
+
+@hinted(habits.OPEN["concat"])
 def concat(sources: Sequence[Any], *others: Any) -> Dataset:
     """Concatenate datasets. (Each lane iterates its part of all of them.)"""
     parts = _parts([] if others else sources, "concat")
     return _combined(Concat(parts), sources)
 
 
+@hinted()
 def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the name that the field uses; not imported by itself)
     """Combine datasets side by side until the shortest ends: rows with the columns of all."""
     parts = _parts([] if others else sources, "zip")

@@ -221,6 +221,9 @@ class Dataset(Reading, Resumable):
 
     # Iteration
 
+    def __add__(self, other: Any) -> Any:
+        raise TypeError("datasets are concatenated with midepoch.concat([a, b]), and mixed with midepoch.mix([a, b]).")
+
     def __iter__(self) -> Iterator[Any]:
         here, self._pass = self._iteration, None
         return here.follow(RowIterator(here.start_from(here.begin()), here))
@@ -232,7 +235,7 @@ class Dataset(Reading, Resumable):
 
     def loader(
         self,
-        batch_size: int,
+        batch_size: int | None,
         num_workers: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -249,13 +252,16 @@ class Dataset(Reading, Resumable):
         collate_columns: bool = False,
         worker_type: str = "auto",
         device: Any = None,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        timeout: float = 0,
     ) -> Loader:
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
-        ``batch_size``: rows for each rank. A batch is a dict of columns, as torch tensors unless ``with_format`` chose
-        otherwise. Rank and world size are those of the shard, or given, or detected (``torch.distributed``, JAX, Ray
-        Train, the launcher). ``data_parallel``: the ranks that shard the data, if not all of them do (tensor, context,
-        pipeline parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+        ``batch_size``: rows for each rank; None delivers single rows. A batch is a dict of columns, as torch tensors
+        unless ``with_format`` chose otherwise. Rank and world size are those of the shard, or given, or detected
+        (``torch.distributed``, JAX, Ray Train, the launcher). ``data_parallel``: the ranks that shard the data, if not
+        all of them do (tensor, context, pipeline parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
 
         ``last_batch``: the treatment of the last global batch if it is not full:
 
@@ -265,13 +271,16 @@ class Dataset(Reading, Resumable):
         - default: delivered as it is, but an error if a rank that trains together with others would have no batch
 
         ``collate_fn`` gets a list of rows or, with ``collate_columns``, the columns of a batch. ``prefetch``: batches
-        that each worker makes ahead; default: 2 to 8, by their size. ``audit``: a folder (or ``midepoch.audit.Ledger``)
-        in which deliveries are recorded, for ``midepoch audit``.
+        that each worker makes ahead; default: 2 to 8, by their size (``prefetch_factor`` is the same). ``audit``: a
+        folder (or ``midepoch.audit.Ledger``) in which deliveries are recorded, for ``midepoch audit``.
 
         ``device``: "cuda", "cuda:1" or another torch device, or a JAX device or sharding. The next batches are copied
         there while the model computes. ``pin_memory``: batches in page-locked memory, for copies of your own.
         ``worker_type``: "process", "thread" (less memory, for up to about 4 workers and functions that release the
         interpreter lock), or "auto": threads if Python has no such lock. Batches are the same.
+
+        ``worker_init_fn`` is called in each worker, with its number, before its first batch. ``timeout``: seconds after
+        which a worker that delivers nothing is an error.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
@@ -279,6 +288,8 @@ class Dataset(Reading, Resumable):
         """
         from midepoch.loader.make import make_loader
 
+        if prefetch is not None and prefetch_factor is not None:
+            raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
         here = self._iteration
         return make_loader(
             self.pipeline,
@@ -288,7 +299,7 @@ class Dataset(Reading, Resumable):
             num_workers=num_workers,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            prefetch=prefetch,
+            prefetch=prefetch_factor if prefetch is None else prefetch,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
             rank=rank,
@@ -300,6 +311,9 @@ class Dataset(Reading, Resumable):
             collate_columns=collate_columns,
             worker_type=worker_type,
             device=device,
+            worker_init_fn=worker_init_fn,
+            timeout=timeout,
+            dataset=self,
         )
 
     # The cursor

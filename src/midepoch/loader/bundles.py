@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from midepoch._internal.processes import cores
 from midepoch._internal.timings import TimingReports, Timings
-from midepoch.loader.crew import Crew, Job, Link, MainIsGone, report
+from midepoch.loader.crew import Crew, Job, Link, MainIsGone, receive_within, report
 from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.processes import compact
@@ -45,12 +45,13 @@ class BundlePool:
         self.first_passes: dict[tuple[int, int], FirstPass] = {}
         self.engines = [Engine(leaf, shared=True) for leaf in leaves]
         self._sizes = Sizes(leaves)
-        self._slots = options.prefetch
+        self._slots, self._timeout = options.prefetch, options.timeout
         self._window = cores()
         """Maximum of requests. It grows with every bundle: the first come sooner if not all compete for the cores."""
         self._lanes: dict[_Lane, deque[_Asked]] = {}
         self._sent: list[deque[_Asked | None]] = [deque() for _ in range(options.num_workers)]  # None: not needed
-        self.crew: Crew = open_crew(_BundleJob(tuple(leaves)), leaves, replace(options, collate_fn=None))
+        job = _BundleJob(tuple(leaves), options.worker_init_fn)
+        self.crew: Crew = open_crew(job, leaves, replace(options, collate_fn=None))
 
     @property
     def is_here(self) -> bool:
@@ -113,7 +114,7 @@ class BundlePool:
 
     def _hear_from(self, number: int) -> None:
         """Receive the next bundle of a worker. They arrive in the order of the requests."""
-        took, made, problem = self.crew.receive(number)
+        took, made, problem = receive_within(self.crew, number, self._timeout)
         asked = self._sent[number].popleft()
         self._window = min(self._window + 2, self._slots * len(self._sent))
         if asked is None:
@@ -139,6 +140,7 @@ class BundlePool:
 @dataclass(frozen=True)
 class _BundleJob:
     leaves: tuple[Leaf, ...]
+    init: Callable[[int], Any] | None
     drawing: tuple[Hashable, ...] | None = None
 
     def in_threads(self, drawing: tuple[Hashable, ...]) -> Job:
@@ -150,7 +152,7 @@ class _BundleJob:
 
 class _BundleWorker:
     def __init__(self, link: Link, job: _BundleJob) -> None:
-        self._link, self._leaves, self._drawing = link, job.leaves, job.drawing
+        self._link, self._leaves, self._drawing, self._init = link, job.leaves, job.drawing, job.init
         self._engines: dict[int, Engine] = {}
         self._timings = Timings()
         self._reports = TimingReports(self._timings)
@@ -172,6 +174,9 @@ class _BundleWorker:
 
     def _make(self, bundle: Bundle) -> Made:
         leaf = self._leaves[bundle.leaf]
+        if self._init is not None:
+            self._init(self._link.number)
+            self._init = None
         if bundle.leaf not in self._engines:
             self._engines[bundle.leaf] = Engine(leaf, shared=True, timings=self._timings, drawing=self._drawing)
         return make_good(self._engines[bundle.leaf], bundle)

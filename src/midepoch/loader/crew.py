@@ -80,6 +80,16 @@ class MainIsGone(BaseException):
     """The main process has closed the queue. Not an Exception, so that it is not attributed to a map."""
 
 
+def receive_within(crew: Crew, number: int, timeout: float) -> Message:
+    """Return the next message of a worker. Raise WorkerError if none comes within a time; 0 is no limit."""
+    if timeout and not crew.is_ready(number, timeout):
+        raise WorkerError(
+            f"worker {number} of {len(crew)} delivered nothing within timeout={timeout:g} seconds. A function may be "
+            "blocked: `py-spy dump` shows where. The batches delivered so far are unaffected."
+        )
+    return crew.receive(number)
+
+
 def report(problem: BaseException, number: int) -> tuple[Exception, str]:
     """Return the error of a worker with its traceback."""
     text = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))

@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from midepoch._internal.checks import integer
+from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
-from midepoch.loader.measured import Measured
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
 from midepoch.loader.plans import BatchSource, Plan, batches_of
+from midepoch.loader.settings import HINTED, HINTS, LoaderSettings
 from midepoch.loader.sources import Sources
-from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.length import estimated_length, known_length
@@ -36,7 +36,8 @@ class _Left(NamedTuple):
     batches: int
 
 
-class Loader(Measured):
+@hinted_methods(HINTS, only=HINTED)
+class Loader(LoaderSettings):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -59,8 +60,9 @@ class Loader(Measured):
         counterparts: RankConsistencyCheck | None = None,
         equal: EqualSteps | None = None,
         ledger: Ledger | None = None,
+        dataset: Any = None,
     ) -> None:
-        self._spec, self._options, self._cursor = spec, options, cursor
+        self._spec, self._options, self._cursor, self._dataset = spec, options, cursor, dataset
         self._counterparts, self.ledger = counterparts, ledger
         super().__init__(options.num_workers)
         self.origin: Cursor | StepOutputs = cursor
@@ -110,33 +112,6 @@ class Loader(Measured):
             return batches_of(spec, self._options, spec.epoch_outputs)
         length = estimated_length(spec.node, self._where(), spec.lanes)
         return None if length is None else max(1, round(length / (self._options.batch_size * spec.shard.count)))
-
-    # Definition
-
-    @property
-    def pipeline(self) -> PipelineSpec:
-        """The frozen definition of the data it loads."""
-        return self._spec
-
-    @property
-    def options(self) -> Options:
-        """The settings of its batches."""
-        return self._options
-
-    @property
-    def last_batch(self) -> str | None:
-        """The treatment of the last global batch if it is not full."""
-        return self._options.last_batch
-
-    @property
-    def shard(self) -> Shard:
-        """The shard of every global batch that this rank gets: ``index`` of ``count``."""
-        return self._spec.shard
-
-    @property
-    def changes(self) -> tuple[str, ...]:
-        """Changes at resumes since the run began: fields that were allowed to differ, and weights of mixes."""
-        return self._spec.changes
 
     @property
     def packing_efficiency(self) -> float | None:

@@ -15,7 +15,7 @@ from midepoch.errors import WorldError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
-from midepoch.loader.options import PADDING, Options, ahead_for, check_drop, last_batch_of
+from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
@@ -38,11 +38,16 @@ def make_loader(
     drop_last: bool,
     last_batch: str | None,
     audit: Any,
+    dataset: Any = None,
     **options: Any,
 ) -> Loader:
     """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
+    if batch_size is None:
+        if options.get("collate_columns"):
+            raise ValueError("collate_columns=True is for batches. Omit it, or choose a batch_size.")
+        batch_size, options["collate_fn"] = 1, SingleRow(options.get("collate_fn"))
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
     is_shard = spec.shard.count > 1  # of which the rows are already known
     shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
@@ -80,7 +85,9 @@ def make_loader(
     equal = None
     if agreed and counterparts is not None:
         equal = EqualSteps(shard, spec.identity, groups_of(data_parallel).sharding, counterparts.check_refusal)
-    return Loader(spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger)
+    return Loader(
+        spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger, dataset=dataset
+    )
 
 
 def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> None:

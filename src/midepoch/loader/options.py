@@ -50,6 +50,16 @@ def check_drop(rows: int, options: Options, ranks: int) -> None:
 
 
 @dataclass(frozen=True)
+class SingleRow:
+    """The ``collate_fn`` of a loader without batches: the row itself, or the function of the user applied to it."""
+
+    function: Callable[[Any], Any] | None = None
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return rows[0] if self.function is None else self.function(rows[0])
+
+
+@dataclass(frozen=True)
 class Options:
     """Settings of batches. ``collate_columns``: ``collate_fn`` gets columns, not a list of rows.
 
@@ -60,7 +70,8 @@ class Options:
     - "uneven" delivers the rows that are left, possibly none to some ranks
     - None does the same, but refuses to leave a rank without a batch
 
-    ``prefetch``: batches for each worker (or chunks for the reading thread).
+    ``prefetch``: batches for each worker (or chunks for the reading thread). ``timeout``: seconds to wait for a worker,
+    0 for any time.
     """
 
     batch_size: int
@@ -74,6 +85,8 @@ class Options:
     multiprocessing_context: str | None = None
     worker_type: str = "auto"
     device: Any = None
+    worker_init_fn: Callable[[int], Any] | None = None
+    timeout: float = 0
 
     def __post_init__(self) -> None:
         if self.last_batch is not None and self.last_batch not in LAST_BATCH:
@@ -87,3 +100,7 @@ class Options:
             raise ValueError("persistent_workers=True requires num_workers of at least 1")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise TypeError(f"collate_fn must be a function, got {self.collate_fn!r}")
+        if self.worker_init_fn is not None and not callable(self.worker_init_fn):
+            raise TypeError(f"worker_init_fn must be a function of a worker's number, got {self.worker_init_fn!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout >= 0:
+            raise ValueError(f"timeout must be a number of seconds, or 0 for any time, got {self.timeout!r}")

@@ -12,7 +12,7 @@ import pyarrow as pa
 from midepoch._internal.processes import cores
 from midepoch._internal.timings import TimingReports
 from midepoch.loader.batches import BatchMaker
-from midepoch.loader.crew import SHORT, Crew, Job, Link, MainIsGone, report
+from midepoch.loader.crew import SHORT, Crew, Job, Link, MainIsGone, receive_within, report
 from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Made, Plan
@@ -24,7 +24,7 @@ class WorkerPool:
     """Worker w of W makes the steps g ≡ w (mod W) of the last plan it received."""
 
     def __init__(self, leaf: Leaf, options: Options) -> None:
-        self._run = 0
+        self._run, self._timeout = 0, options.timeout
         self._plan: Plan
         self._untold: deque[int] = deque()
         # Waking a worker costs 60 µs: half of what it may make ahead is requested at a time.
@@ -54,7 +54,7 @@ class WorkerPool:
         """Return a step. Steps are requested in order. Raises the errors of the worker, or WorkerError."""
         number = step % len(self.crew)
         while True:
-            run, made, problem = self.crew.receive(number)
+            run, made, problem = receive_within(self.crew, number, self._timeout)
             self._owed[number] += problem is None
             if run == self._run:
                 break
@@ -130,6 +130,8 @@ class _BatchWorker:
             run, plan, self._plan = self._run, self._plan, None
             try:
                 if maker is None:
+                    if self._options.worker_init_fn is not None:
+                        self._options.worker_init_fn(self._link.number)
                     maker = BatchMaker(self._leaf, self._options, drawing=self._drawing)
                     self._reports = TimingReports(maker.timings)
                 self._make(run, plan, maker)
