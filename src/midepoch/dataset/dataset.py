@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from midepoch._internal import html
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch.dataset import habits
+from midepoch.dataset.cached import cached
 from midepoch.dataset.reading import Reading
 from midepoch.iteration.iterators import BatchIterator, RowIterator
 from midepoch.iteration.state import IterationState, register_with_torch
@@ -189,6 +191,22 @@ class Dataset(Reading, Resumable):
         """
         chosen = self._derive(replace(self.pipeline, format=check_format(type)))
         return chosen if columns is None else chosen.select_columns(columns)
+
+    def cache(
+        self: Self, directory: str | os.PathLike[str] | None = None, *, num_workers: int = 0, key: str | None = None
+    ) -> Self:
+        """Run all steps so far once, write the rows to Arrow files, and return a dataset that reads them.
+
+        For costly functions, and for a pipeline that is used by many runs. The rows then have positions and a length,
+        also after ``filter`` and ``pack``. The files are found again by every process on the machine, as long as the
+        data, the functions and what they use are the same; ranks wait for the first one. An interrupted call continues
+        where it stopped. Random functions draw once: call ``cache`` before them, and before ``shuffle``.
+
+        ``directory``: default: ``$MIDEPOCH_CACHE/cached``. Folders in it may be deleted at any time that no process
+        reads them. ``num_workers``: worker processes to compute the rows. ``key``: a name for this version of the
+        pipeline, to find the files by instead of by the functions.
+        """
+        return type(self)(cached(cast("Dataset", self), directory, num_workers, key), Cursor(self.epoch))
 
     def _with_step(self: Self, step: Step) -> Self:
         node = self.pipeline.node
