@@ -45,6 +45,10 @@ def global_noise(row: dict[str, Any]) -> dict[str, Any]:
     return {"noise": random.random() + float(np.random.rand())}
 
 
+def noisy_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"], "noise": [float(torch.rand(())) for _ in batch["text"]], "class": batch["text"]}
+
+
 def not_sevens(row: dict[str, Any]) -> dict[str, Any]:
     if row["id"] % 7 == 0:
         raise ValueError("seven")
@@ -93,6 +97,9 @@ PIPELINES: dict[str, Pipeline] = {
     "files": lambda ds: ds.shuffle(seed=1, scope="files"),
     "slice": lambda ds: ds.slice(3, 31).shuffle(seed=2),
     "select": lambda ds: ds.select([30, 2, 2, 17, 8, 9, 10, 11]).shuffle(seed=2, scope="window", window=1),
+    "split": lambda ds: ds.train_test_split(0.3, seed=2)["train"].shuffle(seed=2, scope="window", window=2),
+    "cached": lambda ds: ds.filter(odd).map(double).cache().shuffle(seed=1),
+    "transform": lambda ds: ds.shuffle(seed=1).class_encode_column("text").with_transform(noisy_batch),
     "map": lambda ds: ds.shuffle(seed=1).map(double),
     "batched map": lambda ds: ds.shuffle(seed=1).map(group_sum, batched=True, batch_size=5),
     "two batched maps": lambda ds: ds.map(group_sum, batched=True, batch_size=4).map(
@@ -117,7 +124,9 @@ PIPELINES: dict[str, Pipeline] = {
     "to any": lambda ds: ds.map(group_sum, batched=True, batch_size=5).map(halves, True, 4, one_to_one=False),
     "batch": lambda ds: ds.shuffle(seed=1).select_columns("id").batch(3).with_format("python"),
     "pack": lambda ds: ds.shuffle(seed=1).filter(odd).pack(8, column="tokens", pad=-1),
-    "best fit": lambda ds: ds.shuffle(seed=1).pack(24, column="tokens", strategy="best_fit", window=7),
+    "best fit": lambda ds: ds.shuffle(seed=1).pack(
+        24, column="tokens", strategy="best_fit", window=7, labels=True, mask_first=True
+    ),
     "shuffled outputs": lambda ds: ds.filter(odd).shuffle(seed=3, window=5).map(noise, with_generator=True),
     "take": lambda ds: ds.shuffle(seed=1).filter(odd).take(11),
     "skip": lambda ds: ds.shuffle(seed=1).filter(odd).skip(4).map(double),

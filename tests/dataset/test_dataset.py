@@ -35,8 +35,12 @@ def test_indexing_is_iteration(ds: midepoch.Dataset) -> None:
     for bad in (37, -38):
         with pytest.raises(IndexError, match="37 rows"):
             ds[bad]
-    with pytest.raises(TypeError, match="select_columns"):
-        ds["id"]
+    for each in (ds, ds.shuffle(seed=3), ds.shard(2, 1)):
+        column, expected = each["id"], ids(each)
+        assert list(column) == column[:] == expected and len(column) == len(expected)
+        assert (column[0], column[-1], column[2:9:3], column[[5, 0]]) == (
+            expected[0], expected[-1], expected[2:9:3], [expected[5], expected[0]],
+        )  # fmt: skip
 
 
 def test_slices(ds: midepoch.Dataset) -> None:

@@ -7,6 +7,7 @@ names, functions among them. Code of installed packages counts as its name and t
 from __future__ import annotations
 
 import builtins
+import copyreg
 import dis
 import enum
 import functools
@@ -78,6 +79,12 @@ class _Digest:
             return _hashed("module", _versioned(value.__name__).encode())
         if isinstance(value, functools.partial):
             return self._parts("partial", (value.func, value.args, value.keywords))
+        if isinstance(value, property):
+            return self._parts("property", (value.fget, value.fset, value.fdel))
+        if isinstance(value, (staticmethod, classmethod)):
+            return self._parts(type(value).__name__, [value.__func__])
+        if isinstance(value, functools.cached_property):
+            return self._parts("property", [value.func])
         if isinstance(value, types.MethodType):
             return self._parts("method", (value.__func__, value.__self__))
         if isinstance(value, types.FunctionType):
@@ -135,13 +142,14 @@ class _Digest:
                 "object", (type(value), [(each.name, getattr(value, each.name)) for each in fields(value)])
             )
         try:
-            reduced = value.__reduce_ex__(4)
+            reduce = copyreg.dispatch_table.get(type(value))
+            reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         except Exception as problem:
             raise UndigestibleError(f"{type(value).__module__}.{type(value).__qualname__} ({problem})") from None
         if isinstance(reduced, str):
             return _hashed("name", f"{_versioned(type(value).__module__)} {reduced}".encode())
         make, args, *rest = reduced
-        items = [list(each) if hasattr(each, "__next__") else each for each in rest]
+        items = [each if each is None or not hasattr(each, "__next__") else list(each) for each in rest]
         return self._parts("object", (type(value), getattr(make, "__qualname__", ""), args, items))
 
 

@@ -1,0 +1,207 @@
+"""cache(): rows are computed once, for everyone, whatever is killed; and never taken from another pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import midepoch
+from data import dataset_of, numbered
+from midepoch.dataset import cached
+from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_ROWS", 10)
+    monkeypatch.setattr(cached, "_PART_BYTES", 1)
+
+
+@pytest.fixture
+def ds(tmp_path: Path) -> midepoch.Dataset:
+    return dataset_of(tmp_path / "data", numbered(0, 95), 20)
+
+
+class Counted:
+    """Counts its calls in a file, and fails at a row as long as a file exists."""
+
+    def __init__(self, folder: Path, at: int = -1) -> None:
+        self.folder, self.at = str(folder), at
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == self.at and os.path.exists(f"{self.folder}/fail"):
+            raise ValueError("not this one")
+        with open(f"{self.folder}/calls", "a") as file:
+            file.write("x")
+        return {"double": 2 * row["id"]}
+
+    @property
+    def calls(self) -> int:
+        return os.path.getsize(f"{self.folder}/calls")
+
+
+def test_rows_are_computed_once(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    counted = Counted(tmp_path)
+    expected = list(ds.map(counted))
+    first = ds.map(counted).cache()
+    assert counted.calls == 190 and list(first) == expected and len(first) == 95
+    second = ds.map(counted).cache()
+    assert counted.calls == 190 and list(second.shuffle(seed=1)) == list(first.shuffle(seed=1))
+    assert len(first.pipeline.base.source.files) == 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_positions_of_what_had_none(docs: midepoch.Dataset, workers: int) -> None:
+    packed = docs.filter(_even).pack(16, column="tokens", pad=-1, labels=True)
+    stored = packed.cache(num_workers=workers)
+    assert list(stored) == list(packed) and len(stored) == len(list(packed))
+    assert stored[-1] == list(packed)[-1] and stored.schema == packed.schema
+
+
+def _even(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2 == 0)
+
+
+def test_an_error_keeps_what_was_written(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    counted = Counted(tmp_path, at=57)
+    (tmp_path / "fail").touch()
+    with pytest.raises(MidepochError, match="not this one"):
+        ds.map(counted).cache()
+    (tmp_path / "fail").unlink()
+    before = counted.calls
+    assert [row["double"] for row in ds.map(counted).cache()] == [2 * i for i in range(95)]
+    assert counted.calls - before <= 95 - 40
+
+
+JOB = """
+import json, os, sys, time
+import midepoch
+from midepoch.dataset import cached
+cached._ROWS, cached._PART_BYTES = 10, 1
+folder, slow = sys.argv[1], float(sys.argv[2])
+
+def work(row):
+    time.sleep(float(os.environ["SLOW"]))
+    with open(os.environ["CALLS"], "a") as file:
+        file.write("x")
+    return {"double": 2 * row["id"]}
+
+ds = midepoch.from_files(folder).map(work).cache()
+print(json.dumps([row["double"] for row in ds]))
+"""
+
+
+def start(folder: Path, slow: float, calls: Path) -> subprocess.Popen[str]:
+    (folder / "job.py").write_text(JOB)
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "SLOW": str(slow), "CALLS": str(calls)}
+    command = [sys.executable, str(folder / "job.py"), str(folder / "data"), str(slow)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_kill_costs_one_part_and_processes_share_the_work(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    assert len(ds) == 95
+    calls = tmp_path / "calls"
+    killed = start(tmp_path, 0.02, calls)
+    deadline = time.monotonic() + 60
+    while (not calls.exists() or calls.stat().st_size < 45) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=60)
+    done = calls.stat().st_size
+    assert 45 <= done < 95, "killed while it worked"
+    together = [start(tmp_path, 0.001, calls) for _ in range(3)]
+    for process in together:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert json.loads(out) == [2 * i for i in range(95)]
+    assert calls.stat().st_size <= 95 + 20, "only the part that was not finished is computed again"
+
+
+def test_a_state_of_cached_rows_resumes_where_they_were_cached_again(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    def make(folder: str, batch: int) -> midepoch.Loader:
+        return ds.map(_noisy).cache(tmp_path / folder).shuffle(seed=3).loader(batch)
+
+    loader = make("one", 7)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = [value for batch in batches for value in batch["noise"].tolist()]
+    other = make("two", 5)
+    other.load_state_dict(state)
+    assert [value for batch in other for value in batch["noise"].tolist()] == rest
+
+
+def _noisy(row: dict[str, Any]) -> dict[str, Any]:
+    return {"noise": float(np.random.rand())}
+
+
+def test_other_data_functions_and_values_are_other_caches(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    for factor in (2, 3):
+        found = ds.map(lambda row, factor=factor: {"n": row["id"] * factor}).cache(root)
+        assert [row["n"] for row in found] == [factor * i for i in range(95)]
+    assert len(list(ds.take(30).cache(root))) == 30
+    assert len(list(root.iterdir())) == 3
+    assert ds.take(30).cache(root)[3] == ds[3]
+    assert len(list(root.iterdir())) == 3
+    changed = dataset_of(tmp_path / "data", numbered(1, 96), 20)  # the same files, with other values
+    os.utime(tmp_path / "data" / "a.arrow", ns=(1, 1))
+    changed = midepoch.from_files(tmp_path / "data", force_reindex=True)
+    assert changed.take(30).cache(root)[0]["id"] == 1
+
+
+def test_types_become_wide_enough_for_all_rows(ds: midepoch.Dataset) -> None:
+    found = ds.map(lambda row: {"n": None if row["id"] < 50 else "text", "x": [] if row["id"] < 30 else [1.5]}).cache()
+    assert found.schema.field("n").type == pa.string() and found.schema.field("x").type == pa.list_(pa.float64())
+    assert [row["n"] for row in found] == [None] * 50 + ["text"] * 45
+    with pytest.raises(ColumnError, match=r"'n' is int64 in some rows and string in others.*cast"):
+        ds.map(lambda row: {"n": 1 if row["id"] < 50 else "text"}).cache()
+
+
+def test_features_are_kept(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    stored = (
+        ds.select_columns(["id"]).map(lambda row: {"kind": "ab"[row["id"] % 2]}).class_encode_column("kind").cache()
+    )
+    assert stored.features["kind"].names == ["a", "b"] and stored[1] == {"id": 1, "kind": 1}
+    image = datasets.Dataset.from_dict(
+        {"image": [np.full((4, 4, 3), i, np.uint8) for i in range(12)], "label": [0, 1] * 6},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}),
+    )
+    image.save_to_disk(tmp_path / "images")
+    cat = midepoch.load_from_disk(tmp_path / "images").filter(lambda row: row["label"] == 0, input_columns=None).cache()
+    assert len(cat) == 6 and cat.features["label"].names == ["cat", "dog"]
+    assert [np.asarray(row["image"])[0, 0, 0] for row in cat] == [0, 2, 4, 6, 8, 10]
+
+
+def test_a_full_disk_is_said(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str, mode: str) -> Any:
+        raise OSError(28, "No space left on device", path)
+
+    with monkeypatch.context() as patch, pytest.raises(MidepochError, match=r"cannot be written.*No space.*make room"):
+        patch.setattr(cached.pa, "OSFile", full)
+        ds.cache(tmp_path / "full")
+    assert len(ds.cache(tmp_path / "full")) == 95
+    (folder,) = (tmp_path / "full").iterdir()
+    assert not [path for path in folder.iterdir() if path.suffix == ".tmp"]
+    (folder / "complete.json").write_text("{")
+    with pytest.raises(MidepochError, match="Delete this folder"):
+        ds.cache(tmp_path / "full")
+
+
+def test_no_rows(ds: midepoch.Dataset) -> None:
+    with pytest.raises(DataNotFoundError, match="no rows to cache"):
+        ds.filter(lambda row: False).cache()
