@@ -83,8 +83,16 @@ class ColumnSteps:
         return self._with_step(Cast(types_by_name(columns)))
 
     def cast_column(self: Self, column: str, feature: Any) -> Self:
-        """Convert one column to an Arrow type, or to that of a Hugging Face feature (``Value``, ``List``, …)."""
+        """Convert one column to an Arrow type, or to that of a Hugging Face feature (``Value``, ``List``, …).
+
+        A ``ClassLabel`` replaces the names of classes by their numbers.
+        """
+        if type(feature).__name__ == "ClassLabel" and getattr(feature, "names", None):
+            return self._with_classes(column, tuple(feature.names))
         return self.cast({column: feature})
+
+    def _with_classes(self: Self, column: str, names: tuple[str, ...]) -> Self:
+        raise NotImplementedError
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from midepoch.errors import ColumnError
 from midepoch.transforms.arrow_values import Paths, plain_values
 from midepoch.transforms.batch import Batch
 from midepoch.transforms.columns import check_columns
-from midepoch.transforms.features import Encoded
+from midepoch.transforms.features import Encoded, import_datasets
 from midepoch.transforms.function import RunContext
 
 
@@ -42,6 +42,8 @@ def type_named(name: str, given: Any) -> pa.DataType:
     """Return the Arrow type for a user's argument: the type itself, its name ("int32"), or a numpy type."""
     if isinstance(given, pa.DataType):
         return given
+    if type(given).__module__.partition(".")[0] == "datasets" or isinstance(given, (dict, list)):
+        return _of_feature(name, given)
     try:
         return pa.type_for_alias(given) if isinstance(given, str) else pa.from_numpy_dtype(np.dtype(given))
     except (ValueError, TypeError, pa.ArrowException):
@@ -49,6 +51,16 @@ def type_named(name: str, given: Any) -> pa.DataType:
             f"cast: column {name!r} cannot become {given!r}. Name an Arrow type, such as pa.list_(pa.int32()) or "
             "'int32'"
         ) from None
+
+
+def _of_feature(name: str, feature: Any) -> pa.DataType:
+    """Return the Arrow type of a Hugging Face feature."""
+    kind = type(feature).__name__
+    if kind in ("Image", "Audio", "Video"):
+        options = "sampling_rate=…" if kind == "Audio" else "size=…"
+        raise TypeError(f"cast: files of {kind.lower()} are decoded by ds.decode({name!r}, {options})")
+    datasets = import_datasets("features are a thing of Hugging Face's")
+    return datasets.Features({name: feature}).arrow_schema.field(name).type
 
 
 def converted(name: str, column: Any, kind: pa.DataType) -> Any:
