@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.hints import hinted
+
 Make = Callable[[], Any]
 
 
+@hinted()
 def assert_resumes_exactly(
     make: Make,
     *,

@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any
 
 from midepoch._internal.checks import integer
+from midepoch._internal.hints import hinted_methods
 from midepoch._internal.reasons import reason
 from midepoch.checkpoint import restoring, saving
 from midepoch.checkpoint.backends import backend_named
@@ -30,6 +31,7 @@ _log = logging.getLogger("midepoch")
 _rendezvous: Counter[tuple[str, str, int]] = Counter()  # of this process, by directory, purpose and rank
 
 
+@hinted_methods({"__init__": {"keep_last": "Use keep=3, or keep=midepoch.Keep(…)."}})
 class PipelineCheckpoint:
     """Data, model, optimizer and random generators of a run, committed together or not at all.
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch._internal.checks import integer
+from midepoch._internal.hints import hinted_methods
 from midepoch.checkpoint.manifest import Manifest
 
 
+@hinted_methods({}, only=["__init__"])
 @dataclass(frozen=True)
 class Keep:
     """Retention rules. A step is kept if any rule keeps it. Without a rule, all steps are kept.

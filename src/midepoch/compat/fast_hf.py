@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from midepoch._internal.hints import hinted
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.iteration.state import IterationState
@@ -192,6 +193,7 @@ class SimpleArrowIterableDataset(Dataset):
         return _shuffled(self.pipeline, self.epoch)
 
 
+@hinted()
 def fast_load_iterable_dataset(
     path: str,
     name: str | None = None,

@@ -10,6 +10,7 @@ from operator import length_hint
 from typing import Any
 
 from midepoch._internal.checks import integer
+from midepoch._internal.hints import hinted_methods
 from midepoch._internal.progress import shown
 from midepoch._internal.resumable import Resumable
 from midepoch.compat.splits import Splits
@@ -32,6 +33,7 @@ _LISTED_SHARDS = 256
 _ARGUMENTS = {"window": "shuffle_buffer_size (in row groups)", "scope": "shuffle", "aligned": "shuffle"}
 
 
+@hinted_methods({})
 class StructuredDataset(Resumable):
     """Dataset that ``create_dataloader`` returns with the loader: epoch, state and schema.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from midepoch.pipeline.node import StageSpec
 from midepoch.transforms import Cast, RemoveColumns, RenameColumns, SelectColumns, Step
 from midepoch.transforms.cast import types_by_name
+from midepoch.transforms.columns import check_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -80,7 +81,10 @@ class ColumnSteps:
 
         Results of functions have the types of their values, which may differ between batches. A cast makes them equal.
         """
-        return self._with_step(Cast(types_by_name(columns)))
+        types = types_by_name(columns)
+        if self._columns is not None:
+            check_columns([name for name, _ in types], self._columns, "cast")
+        return self._with_step(Cast(types))
 
     def cast_column(self: Self, column: str, feature: Any) -> Self:
         """Convert one column to an Arrow type, or to that of a Hugging Face feature (``Value``, ``List``, …).

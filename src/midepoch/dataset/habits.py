@@ -33,7 +33,7 @@ _ALL_ROWS = "All rows are shuffled, without a buffer: omit it. After filter, pac
 
 METHODS: dict[str, dict[str, str]] = {
     "map": _FUNCTION,
-    "filter": {**_FUNCTION, "function missing": "Pass a function of a row, or a pyarrow expression."},
+    "filter": {**_FUNCTION, "function": "Did you mean condition=?"},
     "flat_map": _FUNCTION,
     "shuffle": {
         "buffer_size": _ALL_ROWS,

@@ -125,7 +125,7 @@ def _not_a_path(given: Any) -> str:
             f"paths of files are expected, got a {kind}. Call midepoch.load_dataset(name, split=…) with its source, "
             "or write it with save_to_disk(folder) and call midepoch.load_from_disk(folder)."
         )
-    return f"paths of files are expected (a str, a pathlib.Path or a list of them), got a {kind}. Pass its path."
+    return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
 def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.fs as fs
 
 from midepoch._internal.address import Address
+from midepoch._internal.hints import hinted_methods
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.damage import is_damage, refusal
@@ -52,6 +53,7 @@ class Entry(NamedTuple):
     etag: str = ""
 
 
+@hinted_methods({}, only=["__init__"])
 @dataclass(frozen=True)
 class Retry:
     """Retry policy: ``attempts`` within ``budget`` seconds, with doubling pauses and jitter."""

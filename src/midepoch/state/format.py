@@ -148,7 +148,7 @@ _MOST_LANES = 2**31
 
 def parse(state: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping):
-        raise StateError(f"expected a state dict as returned by state_dict(), got {type(state).__name__}.")
+        raise StateError(f"expected a state dict as returned by state_dict(), got {state!r:.60}.")
     version = state.get(KEY)
     if isinstance(version, bool) or not isinstance(version, int):
         raise StateError(

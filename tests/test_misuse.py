@@ -1,0 +1,286 @@
+"""Calls that are wrong, as people write them: every message names the problem and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+import midepoch
+from data import dataset_of, write_arrow
+
+Call = Callable[[midepoch.Dataset], Any]
+Wrong = list[tuple[Call, str]]
+"""A call, and what its message must say: the problem, then the way out."""
+
+HF: Wrong = [
+    (lambda ds: ds.map(len, num_proc=4), "num_proc.*num_workers"),
+    (lambda ds: ds.map(len, desc="x"), "desc.*omit it"),
+    (lambda ds: ds.map(len, load_from_cache_file=False), "load_from_cache_file.*cache\\(\\)"),
+    (lambda ds: ds.map(len, keep_in_memory=True), "keep_in_memory.*omit"),
+    (lambda ds: ds.map(len, writer_batch_size=3), "writer_batch_size.*omit"),
+    (lambda ds: ds.map(len, cache_file_name="x"), "cache_file_name.*cache\\(\\)"),
+    (lambda ds: ds.map(len, features={}), "features.*cast"),
+    (lambda ds: ds.map(len, with_rank=True), "with_rank.*with_indices"),
+    (lambda ds: ds.map(fn=len), "'fn'.*first argument"),
+    (lambda ds: ds.map(len, num_workers=2), "num_workers.*ds.loader"),
+    (lambda ds: ds.map(len, kwargs={}), "kwargs.*fn_kwargs"),
+    (lambda ds: ds.map(len, batch=True), "'batch'.*batched="),
+    (lambda ds: ds.map(len, remove_column="id"), "remove_column.*remove_columns="),
+    (lambda ds: ds.map(len, input_column="id"), "input_column.*input_columns="),
+    (lambda ds: ds.map(), "map\\(\\) needs function"),
+    (lambda ds: ds.map("text"), "takes a function.*'text'"),
+    (lambda ds: ds.map(len, True, 10, True), "takes 3 arguments by position.*by name"),
+    (lambda ds: ds.map(len, function=len), "'function' twice"),
+    (lambda ds: ds.map(len, remove_columns=["nothing"]), "nothing.*id, text"),
+    (lambda ds: ds.map(len, input_columns=["nothing"]), "nothing.*id, text"),
+    (lambda ds: ds.map(len, batched=True, batch_size=0), "batch_size.*at least 1"),
+    (lambda ds: ds.map(len, one_to_one=False), "one_to_one=False requires batched=True.*flat_map"),
+    (lambda ds: ds.map(len, drop_last_batch=True), "requires batched=True"),
+    (lambda ds: ds.map(len, on_error="ignore"), "'raise' or 'skip'.*'ignore'"),
+    (lambda ds: ds.map(len, with_generator="jax"), "True, False, 'numpy' or 'torch'"),
+    (lambda ds: ds.filter(), "filter\\(\\) needs condition"),
+    (lambda ds: ds.filter("id > 3"), "function or a pyarrow expression"),
+    (lambda ds: ds.filter(len, num_proc=2), "num_proc.*num_workers"),
+    (lambda ds: ds.filter(function=len), "'function'.*condition="),
+    (lambda ds: ds.flat_map(len, batched=True), "'batched'.*It takes function"),
+    (lambda ds: ds.shuffle(buffer_size=1000), "buffer_size.*omit it.*window="),
+    (lambda ds: ds.shuffle(generator=torch.Generator()), "generator.*seed="),
+    (lambda ds: ds.shuffle(seed="a"), "seed must be an integer"),
+    (lambda ds: ds.shuffle(seed=-1), r"seed must be in \[0, 2\*\*64\)"),
+    (lambda ds: ds.shuffle(True), "seed must be an integer"),
+    (lambda ds: ds.shuffle(1, scope="row"), "scope must be one of.*'row'"),
+    (lambda ds: ds.shuffle(1, scope="window", window=0), "window"),
+    (lambda ds: ds.set_format("torch"), "set_format.*with_format"),
+    (lambda ds: ds.set_transform(len), "set_transform.*with_transform"),
+    (lambda ds: ds.reset_format(), "reset_format.*with_format\\(None\\)"),
+    (lambda ds: ds.with_format("tensorflow"), "'python', 'numpy', 'torch', 'arrow', 'jax'.*'tensorflow'"),
+    (lambda ds: ds.with_format("torch", output_all_columns=True), "output_all_columns.*columns="),
+    (lambda ds: ds.with_format("torch", device="cuda"), "device.*loader"),
+    (lambda ds: ds.with_format("torch", columns=["nothing"]), "nothing.*id, text"),
+    (lambda ds: ds.with_transform(3), "takes a function, got 3"),
+    (lambda ds: ds.to_iterable_dataset(), "iterable"),
+    (lambda ds: ds.to_csv("x"), "to_csv.*cache\\(\\)"),
+    (lambda ds: ds.to_parquet("x"), "to_parquet.*cache\\(\\)"),
+    (lambda ds: ds.save_to_disk("x"), "save_to_disk.*cache\\(\\)"),
+    (lambda ds: ds.push_to_hub("x"), "push_to_hub"),
+    (lambda ds: ds.to_list(), "list\\(ds\\)"),
+    (lambda ds: ds.to_dict(), r"ds\[:\]"),
+    (lambda ds: ds.add_column("a", [1]), "add_column.*map"),
+    (lambda ds: ds.sort("id"), "sort.*argsort"),
+    (lambda ds: ds.flatten_indices(), "flatten_indices.*omit"),
+    (lambda ds: ds.repeat(3), "repeat.*epochs"),
+    (lambda ds: ds.colum_names, "colum_names.*column_names"),
+    (lambda ds: ds.num_row, "num_row.*num_rows"),
+    (lambda ds: ds.info, "info.*features"),
+    (lambda ds: ds.keys(), "keys.*one dataset.*split="),
+    (lambda ds: ds.dataloader(3), "dataloader.*loader"),
+    (lambda ds: ds + ds, "midepoch.concat"),
+    (lambda ds: ds.train_test_split(test_size=1.5), "share above 0 and below 1.*1.5"),
+    (lambda ds: ds.train_test_split(test_size="10%"), "share such as 0.1.*'10%'"),
+    (lambda ds: ds.train_test_split(test_size=99), "20 rows cannot be split"),
+    (lambda ds: ds.train_test_split(0.1, stratify_by_column="id"), "stratify_by_column.*filter"),
+    (lambda ds: ds.train_test_split(0.1, generator=1), "generator.*seed="),
+    (lambda ds: ds.train_test_split(0.1, seed="x"), "seed must be an integer"),
+    (lambda ds: ds.filter(len).train_test_split(0.1), "train_test_split.*before the steps"),
+    (lambda ds: ds.rename_column("nothing", "a"), "nothing.*id, text"),
+    (lambda ds: ds.rename_column("id", "text"), "text"),
+    (lambda ds: ds.rename_columns(["a", "b"]), "{old: new}"),
+    (lambda ds: ds.cast_column("id", "int33"), "int33.*'int32'"),
+    (lambda ds: ds.cast_column("nothing", "int32"), "nothing.*id, text"),
+    (lambda ds: ds.cast(["id"]), "cast.*'int32'"),
+    (lambda ds: ds.class_encode_column("nothing"), "nothing.*id, text"),
+    (lambda ds: ds.unique("nothing"), "nothing.*id, text"),
+    (lambda ds: ds["nothing"], "nothing.*id, text"),
+    (lambda ds: ds[99], "row 99 is out of range.*20 rows"),
+    (lambda ds: ds["id"]["x"], "row numbers.*'x'"),
+    (lambda ds: ds[1.5], "integer, a slice or a list"),
+    (lambda ds: ds.filter(len)[0], "no positions.*Iterate it"),
+    (lambda ds: len(ds.filter(len)), "estimated_len"),
+    (lambda ds: ds.select([99]), "row 99 is out of range"),
+    (lambda ds: ds.select([True, False]), "flatnonzero"),
+    (lambda ds: ds.select("id"), "integers|row numbers"),
+    (lambda ds: ds.select_columns(columns=["id"]), "columns.*column_names="),
+    (lambda ds: ds.select_columns(["nothing"]), "nothing.*id, text"),
+    (lambda ds: ds.remove_columns("nothing"), "nothing.*id, text"),
+    (lambda ds: ds.slice("80"), "'80%'"),
+    (lambda ds: ds.take(-1), "take.*-1"),
+    (lambda ds: ds.take("10"), "take.*'10'"),
+    (lambda ds: ds.shard(2, 2), r"\[0, 2\)|index"),
+    (lambda ds: ds.shard(num_shards=2, index=0, contiguous=True), "contiguous.*mode="),
+    (lambda ds: ds.shard(2, 0, mode="rows"), "'auto', 'file' or 'example'"),
+    (lambda ds: ds.shard(2, 0).shard(2, 0), "already shard 0 of 2"),
+    (lambda ds: ds.batch(batch_size=3), "batch_size.*size="),
+    (lambda ds: ds.batch(0), "at least 1"),
+    (lambda ds: ds.iter(batch_size=2, drop_last=True), "drop_last.*drop_last_batch="),
+    (lambda ds: ds.iter(0), "at least 1"),
+    (lambda ds: ds.unbatch(), "none of the columns id, text contains lists"),
+    (lambda ds: ds.unbatch("nothing"), "nothing.*id, text"),
+    (lambda ds: ds.tokenize(3), "tokenizer of transformers or tokenizers"),
+    (lambda ds: ds.decode("nothing"), "nothing.*id, text"),
+    (lambda ds: ds.decode("text", kind="picture"), "image.*audio.*video|'picture'"),
+    (lambda ds: ds.shuffle(seed=1).cache(), "cache\\(\\) before shuffle"),
+    (lambda ds: ds.shard(2, 0).cache(), "cache\\(\\) before shard"),
+    (lambda ds: ds.cache(key=3), "key.*text, got 3"),
+    (lambda ds: ds.cache(cache_dir="x"), "cache_dir.*directory"),
+]
+
+TORCH: Wrong = [
+    (lambda ds: ds.loader(), "needs batch_size.*ds.loader\\(batch_size=32\\)"),
+    (lambda ds: ds.loader(4, shuffle=True), r"shuffle.*ds.shuffle\(seed=…\)"),
+    (lambda ds: ds.loader(4, sampler=[1]), "sampler.*ds.select"),
+    (lambda ds: ds.loader(4, batch_sampler=[1]), "batch_sampler.*ds.pack"),
+    (lambda ds: ds.loader(4, generator=torch.Generator()), "generator.*ds.shuffle"),
+    (lambda ds: ds.loader(4, seed=3), "seed.*ds.shuffle"),
+    (lambda ds: ds.loader(4, num_replicas=2), "num_replicas.*world_size"),
+    (lambda ds: ds.loader(4, pin_memory_device="cuda"), "pin_memory_device.*device="),
+    (lambda ds: ds.loader(4, in_order=False), "in_order.*exact"),
+    (lambda ds: ds.loader(4, snapshot_every_n_steps=3), "snapshot_every_n_steps.*omit"),
+    (lambda ds: ds.loader(4, num_worker=3), "num_worker.*num_workers="),
+    (lambda ds: ds.loader(4, workers=3), "workers.*num_workers="),
+    (lambda ds: ds.loader(0), "batch_size.*at least 1"),
+    (lambda ds: ds.loader("4"), "batch_size.*'4'"),
+    (lambda ds: ds.loader(4, num_workers=-1), "num_workers.*-1"),
+    (lambda ds: ds.loader(4, prefetch=0), "prefetch.*at least 1"),
+    (lambda ds: ds.loader(4, prefetch=2, prefetch_factor=2), "two names of one setting"),
+    (lambda ds: ds.loader(4, timeout=-1), "timeout.*-1"),
+    (lambda ds: ds.loader(4, worker_init_fn=3), "worker_init_fn must be a function"),
+    (lambda ds: ds.loader(4, collate_fn=3), "collate_fn must be a function"),
+    (lambda ds: ds.loader(None, collate_columns=True), "collate_columns.*batch_size"),
+    (lambda ds: ds.loader(4, persistent_workers=True), "num_workers of at least 1"),
+    (lambda ds: ds.loader(4, last_batch="keep"), "'drop', 'pad', 'uneven'"),
+    (lambda ds: ds.loader(4, drop_last=True, last_batch="pad"), "contradict"),
+    (lambda ds: ds.loader(4, worker_type="fork"), "'auto', 'process', 'thread'"),
+    (lambda ds: ds.loader(4, rank=3, world_size=2), "rank"),
+    (lambda ds: ds.loader(4, device="gpu"), "device"),
+    (lambda ds: ds.shard(2, 0).loader(4, rank=0, world_size=2), "already shard.*Omit"),
+    (lambda ds: ds.loader(4).sampler, "sampler.*loader.dataset"),
+    (lambda ds: ds.loader(4).batch_sampler, "batch_sampler.*loader.dataset"),
+    (lambda ds: ds.loader(4).state_dct(), "state_dct.*state_dict"),
+    (lambda ds: ds.loader(4).save("x"), "save.*state_dict"),
+    (lambda ds: ds.loader(4).reset(), "reset.*set_epoch"),
+    (lambda ds: ds.loader(4).rank, "rank.*shard.index"),
+    (lambda ds: ds.loader(4).set_epoch(), "needs epoch"),
+    (lambda ds: ds.loader(4).set_epoch(-1), "set_epoch.*-1"),
+    (lambda ds: ds.loader(4).set_epoch("1"), "set_epoch.*'1'"),
+    (lambda ds: ds.loader(4).load_state_dict({}, strict=False), "strict.*allow="),
+    (lambda ds: ds.loader(4).load_state_dict({}), "state"),
+    (lambda ds: ds.loader(4).load_state_dict(None), "state"),
+    (lambda ds: ds.loader(4).load_state_dict({"model": 1}), "state"),
+    (lambda ds: ds.loader(4).on_stats(3), "hook"),
+    (lambda ds: len(ds.filter(len).loader(4)), "estimated_len"),
+    (lambda ds: torch.utils.data.random_split(ds, [0.5, 0.5])[0].__getitems__([1]), "random_split.*train_test_split"),
+]
+
+PACK: Wrong = [
+    (lambda ds: ds.pack(), "needs length.*eos=.*pad="),
+    (lambda ds: ds.pack(0), "length.*at least 1"),
+    (lambda ds: ds.pack(8), "input_ids.*id, text"),
+    (lambda ds: ds.pack(8, "text", max_length=3), "max_length.*length="),
+    (lambda ds: ds.pack(8, "text", pad_token_id=3), "pad_token_id.*pad="),
+    (lambda ds: ds.pack(8, "text", eos_token_id=3), "eos_token_id.*eos="),
+    (lambda ds: ds.pack(8, "text", extra=["labels"]), r"extra=\{'labels': -100\}"),
+    (lambda ds: ds.pack(8, "text", extra="mask"), r"extra=\{'mask': 0\}"),
+    (lambda ds: ds.pack(8, "text", extra={"labels": None}), "labels.*integer"),
+    (lambda ds: ds.pack(8, "text", extra={"text": 0}), "'text' is the packed column"),
+    (lambda ds: ds.pack(8, "text", extra={"labels": 0}), "labels.*id, text"),
+    (lambda ds: ds.pack(8, "text", mask_first=True), "labels=True"),
+    (lambda ds: ds.pack(8, "text", labels=True, extra={"labels": -100}), "labels.*Omit one"),
+    (lambda ds: ds.rename_column("id", "labels").pack(8, "text", labels=True), "extra={'labels': -100}"),
+    (lambda ds: ds.pack(8, "text", strategy="greedy"), "'concat' or 'best_fit', got 'greedy'"),
+    (lambda ds: ds.pack(8, "text", pad=None), "pad.*integer"),
+    (lambda ds: ds.pack(8, "text", eos=-1), "eos.*-1"),
+    (lambda ds: next(iter(ds.pack(8, "text"))), "'text'.*lists of numbers"),
+    (lambda ds: ds.filter(len).shuffle(), "requires a seed.*shuffle\\(seed=0, window=10_000\\)"),
+]
+
+OPEN: Wrong = [
+    (lambda _: midepoch.load_dataset("parquet"), "needs split.*split='train'"),
+    (lambda _: midepoch.load_dataset("parquet", split="train[:"), "split"),
+    (lambda _: midepoch.load_dataset(3, split="train"), "path"),
+    (lambda _: midepoch.from_files(), "needs paths"),
+    (lambda _: midepoch.from_files("nowhere/*.parquet"), "nowhere"),
+    (lambda _: midepoch.from_files([]), "path"),
+    (lambda _: midepoch.from_files(3), "path.*3"),
+    (lambda _: midepoch.from_files("x", split="train"), "split.*slice"),
+    (lambda _: midepoch.from_files("x", data_files="y"), "data_files.*paths="),
+    (lambda _: midepoch.from_files("x", column=["y"]), "column.*columns="),
+    (lambda _: midepoch.from_files("x", streaming=True), "streaming.*omit"),
+    (lambda _: midepoch.from_files("x", batch_size=3), "batch_size.*loader"),
+    (lambda _: midepoch.from_files("x", sep=";"), "sep.*tsv"),
+    (lambda _: midepoch.from_files("x", on_error="warn"), "'raise' or 'skip'"),
+    (lambda _: midepoch.from_files("x", partitioning="dir"), "None or 'hive'"),
+    (lambda _: midepoch.from_files("x", cache_bytes="1GB"), "cache_bytes.*'1GB'"),
+    (lambda _: midepoch.from_files("x", format="tar"), "format.*'tar'"),
+    (lambda _: midepoch.load_from_disk("nowhere"), "nowhere"),
+    (lambda _: midepoch.load_from_disk("x", keep_in_memory=True), "keep_in_memory.*omit"),
+    (lambda ds: midepoch.mix([ds, ds], probabilities=[1, 2]), "probabilities.*weights="),
+    (lambda ds: midepoch.mix([ds, ds], [1]), "1 weights for 2 sources"),
+    (lambda ds: midepoch.mix([ds, ds], [0, 0]), "at least one above 0"),
+    (lambda ds: midepoch.mix([ds, ds], stop="last"), "stop.*'first'"),
+    (lambda ds: midepoch.mix(ds, ds), r"takes a list of datasets, mix\(\[a, b\]\)"),
+    (lambda ds: midepoch.mix([]), "takes a list of datasets"),
+    (lambda ds: midepoch.mix([ds, [1, 2]]), "expected a Dataset.*list"),
+    (lambda ds: midepoch.mix({"a": ds}, {"b": 1}), "weights for b, but the sources are a"),
+    (lambda ds: midepoch.concat(ds, ds), r"concat\(\[a, b\]\)"),
+    (lambda ds: midepoch.concat([ds, ds], axis=1), "axis.*midepoch.zip"),
+    (lambda ds: midepoch.mix([ds, ds.rename_column("id", "n")]), "columns id, text.*rename_columns"),
+    (lambda ds: midepoch.zip([ds, ds]), "'id'.*rename_columns"),
+    (lambda ds: midepoch.interleave_datasets([ds], weights=[1]), "weights.*probabilities="),
+    (lambda ds: midepoch.interleave_datasets([ds], stopping_strategy="oversample"), "'first_exhausted'.*concat"),
+    (lambda ds: midepoch.concatenate_datasets([ds], axis=2), "0 for rows or 1 for columns"),
+    (lambda ds: midepoch.concat([ds.shard(2, 0), ds]), "shards cannot be combined.*then shard"),
+    (lambda _: midepoch.DataLoader, "DataLoader.*ds.loader"),
+    (lambda _: midepoch.IterableDataset, "IterableDataset.*midepoch.Dataset"),
+    (lambda _: midepoch.random_split, "random_split.*train_test_split"),
+    (lambda _: midepoch.load_datset, "load_datset.*load_dataset"),
+    (lambda _: midepoch.from_generator, "from_generator.*files"),
+    (lambda _: midepoch.StructuredDataset.create_dataloader("x", workers=3), "workers.*num_workers="),
+    (lambda _: midepoch.StructuredDataset.create_dataloader("x", output_format="tf"), "'torch', 'numpy'.*'tf'"),
+    (lambda _: midepoch.PipelineCheckpoint("x", keep_last=3), "keep_last.*keep"),
+    (lambda _: midepoch.Keep(latest=3), "latest"),
+]
+
+INTERNAL = re.compile(
+    r"\b(HasSteps|Steps|ColumnSteps|Rows|Reading|LoaderSettings|Measured|Resumable)\.|unexpected keyword|NoneType|"
+    r"object is not|positional argument|keyword-only"
+)
+
+
+@pytest.fixture(scope="module")
+def ds(tmp_path_factory: pytest.TempPathFactory) -> midepoch.Dataset:
+    table = pa.table({"id": range(20), "text": [f"t {i}" for i in range(20)]})
+    return dataset_of(tmp_path_factory.mktemp("misuse"), table, 7)
+
+
+@pytest.mark.parametrize("wrong", [HF, TORCH, PACK, OPEN], ids=["hf", "torch", "pack", "open"])
+def test_every_message_names_the_problem_and_the_way_out(wrong: Wrong, ds: midepoch.Dataset) -> None:
+    unhelpful = []
+    for number, (call, says) in enumerate(wrong):
+        try:
+            call(ds)
+        except Exception as problem:
+            text = str(problem)
+            if not re.search(says, text, re.DOTALL) or INTERNAL.search(text) or not 15 < len(text) < 600:
+                unhelpful.append(f"{number}: {says!r}: {type(problem).__name__}: {text}")
+        else:
+            unhelpful.append(f"{number}: {says!r}: no error")
+    assert not unhelpful, "\n" + "\n".join(unhelpful)
+
+
+def test_the_list_is_long_enough() -> None:
+    assert sum(map(len, (HF, TORCH, PACK, OPEN))) >= 150
+
+
+def test_errors_inside_of_functions_are_not_explained_away(tmp_path: Path) -> None:
+    """Only a call that does not fit its signature gets a hint: a TypeError of a user's function stays as it is."""
+    ds = midepoch.from_files(write_arrow(tmp_path / "a.arrow", pa.table({"id": range(3)}), 2))
+    with pytest.raises(midepoch.MapError, match="unsupported operand"):
+        list(ds.map(lambda row: {"n": row["id"] + "a"}))
+    with pytest.raises(TypeError, match="row numbers, got a mask"):
+        ds.select([True])
