@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from midepoch.checkpoint import Keep, PipelineCheckpoint
     from midepoch.compat.structured import StructuredDataset
     from midepoch.dataset import Dataset
-    from midepoch.dataset.combine import concat, concatenate_datasets, interleave_datasets, mix, zip  # noqa: A004, F401
+    from midepoch.dataset.combine import concat, concatenate_datasets, interleave_datasets, mix
+    from midepoch.dataset.combine import zip as zip  # noqa: A004 (the export of a name that is not in __all__)
     from midepoch.errors import (
         CheckpointDamagedError,
         CheckpointError,

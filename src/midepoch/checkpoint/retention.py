@@ -12,7 +12,7 @@ from midepoch._internal.hints import hinted_methods
 from midepoch.checkpoint.manifest import Manifest
 
 
-@hinted_methods({}, only=["__init__"])
+@hinted_methods({})
 @dataclass(frozen=True)
 class Keep:
     """Retention rules. A step is kept if any rule keeps it. Without a rule, all steps are kept.

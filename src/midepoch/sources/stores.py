@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     etag: str = ""
 
 
-@hinted_methods({}, only=["__init__"])
+@hinted_methods({})
 @dataclass(frozen=True)
 class Retry:
     """Retry policy: ``attempts`` within ``budget`` seconds, with doubling pauses and jitter."""
@@ -64,6 +64,7 @@ class Retry:
     budget: float = 120.0
 
     def pause(self, attempt: int) -> float:
+        """Return the seconds to wait after an attempt that failed, counted from 0."""
         return random.uniform(0.5, 1.0) * float(min(self.longest_pause, self.first_pause * 2.0**attempt))
 
 
