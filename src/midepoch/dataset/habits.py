@@ -1,4 +1,4 @@
-"""What people type by habit from other libraries and does not exist here, with what to do instead."""
+"""Names and arguments of other libraries that do not exist here, with what to do instead."""
 
 from __future__ import annotations
 
