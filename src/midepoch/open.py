@@ -165,6 +165,9 @@ def load_dataset(
     without network access. Changed local files are detected; for a new version of a hub dataset pass
     ``force_reindex=True``. ``split`` takes the full notation: ``"train[:90%]"``, ``"train[10:20]+test"``.
     """
+    for argument in load_dataset_kwargs:
+        if hint := habits.OPEN["load_dataset"].get(argument):
+            raise TypeError(f"load_dataset() has no argument {argument!r}. {hint}")
     parts = parse_split(split)
     request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()

@@ -160,6 +160,11 @@ _OPEN_SPLIT = "Choose one, also in part: split='train', split='train[:90%]+valid
 OPEN = {
     "load_dataset": {
         "split missing": _OPEN_SPLIT,
+        "num_workers": "Did you mean num_proc=? It is for the conversion of files that are not Arrow.",
+        "batch_size": "Use load_dataset(…).loader(batch_size=…).",
+        "shuffle": "Use load_dataset(…).shuffle(seed=…).",
+        "seed": "Use load_dataset(…).shuffle(seed=…).",
+        "transform": "Use load_dataset(…).map(function), or with_transform(function).",
     },
     "load_from_disk": {
         "keep_in_memory": "Files are mapped, not read into memory: omit it.",

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -153,6 +154,12 @@ def _failure(request: HubRequest, problem: Exception, missing: bool) -> DataErro
     if missing:
         failure: DataError = DataNotFoundError(secrets.clean(f"datasets could not find {name}: {problem}"))
     else:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(problem))
+        if isinstance(problem, TypeError) and unknown is not None:
+            return DataError(
+                f"load_dataset({name}) has no argument {unknown[1]!r}: neither midepoch, nor datasets' reader of that "
+                "format. Omit it, or correct its name."
+            )
         cause = problem.__cause__ or problem.__context__
         detail = f" ({type(cause).__name__}: {cause})" if cause is not None else ""
         text = f"datasets could not load {name}: {type(problem).__name__}: {problem}{detail}"
