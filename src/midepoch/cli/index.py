@@ -9,7 +9,6 @@ import typer
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
-from midepoch.sources.index import default_index_dir
 
 
 def index(
@@ -28,6 +27,8 @@ def index(
 
     [bold]midepoch index 'data/*.arrow' --force[/]
     """
+    from midepoch.sources.index import default_index_dir
+
     began = time.monotonic()
     options = {} if index_dir is None else {"index_dir": index_dir}
     ds = open_data(data, split, config, storage, format, force_reindex=force, **options)

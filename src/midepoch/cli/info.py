@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
-from midepoch.dataset import Dataset
+
+if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
 
 _FILES = 20
 
@@ -40,6 +41,8 @@ def info(
 
 def tell(ds: Dataset) -> dict[str, Any]:
     """Return a summary of a dataset, JSON-able."""
+    import numpy as np
+
     source = ds.pipeline.source
     blocks = np.diff(source.layout.block_starts)
     files = [
@@ -70,6 +73,8 @@ def tell(ds: Dataset) -> dict[str, Any]:
 
 
 def _spread(sizes: Any) -> dict[str, float]:
+    import numpy as np
+
     counts = np.asarray(sizes, dtype=np.float64)
     if not len(counts):
         return {"least": 0, "median": 0, "most": 0}

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from midepoch._internal.address import Address
-from midepoch._internal.progress import Bar
-from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.manager import step_health
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
-from midepoch.cli.states import open_state
 from midepoch.errors import CheckpointNotFoundError, StateError
-from midepoch.tools.describe import Difference, describe, differences
+
+if TYPE_CHECKING:
+    from midepoch.tools.describe import Difference
 
 _TEXT = 1000
 
@@ -45,6 +43,9 @@ def inspect(
 
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
     """
+    from midepoch.cli.states import open_state
+    from midepoch.tools.describe import describe
+
     found, number = open_state(state, step, part, ranks=world_size)
     summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
@@ -80,6 +81,9 @@ def diff(
 
     [bold]midepoch diff state.json --dataset train.py:make_loader[/]
     """
+    from midepoch.cli.states import open_state
+    from midepoch.tools.describe import differences
+
     if sum(given is not None for given in (second, data or None, dataset)) != 1:
         raise ValueError("pass one thing to compare with: a second state, --data or --dataset")
     state = open_state(first, step, part).state
@@ -141,6 +145,10 @@ def verify(
 
     [bold]midepoch verify s3://bucket/run/checkpoints --step 4000[/]
     """
+    from midepoch._internal.progress import Bar
+    from midepoch.checkpoint import PipelineCheckpoint
+    from midepoch.checkpoint.manager import step_health
+
     saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
     steps = saved.steps() if step is None else [step]
     if not steps:
