@@ -43,6 +43,8 @@ def tell(ds: Dataset) -> dict[str, Any]:
     """Return a summary of a dataset, JSON-able."""
     import numpy as np
 
+    from midepoch.tools.contents import feature_text
+
     source = ds.pipeline.source
     blocks = np.diff(source.layout.block_starts)
     files = [
@@ -59,7 +61,12 @@ def tell(ds: Dataset) -> dict[str, Any]:
         "read": "decoded" if source.fetched else "mapped",
         "fingerprint": source.fingerprint,
         "columns": [
-            {"name": field.name, "type": str(field.type), "nulls": bool(source.nullable[name])}
+            {
+                "name": field.name,
+                "type": str(field.type),
+                "feature": feature_text(source.features.get(name)),
+                "nulls": bool(source.nullable[name]),
+            }
             for field, name in zip(ds.schema, ds.pipeline.base.head.values(), strict=True)
         ],
         "balance": {
@@ -97,7 +104,7 @@ def _show(about: dict[str, Any]) -> None:
     say(f"fingerprint {about['fingerprint']}")
     columns = Table("column", "type", "nulls", title="columns", title_justify="left")
     for column in about["columns"]:
-        columns.add_row(column["name"], column["type"], "yes" if column["nulls"] else "")
+        columns.add_row(column["name"], column["feature"] or column["type"], "yes" if column["nulls"] else "")
     say(columns)
     balance = Table("", title="balance", title_justify="left")
     for name in ("least", "median", "most"):
