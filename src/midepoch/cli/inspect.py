@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 _TEXT = 1000
 
 State = Annotated[
-    str, typer.Argument(help="A state as a JSON file, or a folder or address of checkpoints.", show_default=False)
+    str,
+    typer.Argument(
+        help="A state as a JSON file, a folder or address of checkpoints, the folder of a run, or the output of Hugging "
+        "Face's Trainer, Accelerate or Lightning.",
+        show_default=False,
+    ),
 ]
 Step = Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")]
 Part = Annotated[str | None, typer.Option(help="The part of a checkpoint: data, or the name of an extra.")]
@@ -42,21 +47,23 @@ def inspect(
     [bold]midepoch inspect state.json[/]
 
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
+
+    [bold]midepoch inspect trainer_output[/]
     """
     from midepoch.cli.states import open_state
     from midepoch.tools.describe import describe
 
-    found, number = open_state(state, step, part, ranks=world_size)
+    found, number, place = open_state(state, step, part, ranks=world_size)
     summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
-        common.print_json({"step": number, **asdict(summary), "share": summary.share})
+        common.print_json({"step": number, "place": Address(place).public, **asdict(summary), "share": summary.share})
         return
-    shown = Address(state).public if number is None else f"{Address(state)}, step {number}"
+    shown = Address(place).public if number is None else f"{Address(place)}, step {number}"
     table = Table(show_header=False, title=shown, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in summary.lines().items():
-        table.add_row(name, text)
+        table.add_row(name, "\n".join(summary.sources) if name == "sources" else text)
     common.console.print(table)
 
 
@@ -152,7 +159,9 @@ def verify(
     saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
     steps = saved.steps() if step is None else [step]
     if not steps:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(checkpoints)}.")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {Address(checkpoints)}. Pass the folder that PipelineCheckpoint was given."
+        )
     checked = []
     with Bar("verifying", "steps") as bar:
         for number, one in enumerate(steps, 1):

@@ -48,7 +48,7 @@ def plan(
     from midepoch.cli.states import open_state
     from midepoch.tools.plan import plan_resume
 
-    state, which = open_state(checkpoint, step, part, ranks=world_size)
+    state, which, place = open_state(checkpoint, step, part, ranks=world_size)
     made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage) if data else None
     resume = plan_resume(
         state,
@@ -62,7 +62,7 @@ def plan(
     )
     if as_json:
         common.print_json(
-            {"checkpoint": Address(checkpoint).public, "step": which, "num_workers": num_workers, **asdict(resume)}
+            {"checkpoint": Address(place).public, "step": which, "num_workers": num_workers, **asdict(resume)}
         )
     else:
         _show(resume, which, world_size)
