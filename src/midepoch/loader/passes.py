@@ -77,6 +77,8 @@ class Pass(HasState):
     def __next__(self) -> Any:
         if self._meter.due:
             self._meter.call_hooks()
+        if not self._made:
+            finish({}, self._format)  # imports torch or JAX: 1.7 s that are no loading
         asked = perf_counter()
         if self._over:
             raise StopIteration
