@@ -110,11 +110,10 @@ def ledger_folder(run: str | Path) -> Path:
     if is_address(given):
         raise DataNotFoundError(f"{Address(str(run))} is an address, but ledgers are in local folders. Pass a folder.")
     name = Address(str(given)).public
-    if not given.exists():
-        raise DataNotFoundError(f"{name} does not exist. Pass the folder of a run, which loader(audit=…) was given.")
+    missing = "" if given.exists() else ", which does not exist"
     raise DataNotFoundError(
-        f"there is no ledger in {name}. Pass the folder of a run, which loader(audit=…) was given: a folder of its "
-        "own, not that of the data."
+        f"there is no ledger in {name}{missing}. Pass the folder of a run, which loader(audit=…) was given: a folder "
+        "of its own, not that of the data."
     )
 
 
