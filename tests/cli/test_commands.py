@@ -111,7 +111,7 @@ def test_inspect(state: Path, files: list[Path], tmp_path: Path) -> None:
     assert "is not JSON" in refused("inspect", tmp_path / "no.json")
     (tmp_path / "other.json").write_text("[1, 2]")
     assert "one state" in refused("inspect", tmp_path / "other.json")
-    assert "there is no checkpoint" in refused("inspect", tmp_path / "nowhere")
+    assert "does not exist" in refused("inspect", tmp_path / "nowhere")
 
 
 def test_inspect_and_verify_checkpoints(files: list[Path], tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def test_help_names_every_argument_and_option(command: str) -> None:
             assert parameter.name.upper() in usage
             assert (f"[{parameter.name.upper()}" in usage) is not parameter.required
         else:
-            [line] = [line for line in text.splitlines() if re.match(rf"  (-\w, )?{max(parameter.opts, key=len)} ", line)]
+            [line] = [
+                line for line in text.splitlines() if re.match(rf"  (-\w, )?{max(parameter.opts, key=len)} ", line)
+            ]
             names = (*parameter.opts, *parameter.secondary_opts)
             assert all(re.search(rf"(^|[ ,]){name}([ ,]|$)", line) for name in names)
             assert ("[required]" in line) is bool(parameter.required)

@@ -22,7 +22,7 @@ class _Entry(NamedTuple):
 
 _DATA, _STATES, _RUNS, _MACHINE = "Data", "States and checkpoints", "Runs", "This machine"
 
-# The first lines are repeated here, so that the list is shown without importing numpy and pyarrow: 0.1 s instead of 0.9.
+# The first lines are repeated here, so that the list needs no import of numpy and pyarrow: 0.1 s instead of 0.9.
 COMMANDS = {
     "info": _Entry("info", _DATA, "Show files, blocks, rows, bytes, columns, and the distribution of rows."),
     "peek": _Entry("peek", _DATA, "Show rows at a position, as a training run would get them, and their files."),

@@ -22,8 +22,8 @@ _TEXT = 1000
 State = Annotated[
     str,
     typer.Argument(
-        help="A state as a JSON file, a folder or address of checkpoints, the folder of a run, or the output of Hugging "
-        "Face's Trainer, Accelerate or Lightning.",
+        help="A state as a JSON file, a folder or address of checkpoints, the folder of a run, or the output of "
+        "Hugging Face's Trainer, Accelerate or Lightning.",
         show_default=False,
     ),
 ]

@@ -104,7 +104,9 @@ def _of_lightning(path: Path, part: str | None) -> Chosen:
     try:
         import torch
     except ImportError:
-        raise StateError(f"{path} is a checkpoint of Lightning, which needs torch to be read: pip install torch") from None
+        raise StateError(
+            f"{path} is a checkpoint of Lightning, which needs torch to be read: pip install torch"
+        ) from None
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as problem:

@@ -38,8 +38,8 @@ class ResumableTraining:
     ``loader_options`` for options that they lack: ``{"last_batch": "pad", "audit": "runs/7"}``. Other datasets and
     evaluation are left to the Trainer.
 
-    A dataset that is not shuffled is shuffled by ``data_seed``, or else ``seed``, as the Trainer does. It stays in order
-    with ``train_sampling_strategy="sequential"``. A resume keeps the order of the checkpoint.
+    A dataset that is not shuffled is shuffled by ``data_seed``, or else ``seed``, as the Trainer does. It stays in
+    order with ``train_sampling_strategy="sequential"``. A resume keeps the order of the checkpoint.
     """
 
     _checkpoint: str | None = None  # from which the run resumes
@@ -121,8 +121,8 @@ class ResumableTraining:
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             self._tell(
                 logging.INFO,
-                f"the training data is shuffled with seed {seed}, as by the Trainer. Call shuffle(…) on the dataset for "
-                "another order, or use TrainingArguments(train_sampling_strategy='sequential') for none.",
+                f"the training data is shuffled with seed {seed}, as by the Trainer. Call shuffle(…) on the dataset "
+                "for another order, or use TrainingArguments(train_sampling_strategy='sequential') for none.",
             )
         return data.shuffle(seed=seed)
 
@@ -224,8 +224,8 @@ def _check_arguments(args: Any) -> None:
     strategy = _strategy(args)
     if strategy not in ("random", "sequential"):
         raise ValueError(
-            f"train_sampling_strategy={strategy!r} needs the lengths of all rows, and a dataset of midepoch is not read "
-            "in advance. Use 'random' or 'sequential'. To spend less on padding, pack rows: ds.pack(…)."
+            f"train_sampling_strategy={strategy!r} needs the lengths of all rows, and a dataset of midepoch is not "
+            "read in advance. Use 'random' or 'sequential'. To spend less on padding, pack rows: ds.pack(…)."
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):

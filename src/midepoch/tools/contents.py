@@ -38,10 +38,11 @@ def describe_media(value: Any, feature: Any = None) -> Media | None:
     reason.
     """
     named = _KINDS.get(feature.get("_type", "")) if isinstance(feature, Mapping) else None
+    path = None
     if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
         path, value = value.get("path"), value.get("bytes")
-    else:
-        path = value if named is not None and isinstance(value, str) else None
+    elif isinstance(value, str):
+        path, value = value, None
     try:
         if value is None and path is not None and named is not None:
             with open(path, "rb") as file:
