@@ -106,7 +106,15 @@ def made_by(name: str) -> Dataset | Loader:
         factory = runpy.run_path(module, run_name="midepoch_cli").get(function)
     else:
         sys.path.insert(0, os.getcwd())
-        factory = getattr(importlib.import_module(module), function, None)
+        try:
+            factory = getattr(importlib.import_module(module), function, None)
+        except ModuleNotFoundError as problem:
+            if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
+                raise  # one that the module imports
+            raise ValueError(
+                f"there is no module {problem.name!r} for --dataset {name}. Use the path of a file, such as "
+                "train.py:make_dataset."
+            ) from None
     if not callable(factory):
         raise ValueError(f"there is no function {function!r} in {module}")
     made = factory()

@@ -23,6 +23,8 @@ def index(
 ) -> None:
     """Create the index of some data, with progress, or check the existing one.
 
+    Exits with 1 if it cannot be saved.
+
     [bold]midepoch index s3://bucket/lake/[/]
 
     [bold]midepoch index 'data/*.arrow' --force[/]
@@ -39,12 +41,14 @@ def index(
         "rows": source.rows,
         "fingerprint": source.fingerprint,
         "index_dir": str(index_dir or default_index_dir()),
+        "saved": all(one.path is not None for one in source.indexes),
         "seconds": round(time.monotonic() - began, 3),
     }
     if as_json:
         common.print_json(found)
-        return
-    common.console.print(
-        f"{found['files']:,} files, {found['blocks']:,} blocks, {found['rows']:,} rows; "
-        f"indexed in {found['index_dir']} ({found['seconds']:.1f} s)"
-    )
+    else:
+        counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
+        saved = "indexed in" if found["saved"] else "the index could not be saved in"
+        common.console.print(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
+    if not found["saved"]:
+        raise typer.Exit(1)

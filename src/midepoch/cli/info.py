@@ -94,11 +94,12 @@ def _spread(sizes: Any) -> dict[str, float]:
 
 def _show(about: dict[str, Any]) -> None:
     say = common.console.print
+    counted = common.counted
     chosen = "" if about["rows"] == about["rows_in_files"] else f" of {about['rows_in_files']:,} in the files"
     common.say(
-        (f"{about['rows']:,} rows", "bold"),
-        f"{chosen} in {about['files']:,} file{'s' * (about['files'] != 1)}, "
-        f"{about['blocks']:,} blocks, {common.bytes_text(about['bytes'])}; "
+        (counted(about["rows"], "row"), "bold"),
+        f"{chosen} in {counted(about['files'], 'file')}, {counted(about['blocks'], 'block')}, "
+        f"{common.bytes_text(about['bytes'])}; "
         f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}",
     )
     say(f"fingerprint {about['fingerprint']}")

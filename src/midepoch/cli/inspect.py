@@ -155,7 +155,9 @@ def verify(
     from midepoch._internal.progress import Bar
     from midepoch.checkpoint import PipelineCheckpoint
     from midepoch.checkpoint.manager import step_health
+    from midepoch.cli.states import checkpoint_folder
 
+    checkpoints = checkpoint_folder(checkpoints)
     saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
     steps = saved.steps() if step is None else [step]
     if not steps:

@@ -42,10 +42,17 @@ def open_state(where: str, step: int | None = None, part: str | None = None, *, 
         chosen = _in_file(path, part) if path.is_file() else _of_framework(path, step, part)
         if chosen is not None:
             return chosen
-        inner = path / "checkpoints"
-        if inner.is_dir() and PipelineCheckpoint(path, rank=0, world_size=ranks).latest_step() is None:
-            return open_state(str(inner), step, part, ranks=ranks)
+        if (inner := checkpoint_folder(where)) != where:
+            return open_state(inner, step, part, ranks=ranks)
     return _of_midepoch(where, step, part, ranks)
+
+
+def checkpoint_folder(where: str) -> str:
+    """Return the folder ``checkpoints`` of the folder of a run, and any other folder or address as it is."""
+    inner = Path(where).expanduser() / "checkpoints"
+    if is_address(where) or not inner.is_dir():
+        return where
+    return where if PipelineCheckpoint(where, rank=0, world_size=1).latest_step() is not None else str(inner)
 
 
 def _in_file(path: Path, part: str | None) -> Chosen:
