@@ -79,8 +79,8 @@ class Pass(HasState):
     def __next__(self) -> Any:
         if self._meter.due:
             self._meter.call_hooks()
-        if not self._made:
-            finish({}, self._format)  # imports torch or JAX: 1.7 s that are no loading
+        if not self._made and self._format == "torch":  # not JAX: processes that have imported it do not fork
+            finish({}, self._format)  # imports torch: 1.7 s that are no loading
         asked = perf_counter()
         if self._over:
             raise StopIteration
