@@ -139,7 +139,7 @@ def test_plan_says_what_it_cannot_know(
 ) -> None:
     options = ["--world-size", 2, "--batch-size", 3]
     nothing = call("plan", "--checkpoint", tmp_path / "none", *options)
-    assert nothing.exit_code == 2 and "there is no checkpoint in" in nothing.output
+    assert nothing.exit_code == 2 and "none does not exist. Pass a state as a JSON file" in nothing.output
     (tmp_path / "x.json").write_text("{}")
     assert call("plan", "--checkpoint", tmp_path / "x.json", *options).exit_code == 2
     monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "empty"))

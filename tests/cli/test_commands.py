@@ -96,6 +96,9 @@ def test_peek_shows_what_training_gets(files: list[Path]) -> None:
 
 
 def test_index(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    unsaved = call("index", *files, "--index-dir", tmp_path / "file" / "index")
+    assert unsaved.exit_code == 1 and "3 files, 12 blocks, 300 rows; the index could not be saved" in unsaved.output
     told = of_json("index", *files, "--index-dir", tmp_path / "index")
     assert told["rows"] == 300 and list((tmp_path / "index").glob("*.midepoch-index"))
     assert "3 files, 12 blocks, 300 rows" in call("index", *files, "--force").output
@@ -111,7 +114,7 @@ def test_inspect(state: Path, files: list[Path], tmp_path: Path) -> None:
     assert "is not JSON" in refused("inspect", tmp_path / "no.json")
     (tmp_path / "other.json").write_text("[1, 2]")
     assert "one state" in refused("inspect", tmp_path / "other.json")
-    assert "there is no checkpoint" in refused("inspect", tmp_path / "nowhere")
+    assert "does not exist" in refused("inspect", tmp_path / "nowhere")
 
 
 def test_inspect_and_verify_checkpoints(files: list[Path], tmp_path: Path) -> None:
@@ -279,6 +282,8 @@ def test_what_a_tired_person_types(files: list[Path], tmp_path: Path) -> None:
     loader = midepoch.from_files(str(files[0])).filter(_even).loader(4)
     (tmp_path / "stream.json").write_text(json.dumps(loader.state_dict()))
     assert "Use --dataset" in refused("diff", tmp_path / "stream.json", "--data", files[0])
+    assert "there is no module 'nothing'" in refused("bench", "--dataset", "nothing.at_all:make")
+    assert "such as train.py:make_dataset" in refused("bench", "--dataset", "json.nothing:make")
 
 
 def test_doctor_asks_for_what_the_package_asks_for() -> None:

@@ -110,7 +110,11 @@ def ledger_folder(run: str | Path) -> Path:
     if is_address(given):
         raise DataNotFoundError(f"{Address(str(run))} is an address, but ledgers are in local folders. Pass a folder.")
     name = Address(str(given)).public
-    raise DataNotFoundError(f"there is no ledger in {name}. Create loaders with audit={name!r} to keep one.")
+    missing = "" if given.exists() else ", which does not exist"
+    raise DataNotFoundError(
+        f"there is no ledger in {name}{missing}. Pass the folder of a run, which loader(audit=…) was given: a folder "
+        "of its own, not that of the data."
+    )
 
 
 def read_generations(folder: Path) -> list[Generation]:

@@ -13,4 +13,4 @@ def main() -> None:
         if problem.name not in ("typer", "rich"):
             raise
         sys.exit(f'the command line requires {problem.name}: pip install "midepoch[cli]"')
-    app()
+    app(prog_name="midepoch")  # also as python -m midepoch

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from midepoch._internal.progress import shown
-from midepoch.audit import Delivery, Run, read_run, read_runs
 from midepoch.cli import common
+
+if TYPE_CHECKING:
+    from midepoch.audit import Delivery, Run
 
 _LISTED = 20
 
@@ -37,6 +38,8 @@ def audit(
 
     [bold]midepoch audit runs/7 --against runs/8[/]
     """
+    from midepoch.audit import read_run, read_runs
+
     if sum(given is not None for given in (step, row, against)) > 1:
         raise ValueError("use only one of --step, --row and --against")
     if step is None and row is None and against is None:
@@ -142,6 +145,8 @@ def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> No
 
 
 def _overlap(first: Run, second: Run, as_json: bool) -> None:
+    from midepoch._internal.progress import shown
+
     with shown("comparing", "rows") as report:
         overlap = first.overlap(second, report)
     if as_json:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from midepoch._internal.processes import cores
-from midepoch._internal.progress import shown
 from midepoch.cli import common
 from midepoch.cli.data import DATA, Config, Format, Made, Split, Storage, made_by, open_data
-from midepoch.dataset import Dataset
-from midepoch.tools.bench import Advice, Limit, Trial, advise, find_limit, try_settings
+
+if TYPE_CHECKING:
+    from midepoch.tools.bench import Advice, Limit, Trial
 
 
 def bench(
@@ -39,6 +38,10 @@ def bench(
 
     [bold]midepoch bench --dataset train.py:make_dataset --workers 0,2,4,8 --batch-size 32[/]
     """
+    from midepoch._internal.progress import shown
+    from midepoch.dataset import Dataset
+    from midepoch.tools.bench import advise, find_limit, try_settings
+
     if (dataset is None) == (not data):
         raise ValueError("pass the data, or --dataset with a function that returns it")
     ds: Any = made_by(dataset) if dataset is not None else open_data(data or [], split, config, storage, format)
@@ -67,6 +70,8 @@ def _rates(one: Trial) -> dict[str, float]:
 
 
 def _some_workers() -> list[int]:
+    from midepoch._internal.processes import cores
+
     counts = [0, 1]
     while 2 * counts[-1] <= cores():
         counts.append(2 * counts[-1])

@@ -106,6 +106,15 @@ def styled(text: str, style: str) -> Text:
     return Text(printable(text), style)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things.
+
+    >>> counted(1, "file"), counted(2000, "file")
+    ('1 file', '2,000 files')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def bytes_text(size: float) -> str:
     """Return a size in words.
 

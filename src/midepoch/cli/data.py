@@ -9,16 +9,15 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError
-from midepoch.loader.loader import Loader
-from midepoch.open import from_files, load_dataset, load_from_disk
-from midepoch.sources.splits import parse_split
-from midepoch.state.format import check
+
+if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
+    from midepoch.loader import Loader
 
 DATA = typer.Argument(
     help="Files, globs or a folder, on disk or in an object store; a folder of save_to_disk; or the name of a Hugging "
@@ -51,6 +50,8 @@ def open_data(
     **options: Any,
 ) -> Dataset:
     """Return the dataset that the arguments of a command name. ``options`` are passed to the function that opens it."""
+    from midepoch.open import from_files, load_dataset, load_from_disk
+
     path = Path(data[0]).expanduser()
     if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return load_from_disk(path, split, **options)
@@ -72,6 +73,8 @@ def _is_path(text: str) -> bool:
 
 
 def _part(ds: Dataset, split: str) -> Dataset:
+    from midepoch.sources.splits import parse_split
+
     parts = parse_split(split)
     if len(parts) != 1:
         raise ValueError(f"--split takes one part of files, got {split!r}")
@@ -90,6 +93,9 @@ def _pairs(given: Sequence[str] | None) -> dict[str, Any]:
 
 def made_by(name: str) -> Dataset | Loader:
     """Return the result of a function named as file.py:function or package.module:function."""
+    from midepoch.dataset import Dataset
+    from midepoch.loader import Loader
+
     module, _, function = name.rpartition(":")
     if not module or not function:
         raise ValueError(f"--dataset takes package.module:function or file.py:function, got {name!r}")
@@ -100,7 +106,15 @@ def made_by(name: str) -> Dataset | Loader:
         factory = runpy.run_path(module, run_name="midepoch_cli").get(function)
     else:
         sys.path.insert(0, os.getcwd())
-        factory = getattr(importlib.import_module(module), function, None)
+        try:
+            factory = getattr(importlib.import_module(module), function, None)
+        except ModuleNotFoundError as problem:
+            if problem.name is None or not f"{module}.".startswith(f"{problem.name}."):
+                raise  # one that the module imports
+            raise ValueError(
+                f"there is no module {problem.name!r} for --dataset {name}. Use the path of a file, such as "
+                "train.py:make_dataset."
+            ) from None
     if not callable(factory):
         raise ValueError(f"there is no function {function!r} in {module}")
     made = factory()
@@ -113,6 +127,8 @@ def made_by(name: str) -> Dataset | Loader:
 
 def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> Any:
     """Return the files in the order that the state describes, so that only the data itself can differ."""
+    from midepoch.state.format import check
+
     one = state[0] if isinstance(state, list) else state
     check(one)
     if one.get("flow"):

@@ -8,7 +8,6 @@ import typer
 from rich.table import Table
 
 from midepoch.cli import common
-from midepoch.tools.doctor import examine
 
 _COLOURS = {"good": "green", "mind": "yellow", "bad": "red"}
 
@@ -22,6 +21,8 @@ def doctor(as_json: common.AsJson = False) -> None:
 
     [bold]midepoch doctor --json > machine.json[/]
     """
+    from midepoch.tools.doctor import examine
+
     findings = examine()
     if as_json:
         common.print_json([asdict(one) for one in findings])

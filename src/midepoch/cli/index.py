@@ -9,7 +9,6 @@ import typer
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
-from midepoch.sources.index import default_index_dir
 
 
 def index(
@@ -24,10 +23,14 @@ def index(
 ) -> None:
     """Create the index of some data, with progress, or check the existing one.
 
+    Exits with 1 if it cannot be saved.
+
     [bold]midepoch index s3://bucket/lake/[/]
 
     [bold]midepoch index 'data/*.arrow' --force[/]
     """
+    from midepoch.sources.index import default_index_dir
+
     began = time.monotonic()
     options = {} if index_dir is None else {"index_dir": index_dir}
     ds = open_data(data, split, config, storage, format, force_reindex=force, **options)
@@ -38,12 +41,14 @@ def index(
         "rows": source.rows,
         "fingerprint": source.fingerprint,
         "index_dir": str(index_dir or default_index_dir()),
+        "saved": all(one.path is not None for one in source.indexes),
         "seconds": round(time.monotonic() - began, 3),
     }
     if as_json:
         common.print_json(found)
-        return
-    common.console.print(
-        f"{found['files']:,} files, {found['blocks']:,} blocks, {found['rows']:,} rows; "
-        f"indexed in {found['index_dir']} ({found['seconds']:.1f} s)"
-    )
+    else:
+        counts = ", ".join(common.counted(found[f"{noun}s"], noun) for noun in ("file", "block", "row"))
+        saved = "indexed in" if found["saved"] else "the index could not be saved in"
+        common.console.print(f"{counts}; {saved} {found['index_dir']} ({found['seconds']:.1f} s)")
+    if not found["saved"]:
+        raise typer.Exit(1)

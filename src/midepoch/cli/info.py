@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.table import Table
 
 from midepoch.cli import common
 from midepoch.cli.data import Config, Data, Format, Split, Storage, open_data
-from midepoch.dataset import Dataset
+
+if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
 
 _FILES = 20
 
@@ -40,6 +41,10 @@ def info(
 
 def tell(ds: Dataset) -> dict[str, Any]:
     """Return a summary of a dataset, JSON-able."""
+    import numpy as np
+
+    from midepoch.tools.contents import feature_text
+
     source = ds.pipeline.source
     blocks = np.diff(source.layout.block_starts)
     files = [
@@ -56,7 +61,12 @@ def tell(ds: Dataset) -> dict[str, Any]:
         "read": "decoded" if source.fetched else "mapped",
         "fingerprint": source.fingerprint,
         "columns": [
-            {"name": field.name, "type": str(field.type), "nulls": bool(source.nullable[name])}
+            {
+                "name": field.name,
+                "type": str(field.type),
+                "feature": feature_text(source.features.get(name)),
+                "nulls": bool(source.nullable[name]),
+            }
             for field, name in zip(ds.schema, ds.pipeline.base.head.values(), strict=True)
         ],
         "balance": {
@@ -70,6 +80,8 @@ def tell(ds: Dataset) -> dict[str, Any]:
 
 
 def _spread(sizes: Any) -> dict[str, float]:
+    import numpy as np
+
     counts = np.asarray(sizes, dtype=np.float64)
     if not len(counts):
         return {"least": 0, "median": 0, "most": 0}
@@ -82,17 +94,18 @@ def _spread(sizes: Any) -> dict[str, float]:
 
 def _show(about: dict[str, Any]) -> None:
     say = common.console.print
+    counted = common.counted
     chosen = "" if about["rows"] == about["rows_in_files"] else f" of {about['rows_in_files']:,} in the files"
     common.say(
-        (f"{about['rows']:,} rows", "bold"),
-        f"{chosen} in {about['files']:,} file{'s' * (about['files'] != 1)}, "
-        f"{about['blocks']:,} blocks, {common.bytes_text(about['bytes'])}; "
+        (counted(about["rows"], "row"), "bold"),
+        f"{chosen} in {counted(about['files'], 'file')}, {counted(about['blocks'], 'block')}, "
+        f"{common.bytes_text(about['bytes'])}; "
         f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}",
     )
     say(f"fingerprint {about['fingerprint']}")
     columns = Table("column", "type", "nulls", title="columns", title_justify="left")
     for column in about["columns"]:
-        columns.add_row(column["name"], column["type"], "yes" if column["nulls"] else "")
+        columns.add_row(column["name"], column["feature"] or column["type"], "yes" if column["nulls"] else "")
     say(columns)
     balance = Table("", title="balance", title_justify="left")
     for name in ("least", "median", "most"):

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from midepoch._internal.address import Address
-from midepoch._internal.progress import Bar
-from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.checkpoint.manager import step_health
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
-from midepoch.cli.states import open_state
 from midepoch.errors import CheckpointNotFoundError, StateError
-from midepoch.tools.describe import Difference, describe, differences
+
+if TYPE_CHECKING:
+    from midepoch.tools.describe import Difference
 
 _TEXT = 1000
 
 State = Annotated[
-    str, typer.Argument(help="A state as a JSON file, or a folder or address of checkpoints.", show_default=False)
+    str,
+    typer.Argument(
+        help="A state as a JSON file, a folder or address of checkpoints, the folder of a run, or the output of "
+        "Hugging Face's Trainer, Accelerate or Lightning.",
+        show_default=False,
+    ),
 ]
 Step = Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")]
 Part = Annotated[str | None, typer.Option(help="The part of a checkpoint: data, or the name of an extra.")]
@@ -44,18 +47,23 @@ def inspect(
     [bold]midepoch inspect state.json[/]
 
     [bold]midepoch inspect runs/7/checkpoints --step 4000 --batch-size 32 --world-size 8[/]
+
+    [bold]midepoch inspect trainer_output[/]
     """
-    found, number = open_state(state, step, part, ranks=world_size)
+    from midepoch.cli.states import open_state
+    from midepoch.tools.describe import describe
+
+    found, number, place = open_state(state, step, part, ranks=world_size)
     summary = describe(found, batch_size=batch_size, world_size=world_size, last_batch=last_batch)
     if as_json:
-        common.print_json({"step": number, **asdict(summary), "share": summary.share})
+        common.print_json({"step": number, "place": Address(place).public, **asdict(summary), "share": summary.share})
         return
-    shown = Address(state).public if number is None else f"{Address(state)}, step {number}"
+    shown = Address(place).public if number is None else f"{Address(place)}, step {number}"
     table = Table(show_header=False, title=shown, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in summary.lines().items():
-        table.add_row(name, text)
+        table.add_row(name, "\n".join(summary.sources) if name == "sources" else text)
     common.console.print(table)
 
 
@@ -80,6 +88,9 @@ def diff(
 
     [bold]midepoch diff state.json --dataset train.py:make_loader[/]
     """
+    from midepoch.cli.states import open_state
+    from midepoch.tools.describe import differences
+
     if sum(given is not None for given in (second, data or None, dataset)) != 1:
         raise ValueError("pass one thing to compare with: a second state, --data or --dataset")
     state = open_state(first, step, part).state
@@ -141,10 +152,18 @@ def verify(
 
     [bold]midepoch verify s3://bucket/run/checkpoints --step 4000[/]
     """
+    from midepoch._internal.progress import Bar
+    from midepoch.checkpoint import PipelineCheckpoint
+    from midepoch.checkpoint.manager import step_health
+    from midepoch.cli.states import checkpoint_folder
+
+    checkpoints = checkpoint_folder(checkpoints)
     saved = PipelineCheckpoint(checkpoints, rank=0, world_size=1)
     steps = saved.steps() if step is None else [step]
     if not steps:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(checkpoints)}.")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {Address(checkpoints)}. Pass the folder that PipelineCheckpoint was given."
+        )
     checked = []
     with Bar("verifying", "steps") as bar:
         for number, one in enumerate(steps, 1):

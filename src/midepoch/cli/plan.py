@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -11,8 +11,9 @@ from rich.table import Table
 from midepoch._internal.address import Address
 from midepoch.cli import common
 from midepoch.cli.data import Made, Storage, data_of_state, made_by
-from midepoch.cli.states import open_state
-from midepoch.tools.plan import ResumePlan, plan_resume
+
+if TYPE_CHECKING:
+    from midepoch.tools.plan import ResumePlan
 
 _RANKS, _ROWS = 8, 12
 
@@ -44,7 +45,10 @@ def plan(
 
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --batch-size 48 --dataset train.py:make_loader[/]
     """
-    state, which = open_state(checkpoint, step, part, ranks=world_size)
+    from midepoch.cli.states import open_state
+    from midepoch.tools.plan import plan_resume
+
+    state, which, place = open_state(checkpoint, step, part, ranks=world_size)
     made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage) if data else None
     resume = plan_resume(
         state,
@@ -58,7 +62,7 @@ def plan(
     )
     if as_json:
         common.print_json(
-            {"checkpoint": Address(checkpoint).public, "step": which, "num_workers": num_workers, **asdict(resume)}
+            {"checkpoint": Address(place).public, "step": which, "num_workers": num_workers, **asdict(resume)}
         )
     else:
         _show(resume, which, world_size)

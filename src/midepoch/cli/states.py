@@ -1,46 +1,157 @@
-"""The state of a command: a JSON file, or a step of a folder of checkpoints."""
+"""The state of a command: a JSON file, or a step of a folder of checkpoints of midepoch or of a framework."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midepoch._internal.address import Address
+from midepoch._internal.address import Address, is_address
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli import common
 from midepoch.errors import CheckpointDamagedError, CheckpointNotFoundError, StateError
 from midepoch.tools.locate import state_in
 
+_TRAINER = "midepoch.json"
+_ACCELERATE = re.compile(r"midepoch-(.+)\.json")
+_LIGHTNING = ".ckpt"
+
 
 class Chosen(NamedTuple):
-    """A state, and its step if it is that of a checkpoint."""
+    """A state, its step if it is that of a checkpoint, and the file or folder in which it was found."""
 
     state: Any
     step: int | None
+    place: str
 
 
 def open_state(where: str, step: int | None = None, part: str | None = None, *, ranks: int = 1) -> Chosen:
-    """Return the state in a JSON file or a checkpoint. Default: the step that ``restore_latest`` takes."""
-    if os.path.isfile(where):
-        try:
-            return Chosen(state_in(json.loads(Path(where).read_text()), part), None)
-        except ValueError as problem:
-            raise StateError(f"{where} is not JSON: {problem}") from None
+    """Return the state in a file or a checkpoint. Default: the step that ``restore_latest`` takes.
+
+    A folder may also be the output of Hugging Face's Trainer, of Accelerate's ``save_state`` or of Lightning, or the
+    folder of a run with a folder ``checkpoints`` in it.
+    """
+    if not is_address(where):
+        path = Path(where).expanduser()
+        if not path.exists():
+            raise CheckpointNotFoundError(
+                f"{Address(where)} does not exist. Pass a state as a JSON file, or a folder of checkpoints."
+            )
+        chosen = _in_file(path, part) if path.is_file() else _of_framework(path, step, part)
+        if chosen is not None:
+            return chosen
+        if (inner := checkpoint_folder(where)) != where:
+            return open_state(inner, step, part, ranks=ranks)
+    return _of_midepoch(where, step, part, ranks)
+
+
+def checkpoint_folder(where: str) -> str:
+    """Return the folder ``checkpoints`` of the folder of a run, and any other folder or address as it is."""
+    inner = Path(where).expanduser() / "checkpoints"
+    if is_address(where) or not inner.is_dir():
+        return where
+    return where if PipelineCheckpoint(where, rank=0, world_size=1).latest_step() is not None else str(inner)
+
+
+def _in_file(path: Path, part: str | None) -> Chosen:
+    if path.suffix == _LIGHTNING:
+        return _of_lightning(path, part)
+    return Chosen(state_in(_json(path), part), None, str(path))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as problem:
+        raise StateError(
+            f"{path} is not JSON: {problem}. Pass a state as a JSON file, or a folder of checkpoints."
+        ) from None
+
+
+def _of_framework(folder: Path, step: int | None, part: str | None) -> Chosen | None:
+    """Return the state in a folder that Trainer, Accelerate or Lightning has written, or None if it is none."""
+    steps = {
+        int(name[1]): path.parent
+        for path in folder.glob(f"checkpoint-*/{_TRAINER}")
+        if (name := re.fullmatch(r"checkpoint-(\d+)", path.parent.name)) is not None
+    }
+    if steps:
+        number = max(steps) if step is None else step
+        if number not in steps:
+            there = ", ".join(map(str, sorted(steps)))
+            raise CheckpointNotFoundError(f"there is no step {number} with {_TRAINER} in {folder}. There are: {there}.")
+        path = steps[number] / _TRAINER
+        return Chosen(state_in(_json(path), part), number, str(path))
+    if (folder / _TRAINER).is_file():
+        named = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name)
+        path = folder / _TRAINER
+        return Chosen(state_in(_json(path), part), int(named[1]) if named else None, str(path))
+    prepared = {name[1]: path for path in folder.iterdir() if (name := _ACCELERATE.fullmatch(path.name)) is not None}
+    if prepared:
+        return _of_accelerate(folder, prepared, part)
+    saved = sorted(folder.glob(f"*{_LIGHTNING}"), key=lambda path: path.stat().st_mtime)
+    if step is not None:
+        saved = [path for path in saved if re.search(rf"step={step}\b", path.name)] or saved[:0]
+    return _of_lightning(saved[-1], part) if saved else None
+
+
+def _of_accelerate(folder: Path, prepared: dict[str, Path], part: str | None) -> Chosen:
+    if part not in prepared and len(prepared) > 1:
+        raise CheckpointNotFoundError(
+            f"there are several loaders in {folder}. Choose one with --part: {', '.join(sorted(prepared))}."
+        )
+    path = prepared[part] if part in prepared else next(iter(prepared.values()))
+    return Chosen(state_in(_json(path), None if part in prepared else part), None, str(path))
+
+
+def _of_lightning(path: Path, part: str | None) -> Chosen:
+    """Return the state in a checkpoint of Lightning. It is read without running any code that is in it."""
+    try:
+        import torch
+    except ImportError:
+        raise StateError(
+            f"{path} is a checkpoint of Lightning, which needs torch to be read: pip install torch"
+        ) from None
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as problem:
+        reason = str(problem).splitlines()[0]
+        raise StateError(
+            f"{path} cannot be read without running code that is in it: {reason} In Python, "
+            'torch.load(path, weights_only=False)["ResumableData"]["train"] is the state, if you trust the file.'
+        ) from None
+    data = saved.get("ResumableData") if isinstance(saved, dict) else None
+    if not data:
+        raise CheckpointNotFoundError(
+            f"{path} does not contain the position in the data: it was written without ResumableData."
+        )
+    return Chosen(state_in(data, part), saved.get("global_step"), str(path))
+
+
+def _of_midepoch(where: str, step: int | None, part: str | None, ranks: int) -> Chosen:
     saved = PipelineCheckpoint(where, rank=0, world_size=ranks)
     latest = saved.latest_step()
     if latest is None:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(where)}.")
+        raise CheckpointNotFoundError(f"there is no checkpoint in {Address(where)}{_contents(where)}.")
     if step is not None:
-        return Chosen(_read(saved, step, part), step)
+        return Chosen(_read(saved, step, part), step, where)
     older = [number for number in reversed(saved.steps()) if number != latest]
     for number in (latest, *older):
         try:
-            return Chosen(_read(saved, number, part), number)
+            return Chosen(_read(saved, number, part), number, where)
         except CheckpointDamagedError as problem:
             common.errors.print(common.styled(f"step {number} would be skipped: {problem}", "yellow"))
     raise CheckpointDamagedError(f"all steps in {Address(where)} are damaged.")
+
+
+def _contents(where: str) -> str:
+    """Return what is in a folder instead of checkpoints."""
+    if is_address(where):
+        return ""
+    names = sorted(os.listdir(os.path.expanduser(where)))
+    return f", which contains {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else ", which is empty"
 
 
 def _read(saved: PipelineCheckpoint, step: int, part: str | None) -> Any:

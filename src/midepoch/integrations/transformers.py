@@ -1,11 +1,12 @@
 """Hugging Face ``Trainer`` that resumes exactly, without reading data to skip it. Needs ``midepoch[transformers]``.
 
-trainer = ResumableTrainer(model, args, train_dataset=midepoch.load_dataset(…).shuffle(seed=42).map(tokenize))
+trainer = ResumableTrainer(model, args, train_dataset=midepoch.load_dataset(…).map(tokenize))
 trainer.train(resume_from_checkpoint=True)
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ from midepoch.loader import Loader
 STATE_FILE = "midepoch.json"
 """File in every ``checkpoint-N`` with the position in the data."""
 
+_log = logging.getLogger("midepoch")
+
 
 class ResumableTraining:
     """Mixin that makes a Trainer resume exactly: ``class Mine(ResumableTraining, SFTTrainer)``.
@@ -34,10 +37,14 @@ class ResumableTraining:
     For a Dataset as ``train_dataset``, it creates a loader from the ``TrainingArguments``, and from
     ``loader_options`` for options that they lack: ``{"last_batch": "pad", "audit": "runs/7"}``. Other datasets and
     evaluation are left to the Trainer.
+
+    A dataset that is not shuffled is shuffled by ``data_seed``, or else ``seed``, as the Trainer does. It stays in
+    order with ``train_sampling_strategy="sequential"``. A resume keeps the order of the checkpoint.
     """
 
     _checkpoint: str | None = None  # from which the run resumes
     _before: tuple[int, Any] | None = None  # global step and state before the last batches were taken
+    _logged: frozenset[str] = frozenset()
 
     def __init__(self, *rest: Any, loader_options: Mapping[str, Any] | None = None, **named: Any) -> None:
         self._options = dict(loader_options or {})
@@ -47,6 +54,8 @@ class ResumableTraining:
                 "train_dataset must be a Dataset, got a loader. Pass options of the loader as "
                 "loader_options, such as {'last_batch': 'pad'}."
             )
+        if isinstance(self.train_dataset, Dataset):  # type: ignore[attr-defined]
+            _check_arguments(self.args)  # type: ignore[attr-defined]
 
     def train(
         self: Any, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *rest: Any, **named: Any
@@ -60,14 +69,12 @@ class ResumableTraining:
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         if not isinstance(self.train_dataset, Dataset):
             return super().get_train_dataloader()  # type: ignore[misc]
-        loader = self._make_loader(self.train_dataset)
-        if self._checkpoint is not None:
-            if self.args.ignore_data_skip:
-                raise ValueError(
-                    "ignore_data_skip=True makes the Trainer count the epoch from its beginning. Leave it out: no data "
-                    "is read to skip it, and the data resumes at the next row."
-                )
-            self._resume(loader, Path(self._checkpoint, STATE_FILE))
+        saved = None if self._checkpoint is None else self._saved(Path(self._checkpoint, STATE_FILE))
+        loader = self._make_loader(self._ordered(self.train_dataset, saved))
+        if saved is not None:
+            if _length(loader) is not None:
+                check_same_steps(saved["total_batch"], self.get_total_train_batch_size(self.args), "the Trainer")
+            loader.load_state_dict(saved["data"])
         # A DataLoader without work of its own, as the Trainer and skip_first_batches expect one. Its seed is drawn from
         # its own generator, so that the model's dropout does not depend on the point of a resume.
         batches, own = _Batches(loader, self._to_be_skipped), torch.Generator()
@@ -82,6 +89,7 @@ class ResumableTraining:
             "prefetch": args.dataloader_prefetch_factor,
             "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
             "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
         }
         data_ranks = self.get_total_train_batch_size(args) // (
             self._train_batch_size * args.gradient_accumulation_steps
@@ -91,13 +99,50 @@ class ResumableTraining:
             options |= {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
         return data.loader(self._train_batch_size, **{**options, **self._options})
 
-    def _resume(self: Any, loader: Loader, path: Path) -> None:
+    def _ordered(self: Any, data: Dataset, saved: dict[str, Any] | None) -> Dataset:
+        """Return the data in the order of the run: its own, that of a checkpoint, or shuffled by the Trainer's seed."""
+        if data.pipeline.node.shuffled or _strategy(self.args) == "sequential":
+            return data
+        if not data.pipeline.has_positions:
+            self._tell(
+                logging.WARNING,
+                "the training data is not shuffled, and a stream (after filter, pack, mix and similar steps) cannot be "
+                "shuffled as a whole. Call shuffle(seed=…) before those steps. If the order is intended, use "
+                "TrainingArguments(train_sampling_strategy='sequential').",
+            )
+            return data
+        if saved is not None:
+            state = saved["data"][0] if isinstance(saved["data"], list) else saved["data"]
+            if isinstance(state, dict) and state.get("scope") == "none":
+                self._tell(logging.INFO, "the checkpoint was saved with data in order: the run continues in order.")
+                return data
+            seed = state.get("seed") if isinstance(state, dict) else None
+        else:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._tell(
+                logging.INFO,
+                f"the training data is shuffled with seed {seed}, as by the Trainer. Call shuffle(…) on the dataset "
+                "for another order, or use TrainingArguments(train_sampling_strategy='sequential') for none.",
+            )
+        return data.shuffle(seed=seed)
+
+    def _tell(self: Any, level: int, message: str) -> None:
+        """Log a message once, and on one rank."""
+        if message not in self._logged and self.args.process_index == 0:
+            _log.log(level, message)
+        self._logged |= {message}
+
+    def _saved(self: Any, path: Path) -> dict[str, Any]:
+        """Return the contents of the state file of a checkpoint."""
+        if self.args.ignore_data_skip:
+            raise ValueError(
+                "ignore_data_skip=True makes the Trainer count the epoch from its beginning. Leave it out: no data is "
+                "read to skip it, and the data resumes at the next row."
+            )
         saved = read_state(path)
         if not isinstance(saved, dict) or not saved.keys() >= {"data", "total_batch"}:
             raise CheckpointDamagedError(f"{path} is not a state of midepoch: it is damaged. Use another checkpoint.")
-        if _length(loader) is not None:
-            check_same_steps(saved["total_batch"], self.get_total_train_batch_size(self.args), "the Trainer")
-        loader.load_state_dict(saved["data"])
+        return saved
 
     def num_examples(self: Any, dataloader: Any) -> int:
         found = getattr(dataloader, "dataset", None)
@@ -166,6 +211,28 @@ class _Batches(IterableDataset[Any]):  # type: ignore[misc]
         if loader.pipeline.has_positions:
             return loader.pipeline.rows
         return len(loader) * loader.options.batch_size * loader.shard.count
+
+
+def _strategy(args: Any) -> str:
+    """Return the sampling that the arguments ask for. Transformers 5.0 and 5.1 had no such argument."""
+    older = "group_by_length" if getattr(args, "group_by_length", False) else "random"
+    return str(getattr(args, "train_sampling_strategy", older))
+
+
+def _check_arguments(args: Any) -> None:
+    """Raise ValueError for arguments that would be ignored, because the loader makes the batches."""
+    strategy = _strategy(args)
+    if strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy={strategy!r} needs the lengths of all rows, and a dataset of midepoch is not "
+            "read in advance. Use 'random' or 'sequential'. To spend less on padding, pack rows: ds.pack(…)."
+        )
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(args.accelerator_config, name, None):
+            raise ValueError(
+                f"accelerator_config={{'{name}': True}} is for data that Accelerate distributes, and a dataset of "
+                "midepoch gives each rank its own rows. Leave it out, and set per_device_train_batch_size."
+            )
 
 
 def _length(loader: Loader) -> int | None:

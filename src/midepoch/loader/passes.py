@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
 from midepoch.errors import MidepochError
+from midepoch.loader.callers import warn_of_lightning
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
@@ -43,6 +44,7 @@ class Pass(HasState):
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
         options = loader.options
         self._format = loader.pipeline.format or "torch" if options.collate_fn is None else "python"
+        warn_of_lightning()
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
@@ -77,6 +79,8 @@ class Pass(HasState):
     def __next__(self) -> Any:
         if self._meter.due:
             self._meter.call_hooks()
+        if not self._made and self._format == "torch":  # not JAX: processes that have imported it do not fork
+            finish({}, self._format)  # imports torch: 1.7 s that are no loading
         asked = perf_counter()
         if self._over:
             raise StopIteration

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from midepoch._internal import html
@@ -160,13 +161,22 @@ def _sources(parts: str) -> tuple[str, ...]:
         raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.") from None
     if not isinstance(tree, dict):
         raise StateError(f"the state is damaged: 'parts' is {parts!r:.40}.")
-    weights = tree.get("weights") or [None] * len(tree.get("parts", ()))
-    sources = []
-    for part, weight in zip(tree.get("parts", ()), weights, strict=False):
-        name = part.get("name") or part.get("pipeline", "?")
-        rows = f", {part['rows']:,} rows" if isinstance(part.get("rows"), int) else ""
-        sources.append(f"{name}{rows}{'' if weight is None else f', weight {weight:g}'}")
-    return tuple(sources)
+    return tuple(_source_texts(tree, ""))
+
+
+def _source_texts(tree: Mapping[str, Any], outer: str) -> Iterator[str]:
+    """Yield the name of each source, its rows, steps and weight. Sources of a mix in a mix are named OUTER/INNER."""
+    parts = tree.get("parts", ())
+    names, weights = tree.get("names") or (), tree.get("weights") or ()
+    for number, (part, name, weight) in enumerate(zip_longest(parts, names, weights)):
+        if not isinstance(part, Mapping):
+            raise StateError(f"the state is damaged: a source is {part!r:.40}.")
+        whole = f"{outer}{name or f'source {number}'}"
+        rows = f"{part['rows']:,} rows" if isinstance(part.get("rows"), int) else ""
+        steps = "" if part.get("pipeline", "none") == "none" else str(part["pipeline"])
+        share = "" if weight is None else f"weight {weight:g}"
+        yield f"{whole}: {', '.join(filter(None, (rows, steps, share))) or 'no steps'}"
+        yield from _source_texts(part, f"{whole}/")
 
 
 class Difference(NamedTuple):

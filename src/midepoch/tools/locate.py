@@ -153,7 +153,10 @@ def state_in(tree: Any, part: str | None = None) -> Any:
         states = {name: state for name, state in states.items() if name == part}
     if len(states) != 1:
         named, there = f" called {part!r}" if part else "", ", ".join(states) or "none"
-        raise CheckpointNotFoundError(f"expected one state of a pipeline{named} to plan with, found: {there}.")
+        raise CheckpointNotFoundError(
+            f"expected one state of a pipeline{named}, found: {there}. Pass a state_dict() of a loader or dataset, and "
+            "the name of one if there are several (--part)."
+        )
     return next(iter(states.values()))
 
 

@@ -1,0 +1,77 @@
+"""Help of the command line: it says what the commands take, and imports neither their work nor their libraries."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from rich.markup import render
+from typer.testing import CliRunner
+
+from midepoch.cli.app import COMMANDS, app, runnable
+
+SCRIPT = """
+import json, sys
+sys.argv = ["midepoch", *sys.argv[1:]]
+try:
+    from midepoch.cli import main
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
+"""
+HEAVY = {"numpy", "pyarrow", "pydantic", "torch", "datasets", "markdown_it"}
+
+
+@pytest.mark.parametrize("command", ["", *(name for name, entry in COMMANDS.items() if entry.module != "report")])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *filter(None, [command]), "--help"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "typer" in modules and not modules & HEAVY
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_argument_and_option(command: str) -> None:
+    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "ignored", "--help"]).stdout
+    text = re.sub(r"\n {4,}", " ", text)  # lines that were folded
+    parameters = runnable(command).params
+    usage = text.splitlines()[0]
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            assert parameter.name.upper() in usage
+            assert (f"[{parameter.name.upper()}" in usage) is not parameter.required
+        else:
+            [line] = [
+                line for line in text.splitlines() if re.match(rf"  (-\w, )?{max(parameter.opts, key=len)} ", line)
+            ]
+            names = (*parameter.opts, *parameter.secondary_opts)
+            assert all(re.search(rf"(^|[ ,]){name}([ ,]|$)", line) for name in names)
+            assert ("[required]" in line) is bool(parameter.required)
+    named = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE))
+    assert named == {name for parameter in parameters for name in parameter.opts if name.startswith("--")} | {"--help"}
+    assert f"Examples:\n  midepoch {command}" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_has_the_first_line_of_each_command(command: str) -> None:
+    entry = COMMANDS[command]
+    function = getattr(import_module(f"midepoch.cli.{entry.module}"), command)
+    assert entry.help == render(inspect.cleandoc(function.__doc__).split("\n\n")[0].replace("\n", " ")).plain
+    listed = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["--help"]).stdout
+    assert entry.panel in listed and re.search(rf"^  {command} +{re.escape(entry.help[:40])}", listed, re.MULTILINE)
+
+
+def test_python_m_midepoch() -> None:
+    command = [sys.executable, "-m", "midepoch"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: midepoch [OPTIONS] COMMAND")
+    done = subprocess.run([*command, "pek"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "No such command 'pek'" in done.stderr
