@@ -21,10 +21,16 @@ class Timings:
     """Running the user's maps and filters."""
     present: float = 0.0
     """Assembling batches from rows: formats, collate functions."""
+    transport: float = 0.0
+    """Sending what workers made to the main process."""
     blocks: int = 0
     """Requested blocks that have to be fetched or decoded."""
     blocks_there: int = 0
     """Number of those that were ready when requested: cached or prefetched."""
+    packed: int = 0
+    """Tokens in the packed sequences that were made."""
+    places: int = 0
+    """Places for tokens in those."""
 
     def add(self, other: Timings) -> None:
         for each in fields(self):

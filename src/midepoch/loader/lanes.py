@@ -91,7 +91,7 @@ class LaneBatches:
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
-        self._timings, self._skipped = timings, self._count_skipped()
+        self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         self._last: Items | None = None
         self.begun = False
         """True if a step was taken, by this rank or by others that share its lanes."""
@@ -123,6 +123,8 @@ class LaneBatches:
             else:
                 continue  # all of it is for other ranks
             self._timings.present += perf_counter() - began
+            if self.packed != self._counted:
+                self._count_packed()
             before, self._skipped = self._skipped, self._count_skipped()
             return Made(value, deal, rows, self._skipped - before)
         return None
@@ -130,6 +132,12 @@ class LaneBatches:
     def close(self) -> bool:
         """Leave the workers to their pool."""
         return True
+
+    def _count_packed(self) -> None:
+        (tokens, places), (before, places_before) = self.packed, self._counted
+        self._timings.packed += tokens - before
+        self._timings.places += places - places_before
+        self._counted = tokens, places
 
     def _count_skipped(self) -> int:
         return self._mine.skipped + self._lanes.packing.skipped

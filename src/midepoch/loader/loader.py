@@ -362,7 +362,7 @@ class Loader(Measured):
             batch_size=self._options.batch_size,
             last_batch=self._options.last_batch,
             workers=self._options.num_workers,
-            waited=self.meter.waited,
+            measured=self.meter,
             load=load,
         )
 
