@@ -37,7 +37,7 @@ from midepoch.audit.records import (
     VERSION,
     VERSION_OF_POSITIONS,
 )
-from midepoch.audit.starts import new_file, process_name
+from midepoch.audit.starts import new_file, process_name, process_space
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
@@ -82,7 +82,7 @@ class Ledger:
             )
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
-        self._began = self._mark = self._due = self._synced = 0.0
+        self._began = self._last = self._mark = self._due = self._synced = 0.0
         self._measured: Measured | None = None
         self._base, self._waited, self._seen = Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
@@ -162,6 +162,7 @@ class Ledger:
             "workers": workers,
             "number": next(_numbers),
             "process": process_name(),
+            "space": process_space(),
             "time": round(time.time(), 3),
             **({"load": True} if load else {}),
         }
@@ -183,7 +184,7 @@ class Ledger:
         self._beside = how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside = True  # if it continues with its own pass after this
-        self._began = self._synced = time.monotonic()
+        self._began = self._last = self._synced = time.monotonic()
         self._measured = measured
         self._base, self._waited = (Figures(), 0.0) if measured is None else (measured.figures(), measured.all_waited)
         self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
@@ -202,7 +203,7 @@ class Ledger:
 
         ``waited``: seconds that the model has waited since the pass began.
         """
-        now = time.monotonic()
+        now = self._last = time.monotonic()
         due = now >= self._due
         record = b"." if not skipped else b"-%d." % skipped
         if self._beside:
@@ -281,7 +282,8 @@ class Ledger:
             self._write(b"#")
             self._lanes.pending.append(self._marks(self._lanes, end))
             self.flush()
-        self._write(self._times(time.monotonic(), waited))
+        self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
+        self._see(self._last)
         self.sync()
 
     def sync(self) -> None:

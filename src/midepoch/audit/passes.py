@@ -53,8 +53,8 @@ class Generation:
     lanes: int = 0
     marks: dict[int, tuple[float, tuple[Mark, ...]]] = field(default_factory=dict)
     """By rank, the time of its beginning, and its occasional records."""
-    processes: dict[int, str] = field(default_factory=dict)
-    """By rank, the name of its process: the name of its machine, its number, and a mark."""
+    processes: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By rank, the name of its process, and of the machine or container in which it can be seen."""
     last_steps: dict[int, float] = field(default_factory=dict)
     """By rank, the time of its last step, as far as it is known."""
     workers: int | None = None
@@ -225,7 +225,7 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: one.track for rank, one in of_rank.items() if one.track is not None},
         passes[0].lanes,
         {rank: (one.beginning[2], one.marks) for rank, one in of_rank.items()},
-        {rank: one.process for rank, one in of_rank.items()},
+        {rank: (one.process, one.space) for rank, one in of_rank.items()},
         {rank: _last_time(one) for rank, one in of_rank.items()},
         max((one.workers for one in passes if one.workers is not None), default=None),
         len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),

@@ -76,6 +76,8 @@ class Passed:
     last one of a start of the same name, and the last one of another start.
     """
     workers: int | None = None
+    space: str = ""
+    """The machine or container of the process."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
 
@@ -159,6 +161,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             finished=finished,
             previous=tuple((name, steps) for name, steps in header.get("previous", ())),
             workers=header.get("workers"),
+            space=header.get("space", ""),
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:

@@ -66,17 +66,25 @@ def host_of(process: str) -> str:
     return process.rsplit("-", 2)[0]
 
 
-def is_gone(process: str) -> bool | None:
-    """Return True if a process has exited. None if it is of another machine, where that is not known."""
-    host, number, _ = process.rsplit("-", 2)
-    if host != socket.gethostname() or not number.isdigit():
+def process_space() -> str:
+    """Return a name of the processes that can be seen from here: of a boot of a machine, or of a container on it.
+
+    Empty if the system does not tell.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def is_gone(process: str, space: str) -> bool | None:
+    """Return True if a process has exited. None if it cannot be seen from here."""
+    number = process.rsplit("-", 2)[1]
+    if not space or space != process_space():
         return None
-    with suppress(OSError):  # a process that was killed exists until its parent notes that
+    try:  # a process that was killed exists until its parent notes that
         return Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
+    except FileNotFoundError:
         return True
     except OSError:
-        pass  # it exists, and belongs to somebody else
-    return False
+        return None

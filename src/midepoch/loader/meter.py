@@ -100,16 +100,15 @@ class Meter:
         has_slots, has_tokens = (value is not None for value in self._of_row)
         if packs and has_slots:  # packed sequences have no mask, but their padding was counted
             tokens, has_tokens = slots * timings.packed / timings.places, True
-        works = bool(timings.read or timings.functions or timings.present)  # else rows are only copied
         return self._figures_before.plus(
             Figures(
                 rows=self.rows,
                 tokens=round(tokens) if has_tokens else None,
                 slots=round(slots) if has_slots else None,
-                read=round(1000 * timings.read) if works else None,
-                map=round(1000 * timings.functions) if works else None,
-                collate=round(1000 * timings.present) if works else None,
-                transport=round(1000 * timings.transport) if self._workers and works else None,
+                read=round(1000 * timings.read) if timings.read else None,  # else it is not measured apart
+                map=round(1000 * timings.functions) if timings.functions else None,
+                collate=round(1000 * timings.present) if timings.present else None,
+                transport=round(1000 * timings.transport) if timings.transport else None,
                 blocks=timings.blocks or None,
                 ready=timings.blocks_there if timings.blocks else None,
                 packed=timings.packed if packs else None,
