@@ -32,7 +32,7 @@ class Figures(NamedTuple):
     ready: int | None = None
     """Number of those that were ready when requested."""
     packed: int | None = None
-    """Tokens in the packed sequences that were made. Not known without packing."""
+    """Tokens in the packed sequences that were made, also before the first batch. Not known without packing."""
     places: int | None = None
     """Places for tokens in those."""
 

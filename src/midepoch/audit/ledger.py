@@ -84,7 +84,7 @@ class Ledger:
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
         self._began = self._last = self._mark = self._due = self._synced = 0.0
         self._measured: Measured | None = None
-        self._base, self._waited, self._seen = Figures(), 0.0, 0
+        self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
         self.end = self._room = 0
@@ -186,7 +186,10 @@ class Ledger:
             before._beside = True  # if it continues with its own pass after this
         self._began = self._last = self._synced = time.monotonic()
         self._measured = measured
-        self._base, self._waited = (Figures(), 0.0) if measured is None else (measured.figures(), measured.all_waited)
+        if measured is not None:
+            packed, places = self._latest.packed, self._latest.places  # sequences are packed before their first batch
+            self._base = measured.figures()._replace(packed=packed, places=places)
+            self._waited = measured.all_waited
         self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
         self._due = min(self._mark, self._began + _SEEN_SECONDS)
         line = json.dumps({**header, "seen": f"{0:012}"}, separators=(",", ":")).encode()
@@ -253,7 +256,10 @@ class Ledger:
         measured = self._measured
         waited = waited if measured is None else measured.all_waited
         mark = b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
-        return mark if measured is None else mark + measured.figures().minus(self._base).record()
+        if measured is None:
+            return mark
+        self._latest = measured.figures()
+        return mark + self._latest.minus(self._base).record()
 
     @property
     def recorded(self) -> tuple[int, int]:

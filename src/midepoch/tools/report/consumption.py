@@ -45,7 +45,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
                 "exact": proof.exact,
                 "complete": proof.complete,
                 "examples": list(proof.examples),
-                "pieces": pieces[proof.epoch],
+                "pieces": pieces.get(proof.epoch, []),
             }
             for proof in run.epochs
         ],
@@ -77,7 +77,18 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
                 here.append({**about, "from": piece.start, "to": piece.stop, "share": share, "again": False})
         if made > gone:
             here.append({**about, "from": gone, "to": made, "share": 1.0, "again": True})
-    return found
+    return {epoch: _joined(pieces) for epoch, pieces in found.items()}
+
+
+def _joined(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return pieces of one start that follow each other as one: a pass may have been left and continued."""
+    joined: list[dict[str, Any]] = []
+    for piece in pieces:
+        if joined and piece == {**joined[-1], "from": joined[-1]["to"], "to": piece["to"]}:
+            joined[-1] = {**piece, "from": joined[-1]["from"]}
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _lane_pieces(run: Run, one: Generation, about: dict[str, Any], kept: bool) -> Iterator[dict[str, Any]]:

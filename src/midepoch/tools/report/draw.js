@@ -17,7 +17,7 @@ function duration(s) {
 }
 
 // Told apart by most colour-blind people. None is red: that is for rows that were lost or repeated.
-const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#56b4e9", "#7b61b5", "#708090"];
+const COLOURS = ["#1f82c0", "#e69f00", "#009e73", "#56b4e9", "#7b61b5", "#708090"];
 const ON = ["#fff", "#111", "#fff", "#111", "#fff", "#fff"];
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 const colour = k => COLOURS[k % COLOURS.length], on = k => ON[k % ON.length], dash = k => DASHES[k % DASHES.length];

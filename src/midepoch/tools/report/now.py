@@ -34,7 +34,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
     latest = {rank: merged(spans)[-1] for rank, spans in of_rank.items()}
     ranks = [_rank(rank, passes, latest.get(rank), made) for rank in sorted({r for one in passes for r in one.steps})]
     state = min((one["state"] for one in ranks), key=_WORST.index)
-    state = "finished" if state == "stopped" and last.finished else state
+    state = "finished" if state != "running" and last.finished else state
     every = last.shape.ranks == len(latest)
     epoch = progress(run, last, max(last.steps.values()))
     return {
@@ -102,9 +102,9 @@ def _work(of_rank: dict[int, list[Span]], *, here: bool) -> dict[str, Any]:
     for spans in of_rank.values():
         for span in spans:
             total, seconds, waited = total.plus(span.figures), seconds + span.seconds, waited + span.waited
-    stages = {name: getattr(total, name) / 1000 for name in STAGES if getattr(total, name) is not None}
+    stages = {name: getattr(total, name) / 1000 for name in STAGES if getattr(total, name)}
     rest = waited - sum(stages.values())
-    if here and total.rows is not None and rest > _REST * waited:
+    if here and stages and rest > _REST * waited:
         stages["other"] = rest
     is_packed = total.packed is not None and bool(total.places)
     padding = 1 - total.tokens / total.slots if total.tokens is not None and total.slots else None

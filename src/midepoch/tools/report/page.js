@@ -42,21 +42,21 @@ function sideBySide() {
   return section("runs", "Side by side", table("side-by-side", head.filter((_, i) => !empty[i]), rows.map(row => row.filter((_, i) => !empty[i]))),
     el("h3", {}, "rows per second, by the time since each began"),
     chart("runs-svg", lines, { x: v => duration(v), y: short }), legend(lines.map((line, k) => [line.name, "line", k, line.dash])),
-    note("Of several ranks: the first, times their number."));
+    note(found.runs.some(run => run.now.ranks > 1) ? "Of several ranks: the first, times their number." : null));
 }
 
 function dashboard(run) {
   const now = run.now, alive = now.state === "running" || now.state === "quiet", when = alive ? "now" : "at the end";
   const text = now.progress == null ? `epoch ${now.epoch}: no end` : `epoch ${now.epoch}: ${percent(now.progress)}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
   const each = now.batch / now.ranks;
-  return section("now", alive ? "Now" : "When it stopped",
+  return section("now", alive ? "Now" : now.state === "finished" ? "At the end" : "When it stopped",
     now.progress == null ? note(text) : progressBar("progress", now.progress, text),
     tiles([
       now.rows_per_second != null && [`rows/s ${when}`, figure(now.rows_per_second)],
       now.tokens_per_second != null && [`tokens/s ${when}` + (now.tokens_are_padded ? ", with padding" : ""), short(now.tokens_per_second)],
       now.waited != null && [`of the time waiting for data, ${when}`, percent(now.waited), now.waited > .2 ? "mind" : ""],
       now.eta != null && ["to the end of the epoch", duration(now.eta)],
-      ["rows in a global batch" + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
+      [`row${now.batch === 1 ? "" : "s"} in a global batch` + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
       ["rank" + (now.ranks === 1 ? "" : "s"), number(now.ranks)],
       now.workers != null && ["worker" + (now.workers === 1 ? "" : "s") + (now.ranks > 1 ? " of each rank" : ""), number(now.workers)],
       now.padding != null && ["of the tokens are padding", percent(now.padding)],
@@ -92,7 +92,7 @@ function sources(now) {
     if (w > 7 * one.name.length + 12) node.append(label(at + 6, 18, one.name, "start", on(k)));
     at += w;
   });
-  const head = ["source", "share of the rows", weighted ? "weight" : null, "rows consumed", "rows of it", again ? "times" : null];
+  const head = ["source", "share of the rows", weighted ? "weight" : null, "rows consumed", "rows of it", again ? "times iterated" : null];
   return el("div", { id: "sources" }, el("h3", {}, `Sources in epoch ${now.epoch}`), node, legend(now.sources.map((one, k) => [one.name, "box", k])),
     table("source-table", head.filter(Boolean), now.sources.map(one => [one.name, one.share == null ? "" : percent(one.share), weighted ? (one.weight == null ? "" : percent(one.weight)) : null,
       number(one.consumed), number(one.rows), again ? figure(one.consumed / one.rows) : null].filter(value => value != null))),
@@ -100,10 +100,11 @@ function sources(now) {
 }
 function ranks(now) {
   const speeds = now.by_rank.some(one => one.rows_per_second != null);
-  return el("div", { id: "ranks" }, el("h3", {}, "Ranks"), table("rank-table", ["rank", ["state", "text"], ...(speeds ? ["rows/s", "waiting"] : []), "steps", ["machine", "text"]],
+  return el("div", { id: "ranks" }, el("h3", {}, "Ranks"), table("rank-table", ["rank", ["state", "text"], ...(speeds ? ["rows/s", "waiting"] : []), "steps", ["last step", "text"], ["machine", "text"]],
     now.by_rank.map(one => {
-      const [shape, words, kind, when] = stateOf({ ...now, state: one.state }, one.last);
-      return [number(one.rank), [`${shape} ${words}, ${when}`, `text ${kind}`], ...(speeds ? [one.rows_per_second == null ? "" : figure(one.rows_per_second), one.waited == null ? "" : percent(one.waited)] : []), number(one.steps), [one.machine, "text"]];
+      const [shape, words, kind] = stateOf({ ...now, state: one.state }, one.last);
+      return [number(one.rank), [`${shape} ${words}`, `text ${kind}`], ...(speeds ? [one.rows_per_second == null ? "" : figure(one.rows_per_second), one.waited == null ? "" : percent(one.waited)] : []),
+        number(one.steps), [hour(one.last), "text"], [one.machine, "text"]];
     }), "wide"));
 }
 

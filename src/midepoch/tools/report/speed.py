@@ -14,7 +14,7 @@ from midepoch.audit.passes import Generation
 _MOST_RANKS = 64
 """Maximum number of ranks with a curve of their own. Of more ranks, only the sum is shown."""
 _MOST_POINTS = 600
-_SHORTEST = 2.5
+_SHORTEST = 0.9
 """Seconds of a point of a curve. A single step that was ready in 14 ms is no rate."""
 STAGES = ("read", "map", "collate", "transport")
 
