@@ -184,6 +184,7 @@ def test_padding_and_packing(docs: midepoch.Dataset, tmp_path: Path, clock: Cloc
         and found["packing"] is None
     )
     found = look(tmp_path / "packed", clock)
+    assert found["progress_at_least"] and found["eta"] is None  # all are of one group: how far it is cannot be known
     assert found["padding"] is None and 0.5 < found["packing"] <= 1.0 and not found["tokens_are_padded"]
     assert found["tokens_per_second"] == pytest.approx(4 * 64 * found["packing"], rel=0.05)
 

@@ -50,6 +50,19 @@ def progress(run: Run, one: Generation, steps: int) -> float | None:
     return _progress(_description(order), counts)
 
 
+def is_in_group(run: Run, one: Generation, steps: int) -> bool:
+    """Return True if more rows may be consumed than are known: outputs of a group do not tell the rows they are of."""
+    if not one.lanes:
+        return False
+    lanes = run.lanes_of(one)
+    for lane in range(one.lanes):
+        if (track := lanes.owner(one, lane)) is not None:
+            found = lanes.places(one, lane, track.at(lane, min(steps, track.delivered)))
+            if any(kind == "group" for place in found for kind, _ in place.part):
+                return True
+    return False
+
+
 def _progress(about: Mapping[str, Any], counts: Any) -> float | None:
     if "parts" not in about:
         consumed, rows = next(counts)

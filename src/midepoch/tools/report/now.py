@@ -11,7 +11,7 @@ from midepoch.audit import Run
 from midepoch.audit.figures import Figures
 from midepoch.audit.passes import Generation
 from midepoch.audit.starts import host_of, is_gone
-from midepoch.tools.report.mixture import progress, sources_of
+from midepoch.tools.report.mixture import is_in_group, progress, sources_of
 from midepoch.tools.report.speed import STAGES, Span, merged, spans_by_rank
 
 _SOON = 10.0
@@ -37,6 +37,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
     state = "finished" if state != "running" and last.finished else state
     every = last.shape.ranks == len(latest)
     epoch = progress(run, last, max(last.steps.values()))
+    eta = _eta(run, last) if state in ("running", "quiet") and not last.finished else None
     return {
         "state": state,
         "last": max(one["last"] for one in ranks),
@@ -46,7 +47,8 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "workers": last.workers,
         "epoch": last.shape.epoch,
         "progress": 1.0 if last.finished else epoch,
-        "eta": _eta(run, last) if state in ("running", "quiet") and not last.finished else None,
+        "progress_at_least": eta is None and not last.finished and is_in_group(run, last, max(last.steps.values())),
+        "eta": eta,
         "rows_per_second": _sum(latest, "rows") if every else None,
         "tokens_per_second": (_sum(latest, "tokens") or _sum(latest, "slots")) if every else None,
         "waited": _waited(list(latest.values())),

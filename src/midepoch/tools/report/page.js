@@ -47,7 +47,7 @@ function sideBySide() {
 
 function dashboard(run) {
   const now = run.now, alive = now.state === "running" || now.state === "quiet", when = alive ? "now" : "at the end";
-  const text = now.progress == null ? `epoch ${now.epoch}: no end` : `epoch ${now.epoch}: ${percent(now.progress)}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
+  const text = now.progress == null ? `epoch ${now.epoch}: no end` : `epoch ${now.epoch}: ${now.progress_at_least ? "at least " : ""}${percent(now.progress)}` + (now.eta == null ? "" : `, about ${duration(now.eta)} left`);
   const each = now.batch / now.ranks;
   return section("now", alive ? "Now" : now.state === "finished" ? "At the end" : "When it stopped",
     now.progress == null ? note(text) : progressBar("progress", now.progress, text),
