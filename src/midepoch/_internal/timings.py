@@ -19,6 +19,8 @@ class Timings:
     """Finding, fetching, decoding and gathering rows."""
     functions: float = 0.0
     """Running the user's maps and filters."""
+    combine: float = 0.0
+    """Mixing, packing and grouping rows, where the main process reads them itself."""
     present: float = 0.0
     """Assembling batches from rows: formats, collate functions."""
     transport: float = 0.0

@@ -1,7 +1,7 @@
 """Figures of a pass beside its steps, in integers: rows, tokens, and milliseconds of work by stage.
 
 A mark of the ledger, ``@1500,20;``, is followed by them in brackets: ``[320,,4096,12,3,5,,8,8]``. They are sums on this
-rank since the first batch of the pass; an empty field is not known. Fields are only ever added at the end: readers take
+rank in the pass; an empty field is not known. Fields are only ever added at the end: readers take
 a missing one as not known, and ignore those that they do not know.
 """
 
@@ -11,7 +11,10 @@ from typing import NamedTuple, Protocol
 
 
 class Figures(NamedTuple):
-    """Sums of one rank since the first batch of a pass. None if not known."""
+    """Sums of one rank in a pass. None if not known.
+
+    Rows, tokens and slots are counted from the first batch on, as the time is; work from before it.
+    """
 
     rows: int | None = None
     """Delivered rows, or outputs."""
@@ -23,6 +26,8 @@ class Figures(NamedTuple):
     """Milliseconds of work, over all workers: finding, fetching, decoding and gathering rows."""
     map: int | None = None
     """Running the user's maps and filters."""
+    combine: int | None = None
+    """Mixing, packing and grouping rows. Not known with workers."""
     collate: int | None = None
     """Assembling batches."""
     transport: int | None = None
@@ -32,7 +37,7 @@ class Figures(NamedTuple):
     ready: int | None = None
     """Number of those that were ready when requested."""
     packed: int | None = None
-    """Tokens in the packed sequences that were made, also before the first batch. Not known without packing."""
+    """Tokens in the packed sequences that were made. Not known without packing."""
     places: int | None = None
     """Places for tokens in those."""
 
@@ -44,6 +49,10 @@ class Figures(NamedTuple):
         """Return the sums, of figures that are known in one of them."""
         pairs = zip(self, other, strict=True)
         return Figures(*(None if a is None and b is None else (a or 0) + (b or 0) for a, b in pairs))
+
+    def counted_from(self, delivered: Figures) -> Figures:
+        """Return these as a base, but with the rows, tokens and slots of later ones."""
+        return self._replace(rows=delivered.rows, tokens=delivered.tokens, slots=delivered.slots)
 
     def record(self) -> bytes:
         """Return the bytes to write after a mark."""

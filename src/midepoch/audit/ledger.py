@@ -187,8 +187,7 @@ class Ledger:
         self._began = self._last = self._synced = time.monotonic()
         self._measured = measured
         if measured is not None:
-            packed, places = self._latest.packed, self._latest.places  # sequences are packed before their first batch
-            self._base = measured.figures()._replace(packed=packed, places=places)
+            self._base = self._latest.counted_from(measured.figures())
             self._waited = measured.all_waited
         self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
         self._due = min(self._mark, self._began + _SEEN_SECONDS)

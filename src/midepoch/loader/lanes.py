@@ -17,7 +17,7 @@ from midepoch.order import Shard
 from midepoch.pipeline.chunk import Items
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, StepOutputs
-from midepoch.pipeline.rows import Bundles
+from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
 
 
@@ -92,6 +92,7 @@ class LaneBatches:
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
+        self._measures = equal is None and isinstance(self._mine, BundlesHere)  # else others are waited for
         self._last: Items | None = None
         self.begun = False
         """True if a step was taken, by this rank or by others that share its lanes."""
@@ -108,7 +109,7 @@ class LaneBatches:
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
-        while (deal := self._steps.next()) is not None:
+        while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
             began = perf_counter()
             if deal is LaneSteps.PADDING:
@@ -128,6 +129,14 @@ class LaneBatches:
             before, self._skipped = self._skipped, self._count_skipped()
             return Made(value, deal, rows, self._skipped - before)
         return None
+
+    def _measured_step(self) -> Any:
+        """Return the next step. What it took besides reading and functions was mixing, packing and grouping."""
+        timings, began = self._timings, perf_counter()
+        before = timings.read + timings.functions
+        deal = self._steps.next()
+        timings.combine += max(0.0, perf_counter() - began - (timings.read + timings.functions - before))
+        return deal
 
     def close(self) -> bool:
         """Leave the workers to their pool."""

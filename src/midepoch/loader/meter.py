@@ -107,6 +107,7 @@ class Meter:
                 slots=round(slots) if has_slots else None,
                 read=round(1000 * timings.read) if timings.read else None,  # else it is not measured apart
                 map=round(1000 * timings.functions) if timings.functions else None,
+                combine=round(1000 * timings.combine) if timings.combine else None,
                 collate=round(1000 * timings.present) if timings.present else None,
                 transport=round(1000 * timings.transport) if timings.transport else None,
                 blocks=timings.blocks or None,

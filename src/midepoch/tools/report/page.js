@@ -26,13 +26,13 @@ function badge(now) {
 }
 
 function sideBySide() {
-  const head = ["run", ["state", "text"], "epoch", "progress", "rows/s", "tokens/s", "waiting", "ranks", "workers", "batch", "steps", "lost", "repeated"];
+  const head = ["run", ["state", "text"], "epoch", "progress", "rows/s", "tokens/s", "waiting", "steps", "lost", "repeated", "ranks", "workers", "batch"];
   const sum = (run, key) => run.epochs.reduce((total, one) => total + one[key], 0);
   const rows = found.runs.map((run, k) => {
     const now = run.now, [shape, words, kind, when] = stateOf(now);
     return [el("button", { class: "link", onclick: () => { chosen.run = k; show(); } }, nameOf(run, k)), [`${shape} ${words}, ${when}`, `text ${kind}`], number(now.epoch), now.progress == null ? "" : percent(now.progress),
       now.rows_per_second == null ? "" : figure(now.rows_per_second), now.tokens_per_second == null ? "" : figure(now.tokens_per_second), now.waited == null ? "" : percent(now.waited),
-      number(now.ranks), now.workers == null ? "" : number(now.workers), number(now.batch), number(run.steps), [number(sum(run, "never")), sum(run, "never") ? "bad" : ""], [number(sum(run, "repeated")), sum(run, "repeated") ? "bad" : ""]];
+      number(run.steps), [number(sum(run, "never")), sum(run, "never") ? "bad" : ""], [number(sum(run, "repeated")), sum(run, "repeated") ? "bad" : ""], number(now.ranks), now.workers == null ? "" : number(now.workers), number(now.batch)];
   });
   const empty = head.map((_, i) => rows.every(row => row[i] === ""));
   const lines = found.runs.map((run, k) => {
@@ -67,7 +67,7 @@ function dashboard(run) {
     now.missing.length ? el("p", { class: "mind" }, `No record of rank ${now.missing.join(", ")} of ${now.ranks} in this pass.`) : null,
     stages(now), sources(now), now.by_rank.length > 1 ? ranks(now) : null);
 }
-const WORK = { read: "read", map: "map and filter", collate: "collate", transport: "transport from workers", other: "not measured apart" };
+const WORK = { read: "read", map: "map and filter", combine: "mix, pack and group", collate: "collate", transport: "transport from workers", other: "not measured apart" };
 function stages(now) {
   const list = Object.entries(now.stages), total = list.reduce((sum, [, seconds]) => sum + seconds, 0), width = wide(), node = board("stages-svg", width, 30);
   if (!total) return null;

@@ -16,7 +16,7 @@ _MOST_RANKS = 64
 _MOST_POINTS = 600
 _SHORTEST = 0.9
 """Seconds of a point of a curve. A single step that was ready in 14 ms is no rate."""
-STAGES = ("read", "map", "collate", "transport")
+STAGES = ("read", "map", "combine", "collate", "transport")
 
 
 @dataclass(frozen=True)
