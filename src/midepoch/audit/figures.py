@@ -27,7 +27,7 @@ class Figures(NamedTuple):
     map: int | None = None
     """Running the user's maps and filters."""
     combine: int | None = None
-    """Mixing, packing and grouping rows. Not known with workers."""
+    """Mixing, packing and grouping rows, and reading them if that is not measured apart. Not known with workers."""
     collate: int | None = None
     """Assembling batches."""
     transport: int | None = None

@@ -92,7 +92,8 @@ class LaneBatches:
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
-        self._measures = equal is None and isinstance(self._mine, BundlesHere)  # else others are waited for
+        here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
+        self._measures = here and equal is None  # else workers or other ranks are waited for
         self._last: Items | None = None
         self.begun = False
         """True if a step was taken, by this rank or by others that share its lanes."""

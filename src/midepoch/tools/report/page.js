@@ -71,14 +71,15 @@ const WORK = { read: "read", map: "map and filter", combine: "mix, pack and grou
 function stages(now) {
   const list = Object.entries(now.stages), total = list.reduce((sum, [, seconds]) => sum + seconds, 0), width = wide(), node = board("stages-svg", width, 30);
   if (!total) return null;
+  const words = name => name === "combine" && !now.stages.read ? "read, mix, pack and group" : WORK[name] || name;
   let at = 0;
   list.forEach(([name, seconds], k) => {
-    const w = seconds / total * width, text = `${WORK[name] || name} ${percent(seconds / total)}`;
+    const w = seconds / total * width, text = `${words(name)} ${percent(seconds / total)}`;
     node.append(draw("rect", { class: "stage", x: at, y: 2, width: Math.max(.5, w - 1), height: 24, fill: colour(k) }, `${text}: ${seconds.toFixed(2)} s`));
     if (w > 7 * text.length) node.append(label(at + 6, 18, text, "start", on(k)));
     at += w;
   });
-  return el("div", { id: "stages" }, el("h3", {}, "Work by stage"), node, legend(list.map(([name, seconds], k) => [`${WORK[name] || name} ${seconds.toFixed(2)} s, ${percent(seconds / total)}`, "box", k])),
+  return el("div", { id: "stages" }, el("h3", {}, "Work by stage"), node, legend(list.map(([name, seconds], k) => [`${words(name)} ${seconds.toFixed(2)} s, ${percent(seconds / total)}`, "box", k])),
     note(`Seconds of work in the last start, over all workers and ranks, while it ran for ${duration(now.seconds / now.by_rank.length)}.` + (now.waited_since_start == null ? "" : ` The model waited ${percent(now.waited_since_start)} of that time.`)));
 }
 function sources(now) {
