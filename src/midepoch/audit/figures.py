@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 class Figures(NamedTuple):
     """Sums of one rank in a pass. None if not known.
 
-    Rows, tokens and slots are counted from the first batch on, as the time is; work from before it.
+    Rows, tokens, slots and blocks are counted from the first batch on, as the time is; work from before it.
     """
 
     rows: int | None = None
@@ -51,8 +51,9 @@ class Figures(NamedTuple):
         return Figures(*(None if a is None and b is None else (a or 0) + (b or 0) for a, b in pairs))
 
     def counted_from(self, delivered: Figures) -> Figures:
-        """Return these as a base, but with the rows, tokens and slots of later ones."""
-        return self._replace(rows=delivered.rows, tokens=delivered.tokens, slots=delivered.slots)
+        """Return these as a base, but with the rows, tokens, slots and blocks of later ones."""
+        names = ("rows", "tokens", "slots", "blocks", "ready")  # the first block is never ready
+        return self._replace(**{name: getattr(delivered, name) for name in names})
 
     def record(self) -> bytes:
         """Return the bytes to write after a mark."""

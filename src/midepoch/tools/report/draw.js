@@ -100,7 +100,7 @@ function chart(id, lines, options) {
   const x0 = least(xs), x1 = most(xs) > x0 ? most(xs) : x0 + 1, low = Math.min(least(ys), options.low ?? 0), high = Math.max(most(ys), options.high ?? 1e-9);
   const y1 = nice(high), y0 = low < 0 ? -nice(-low) : 0;
   const x = v => left + (v - x0) / (x1 - x0) * (width - left - right), y = v => top + (y1 - v) / (y1 - y0) * (height - top - bottom);
-  const ticks = y0 < 0 ? [y0, 0, y1] : [0, y1 / 2, y1];
+  const ticks = (y0 < 0 ? [0, y1, y0] : [0, y1 / 2, y1]).filter(v => v !== y0 || v === 0 || y(y0) - y(0) > 14);
   for (const v of ticks) node.append(draw("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), stroke: "var(--line)" }), label(left - 6, y(v) + 4, options.y(v), "end"));
   node.append(label(left, height - 6, options.x(x0)));
   if (x1 !== x0 && most(xs) > x0) node.append(label(width - right, height - 6, options.x(x1), "end"));

@@ -80,7 +80,7 @@ function stages(now) {
     at += w;
   });
   return el("div", { id: "stages" }, el("h3", {}, "Work by stage"), node, legend(list.map(([name, seconds], k) => [`${words(name)} ${seconds.toFixed(2)} s, ${percent(seconds / total)}`, "box", k])),
-    note(`Seconds of work in the last start, over all workers and ranks, while it ran for ${duration(now.seconds / now.by_rank.length)}.` + (now.waited_since_start == null ? "" : ` The model waited ${percent(now.waited_since_start)} of that time.`)));
+    note(`Seconds of work in the last start, from before its first batch on, over all workers and ranks; it ran for ${duration(now.seconds / now.by_rank.length)}.` + (now.waited_since_start == null ? "" : ` The model waited ${percent(now.waited_since_start)} of that time.`)));
 }
 function sources(now) {
   if (!now.sources.length) return null;
