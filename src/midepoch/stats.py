@@ -43,6 +43,12 @@ class Stats:
     """Requested blocks that have to be fetched or decoded (Parquet and similar formats, object stores)."""
     blocks_there: int = 0
     """Number of those that were ready when requested: cached or prefetched."""
+    transport: float = 0.0
+    """Seconds in which workers sent what they had made, summed over all of them."""
+    tokens: int | None = None
+    """Approximate number of delivered tokens without padding, from a sample of batches. None if it is not known."""
+    token_slots: int | None = None
+    """The same with padding. Columns ``input_ids``, ``tokens`` and ``token_ids`` are counted."""
 
     @property
     def rows_per_second(self) -> float:
@@ -66,6 +72,19 @@ class Stats:
         return self.waited / self.seconds if self.seconds > 0 else 0.0
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second without padding, or with it if padding is not known. None without tokens."""
+        tokens = self.token_slots if self.tokens is None else self.tokens
+        return None if tokens is None else self._rate(tokens)
+
+    @property
+    def padding_share(self) -> float | None:
+        """Fraction of the token slots that is padding. None if it is not known."""
+        if self.tokens is None or not self.token_slots:
+            return None
+        return max(0.0, 1 - self.tokens / self.token_slots)
+
+    @property
     def cache_hits(self) -> float | None:
         """Fraction of the blocks that were ready when requested. None if files are memory-mapped and need no cache."""
         return self.blocks_there / self.blocks if self.blocks else None
@@ -80,6 +99,10 @@ class Stats:
         }
         if self.cache_hits is not None:
             values["cache_hits"] = self.cache_hits
+        if self.tokens_per_second is not None:
+            values["tokens_per_second"] = self.tokens_per_second
+        if self.padding_share is not None:
+            values["padding_share"] = self.padding_share
         return {prefix + name: value for name, value in values.items()}
 
     def __str__(self) -> str:

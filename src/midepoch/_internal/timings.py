@@ -19,12 +19,20 @@ class Timings:
     """Finding, fetching, decoding and gathering rows."""
     functions: float = 0.0
     """Running the user's maps and filters."""
+    combine: float = 0.0
+    """Mixing, packing and grouping rows, where the main process reads them itself."""
     present: float = 0.0
     """Assembling batches from rows: formats, collate functions."""
+    transport: float = 0.0
+    """Sending what workers made to the main process."""
     blocks: int = 0
     """Requested blocks that have to be fetched or decoded."""
     blocks_there: int = 0
     """Number of those that were ready when requested: cached or prefetched."""
+    packed: int = 0
+    """Tokens in the packed sequences that were made."""
+    places: int = 0
+    """Places for tokens in those."""
 
     def add(self, other: Timings) -> None:
         for each in fields(self):

@@ -75,6 +75,7 @@ class LaneRun:
 
     def __init__(self, order: KnownOrder) -> None:
         assert order.tree is not None
+        self.order = order
         self._tree, self._sources = order.tree, order.sources
         self._rows = [source.rows for source in order.sources]
 

@@ -2,10 +2,12 @@
 
 A pass over (the rest of) an epoch is a line of JSON with the positions of its steps and the position of the run before
 it. It is followed by one byte for each step: ``.``, or ``-3.`` if three of its rows were skipped; occasionally
-``@1500,20;``, the milliseconds since the pass began, and those in which the model waited for data; and ``~`` after a
-write failure. The record of a step is thus a single byte that exists or does not, whatever kills the process, and a
-million rows in batches of 64 take 16 KB over all ranks. While it is written, a file is up to a page longer than its
-records, filled with zeros. A loaded state is a line of JSON as well, with ``"load": true``.
+``@1500,20;``, the milliseconds since the pass began, and those in which the model waited for data, with more figures
+(``midepoch.audit.figures``); and ``~`` after a write failure. The record of a step is thus a single byte that exists or
+does not, whatever kills the process, and a million rows in batches of 64 take 16 KB over all ranks. While it is
+written, a file is up to a page longer than its records, filled with zeros. ``seen`` in the line of JSON is overwritten
+once a second: the milliseconds from its ``time`` to the last step. So a killed run is not taken for one that runs. A
+loaded state is a line of JSON as well, with ``"load": true``.
 
 If positions cannot be computed, some steps are followed by the cursors of the lanes in braces
 (``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors.
@@ -13,13 +15,10 @@ If positions cannot be computed, some steps are followed by the cursors of the l
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import mmap
 import os
-import secrets
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,21 +28,18 @@ from typing import Any, Protocol
 
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.lanes import LaneRecorder
 from midepoch.audit.orders import order_name, save_order, stream_name
 from midepoch.audit.records import (
     LOST,
-    SUFFIX,
     UNKNOWN,
     VERSION,
     VERSION_OF_POSITIONS,
-    numbered,
-    read_passes,
-    steps_in,
 )
+from midepoch.audit.starts import new_file, process_name, process_space
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
-from midepoch.errors import StateError
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -52,9 +48,11 @@ from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
+_FIRST_MARK = 1.0
+"""Seconds to the first mark. Each of the next comes after twice the time, up to ``_MARK_SECONDS``."""
+_SEEN_SECONDS = 1.0
+_SEEN = b'"seen":"%012d"'
 _PAGE = mmap.PAGESIZE
-_MOST_FILES = 16
-"""Maximum number of files searched for the previous process of this rank."""
 _numbers = count(1)  # passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
 
@@ -84,7 +82,9 @@ class Ledger:
             )
         self.folder, self.name, self._attempt = Path(text).expanduser(), name, attempt
         self._file, self._owner, self._rows, self._beside = -1, 0, ("", 0), False
-        self._mark = self._began = self._waited = 0.0
+        self._began = self._last = self._mark = self._due = self._synced = 0.0
+        self._measured: Measured | None = None
+        self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
         self.end = self._room = 0
@@ -111,7 +111,7 @@ class Ledger:
         if found := start_name(World(shard.index, shard.count)).strip("-"):
             return found
         if shard.count == 1:
-            return _process()
+            return process_name()
         raise ValueError(
             f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
             "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
@@ -129,7 +129,7 @@ class Ledger:
         batch_size: int,
         last_batch: str | None,
         workers: int,
-        waited: float = 0.0,
+        measured: Measured | None = None,
         load: bool = False,
     ) -> None:
         """Record that a pass begins at a cursor.
@@ -138,7 +138,8 @@ class Ledger:
         (``end`` is None), ``batch_size`` outputs of each rank.
 
         ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
-        "on" if the run continues. ``load``: a state was loaded, and no pass is begun yet.
+        "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
+        begun yet.
         """
         shard = spec.shard
         self._rows = (stream_name(spec, self.name), shard.index)
@@ -160,7 +161,8 @@ class Ledger:
             "ends": last_batch or "uneven",
             "workers": workers,
             "number": next(_numbers),
-            "process": _process(),
+            "process": process_name(),
+            "space": process_space(),
             "time": round(time.time(), 3),
             **({"load": True} if load else {}),
         }
@@ -182,9 +184,16 @@ class Ledger:
         self._beside = how == "on" and before not in (None, self)
         if before is not None and before is not self:
             before._beside = True  # if it continues with its own pass after this
-        self._began = self._mark = time.monotonic()
-        self._waited = waited
-        self._write(b"\n" + json.dumps(header, separators=(",", ":")).encode() + b"\n")
+        self._began = self._last = self._synced = time.monotonic()
+        self._measured = measured
+        if measured is not None:
+            self._base = self._latest.counted_from(measured.figures())
+            self._waited = measured.all_waited
+        self._mark = self._began + min(_FIRST_MARK, _MARK_SECONDS)
+        self._due = min(self._mark, self._began + _SEEN_SECONDS)
+        line = json.dumps({**header, "seen": f"{0:012}"}, separators=(",", ":")).encode()
+        self._seen = self.end + 1 + line.rindex(_SEEN % 0)
+        self._write(b"\n" + line + b"\n")
 
     def prepare_step(self, cursor: Cursor | StepOutputs) -> None:
         """Write the cursors of earlier steps that are due, before the step that ends at a cursor is recorded."""
@@ -196,21 +205,38 @@ class Ledger:
 
         ``waited``: seconds that the model has waited since the pass began.
         """
-        now = time.monotonic()
-        due = now - self._mark >= _MARK_SECONDS
+        now = self._last = time.monotonic()
+        due = now >= self._due
         record = b"." if not skipped else b"-%d." % skipped
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile
             self._beside = False
-        if due:
-            self._mark = now
+        is_mark = due and now >= self._mark
+        if is_mark:
             record += self._times(now, waited)
         self._write(record)
         if self._lanes is not None:
             self._lanes.pending.append(self._marks(self._lanes, cursor))
-        if due:
+        if is_mark:
+            self._mark = now + min(_MARK_SECONDS, max(_FIRST_MARK, now - self._began))
             self.flush()
-            self.sync()
+        if due:
+            self._see(now)
+            if is_mark and now - self._synced >= _MARK_SECONDS:
+                self.sync()
+                self._synced = now
+
+    def _see(self, now: float) -> None:
+        """Write the time of the last step into the line of JSON."""
+        self._due = min(self._mark, now + _SEEN_SECONDS)
+        seen = _SEEN % ((now - self._began) * 1000)
+        if self._file < 0 or self._owner != os.getpid():
+            return
+        if self._pages is not None:
+            self._pages[self._seen : self._seen + len(seen)] = seen
+        else:
+            with suppress(OSError):
+                os.pwrite(self._file, seen, self._seen)
 
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or a pass ends."""
@@ -226,7 +252,13 @@ class Ledger:
         return [cursor.lanes.by_lane[number].cursor for number in lanes.numbers]
 
     def _times(self, now: float, waited: float) -> bytes:
-        return b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
+        measured = self._measured
+        waited = waited if measured is None else measured.all_waited
+        mark = b"@%d,%d;" % ((now - self._began) * 1000, max(0.0, waited - self._waited) * 1000)
+        if measured is None:
+            return mark
+        self._latest = measured.figures()
+        return mark + self._latest.minus(self._base).record()
 
     @property
     def recorded(self) -> tuple[int, int]:
@@ -255,7 +287,8 @@ class Ledger:
             self._write(b"#")
             self._lanes.pending.append(self._marks(self._lanes, end))
             self.flush()
-        self._write(self._times(time.monotonic(), waited))
+        self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time
+        self._see(self._last)
         self.sync()
 
     def sync(self) -> None:
@@ -271,38 +304,10 @@ class Ledger:
         if self._file >= 0 and self._owner == os.getpid():
             return {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Starts are numbered by the files in the folder, not by clocks, which differ between machines.
-        mark = hashlib.blake2b(str(attempt).encode(), digest_size=5).hexdigest()
-        known = [(*found, path) for path in self.folder.glob(f"*{SUFFIX}") if (found := numbered(path)) is not None]
-        current = max((number for number, other, _ in known if other == mark), default=0)
-        last = max((number for number, _, _ in known), default=0)
-        number = current if current and current == last else last + 1
-        previous = [
-            *self._last([one for one in known if one[1] == mark], shard),
-            *self._last([one for one in known if one[1] != mark], shard),
-        ]
-        name = f"{number:06}-{mark}-rank{shard.index:05}of{shard.count:05}-{secrets.token_hex(4)}{SUFFIX}"
+        name, previous = new_file(self.folder, str(attempt), shard, self._rows[0])
         self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
         return {"previous": previous}
-
-    def _last(self, known: list[tuple[int, str, Path]], shard: Shard) -> list[tuple[str, int]]:
-        """Return the last of these files of the same rows and rank by another process, and the number of its steps.
-
-        A later file names those before it, so the last one is named by none of the others.
-        """
-        paths = [path for _, _, path in sorted(known, reverse=True) if f"-rank{shard.index:05}of" in path.name]
-        files: dict[str, int] = {}
-        named: set[str] = set()
-        for path in paths[:_MOST_FILES]:
-            try:
-                passes = read_passes(path)
-            except (OSError, StateError):
-                continue
-            if passes and passes[0].process != _process() and passes[0].shape.stream == self._rows[0]:
-                files[path.name] = steps_in(passes, self._rows[0])
-                named |= {name for one in passes for name, _ in one.previous}
-        return [one for one in files.items() if one[0] not in named][:1]
 
     def _write(self, record: bytes) -> None:
         if self._file < 0:
@@ -374,14 +379,6 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ledger, (str(self.folder), self.name, self._attempt)
-
-
-_births: dict[int, str] = {}
-
-
-def _process() -> str:
-    """Return a name of this process that no other has, nor a fork of it."""
-    return f"{socket.gethostname()}-{os.getpid()}-{_births.setdefault(os.getpid(), secrets.token_hex(4))}"
 
 
 def ledger_of(given: Any) -> Ledger | None:

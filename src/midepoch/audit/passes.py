@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from midepoch._internal.address import Address, is_address
+from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
+from midepoch.audit.starts import host_of
 from midepoch.errors import DataNotFoundError
 
 _OTHER_CLOCK = 300.0
@@ -49,8 +51,15 @@ class Generation:
     tracks: dict[int, LaneTrack] = field(default_factory=dict)
     """By rank, the cursors of its lanes, if positions cannot be computed."""
     lanes: int = 0
-    marks: dict[int, tuple[float, tuple[tuple[int, int, int], ...]]] = field(default_factory=dict)
-    """By rank, the time of its beginning, and occasional (steps so far, milliseconds since, milliseconds waited)."""
+    marks: dict[int, tuple[float, tuple[Mark, ...]]] = field(default_factory=dict)
+    """By rank, the time of its beginning, and its occasional records."""
+    processes: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By rank, the name of its process, and of the machine or container in which it can be seen."""
+    last_steps: dict[int, float] = field(default_factory=dict)
+    """By rank, the time of its last step, as far as it is known."""
+    workers: int | None = None
+    finished: bool = False
+    """True if all ranks reached the end of the epoch."""
 
     @property
     def how(self) -> str:
@@ -173,17 +182,21 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
         passes = files.get(name)
         if not passes or passes[0].shape.attempt == one.shape.attempt or steps_in(passes, one.shape.stream) <= seen:
             continue
-        if _host(passes[0]) == _host(one) or max(map(_last_time, passes)) > one.beginning[2] + _OTHER_CLOCK:
+        if (
+            host_of(passes[0].process) == host_of(one.process)
+            or max(map(_last_time, passes)) > one.beginning[2] + _OTHER_CLOCK
+        ):
             return True
     return False
 
 
-def _host(one: Passed) -> str:
-    return one.process.rsplit("-", 2)[0]
+def _is_over(one: Passed) -> bool:
+    """Return True if a process delivered the last batch of its epoch."""
+    return one.finished or one.shape.start + one.steps * one.shape.global_batch >= one.end
 
 
 def _last_time(one: Passed) -> float:
-    return one.beginning[2] + (one.marks[-1][1] / 1000 if one.marks else 0)
+    return max(one.seen or 0.0, one.beginning[2] + (one.marks[-1].elapsed / 1000 if one.marks else 0))
 
 
 def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: dict[str, list[Passed]]) -> Generation:
@@ -216,4 +229,8 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: one.track for rank, one in of_rank.items() if one.track is not None},
         passes[0].lanes,
         {rank: (one.beginning[2], one.marks) for rank, one in of_rank.items()},
+        {rank: (one.process, one.space) for rank, one in of_rank.items()},
+        {rank: _last_time(one) for rank, one in of_rank.items()},
+        max((one.workers for one in passes if one.workers is not None), default=None),
+        len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),
     )

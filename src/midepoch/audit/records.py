@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
 from midepoch.errors import StateError
 
@@ -23,7 +24,7 @@ LOST = b"~"
 Place = tuple[int, int]
 """An epoch and a position."""
 
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\{[^}]*\}")
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}")
 
 
 class Shape(NamedTuple):
@@ -58,8 +59,7 @@ class Passed:
     """(step, rows skipped), for steps with skipped rows."""
     beside: bool = False
     """True if another loader of the same rows recorded at the same time."""
-    marks: tuple[tuple[int, int, int], ...] = ()
-    """Occasional (steps so far, milliseconds since the beginning, milliseconds waited for data)."""
+    marks: tuple[Mark, ...] = ()
     is_load: bool = False
     """True if only a state was loaded, and no pass is begun yet."""
     reused: bool = False
@@ -75,6 +75,11 @@ class Passed:
     """Files of earlier processes of this rank, and the number of their steps when this process began to record: the
     last one of a start of the same name, and the last one of another start.
     """
+    workers: int | None = None
+    space: str = ""
+    """The machine or container of the process."""
+    seen: float | None = None
+    """Time of the last step, within a second. None in ledgers of older versions."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -119,14 +124,16 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
 def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
     steps, beside, lost = 0, False, False
     skipped: list[tuple[int, int]] = []
-    marks: list[tuple[int, int, int]] = []
+    marks: list[Mark] = []
     finished = False
-    for without, after, waited, dots, bang, end, over in _TOKEN.findall(record):
+    for without, after, waited, dots, bang, end, over, figures in _TOKEN.findall(record):
         if without:
             skipped.append((steps, int(without)))
             steps += 1
         elif after:
-            marks.append((steps, int(after), int(waited or 0)))
+            marks.append(Mark(steps, int(after), int(waited or 0)))
+        elif figures and marks:
+            marks[-1] = marks[-1]._replace(figures=read_figures(figures))
         steps += len(dots)
         beside, lost, finished = beside or bool(bang), lost or bool(end), finished or bool(over)
     number = (numbered(path) or (0, ""))[0]
@@ -153,6 +160,9 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             lanes=header.get("lanes", 0),
             finished=finished,
             previous=tuple((name, steps) for name, steps in header.get("previous", ())),
+            workers=header.get("workers"),
+            space=header.get("space", ""),
+            seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

@@ -25,7 +25,7 @@ Checkpoints = Annotated[
 
 def report(
     target: Annotated[
-        list[str], typer.Argument(help="The folder of a run (given to loader(audit=…)), or data.", show_default=False)
+        list[str], typer.Argument(help="Folders of runs (given to loader(audit=…)), or data.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
     data: Annotated[
@@ -46,15 +46,17 @@ def report(
     format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Draw a run or a dataset: layout, consumption, restarts, speed, shuffle quality, checkpoints. One HTML file.
+    """Draw runs or a dataset: speed, progress, consumption, restarts, layout, shuffle quality. One HTML file.
 
     [bold]midepoch report runs/7 -o report.html[/]
+
+    [bold]midepoch report runs/7 runs/8[/]
 
     [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
     """
     if not output.parent.is_dir():
         raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} to.")
-    is_run = len(target) == 1 and _is_run(target[0])
+    is_run = all(map(_is_run, target))
     if shuffle is None and (scope is not None or window is not None):
         raise ValueError("--scope and --window are settings of a shuffle. Pass its seed with --shuffle.")
     if is_run and shuffle is not None:
@@ -64,7 +66,7 @@ def report(
     if ds is not None and shuffle is not None:
         ds = ds.shuffle(shuffle, scope, window)
     contents = collect(
-        target[0] if is_run else None,
+        (target[0] if len(target) == 1 else target) if is_run else None,
         ds,
         stream=stream,
         checkpoints=checkpoints,
@@ -89,7 +91,7 @@ def _is_run(text: str) -> bool:
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Folders given to loader(audit=…).", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 8765,
     host: Annotated[str, typer.Option(help="Addresses other than this machine's own require a token.")] = "127.0.0.1",
     token: Annotated[str | None, typer.Option(help="Part of the address. [default: drawn if required]")] = None,
@@ -97,19 +99,24 @@ def watch(
     stream: Stream = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
 ) -> None:
-    """Show a run in progress, live: the page of [bold]midepoch report[/], by default only on this machine.
+    """Show runs in progress, live: the page of [bold]midepoch report[/], by default only on this machine.
 
     From another machine: ssh -L 8765:127.0.0.1:8765 machine, then open http://127.0.0.1:8765/ there.
 
     [bold]midepoch watch runs/7[/]
 
+    [bold]midepoch watch runs/7 runs/8[/]
+
     [bold]midepoch watch runs/7 --host 0.0.0.0 --port 9000[/]
     """
 
     def look() -> dict[str, Any]:
-        return collect(run, stream=stream, checkpoints=checkpoints, read_checkpoints=False)
+        return collect(
+            runs[0] if len(runs) == 1 else runs, stream=stream, checkpoints=checkpoints, read_checkpoints=False
+        )
 
-    ledger_folder(run)
+    for run in runs:
+        ledger_folder(run)
     with Watch(look, host, port, token) as server:
         common.console.print(f"{server.address}  (Ctrl-C stops it)")
         if open_browser:

@@ -166,7 +166,9 @@ class _BundleWorker:
                 made = self._make(bundle)
                 batch = _compacted(made.batch) if self._link.is_process else made.batch
                 took = (time.perf_counter() - started, self._reports.take(), made.stop, made.skipped)
+                began = time.perf_counter()
                 self._link.send((took, batch, None), slot)
+                self._timings.transport += time.perf_counter() - began
             except MainIsGone:
                 raise
             except BaseException as problem:

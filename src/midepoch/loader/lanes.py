@@ -17,7 +17,7 @@ from midepoch.order import Shard
 from midepoch.pipeline.chunk import Items
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, StepOutputs
-from midepoch.pipeline.rows import Bundles
+from midepoch.pipeline.rows import Bundles, BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
 
 
@@ -91,7 +91,9 @@ class LaneBatches:
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal)
-        self._timings, self._skipped = timings, self._count_skipped()
+        self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
+        here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
+        self._measures = here and equal is None  # else workers or other ranks are waited for
         self._last: Items | None = None
         self.begun = False
         """True if a step was taken, by this rank or by others that share its lanes."""
@@ -108,7 +110,7 @@ class LaneBatches:
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
-        while (deal := self._steps.next()) is not None:
+        while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
             began = perf_counter()
             if deal is LaneSteps.PADDING:
@@ -123,13 +125,29 @@ class LaneBatches:
             else:
                 continue  # all of it is for other ranks
             self._timings.present += perf_counter() - began
+            if self.packed != self._counted:
+                self._count_packed()
             before, self._skipped = self._skipped, self._count_skipped()
             return Made(value, deal, rows, self._skipped - before)
         return None
 
+    def _measured_step(self) -> Any:
+        """Return the next step. What it took besides reading and functions was mixing, packing and grouping."""
+        timings, began = self._timings, perf_counter()
+        before = timings.read + timings.functions
+        deal = self._steps.next()
+        timings.combine += max(0.0, perf_counter() - began - (timings.read + timings.functions - before))
+        return deal
+
     def close(self) -> bool:
         """Leave the workers to their pool."""
         return True
+
+    def _count_packed(self) -> None:
+        (tokens, places), (before, places_before) = self.packed, self._counted
+        self._timings.packed += tokens - before
+        self._timings.places += places - places_before
+        self._counted = tokens, places
 
     def _count_skipped(self) -> int:
         return self._mine.skipped + self._lanes.packing.skipped

@@ -337,7 +337,7 @@ class Loader(LoaderSettings):
             batch_size=self._options.batch_size,
             last_batch=self._options.last_batch,
             workers=self._options.num_workers,
-            waited=self.meter.waited,
+            measured=self.meter,
             load=load,
         )
 

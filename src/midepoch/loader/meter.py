@@ -10,7 +10,9 @@ from time import perf_counter
 from typing import Any
 
 from midepoch._internal.timings import Timings
+from midepoch.audit.figures import Figures
 from midepoch.loader.advice import remedy
+from midepoch.loader.tokens import token_counts
 from midepoch.stats import Hook, Stats
 
 _log = logging.getLogger("midepoch")
@@ -33,12 +35,16 @@ class Meter:
         self.due = False
         """True if a hook is to be called before the next batch."""
         self._total = 0  # batches since the beginning, whatever was reset
+        self._figures_before, self._waited_before = Figures(), 0.0  # the same for what the ledger records
         self._clear()
 
     def _clear(self) -> None:
         self.batches = self.rows = self._passes = 0
         self.waited = self._seconds = self._first = 0.0
         self._weighed = self._weighed_rows = 0
+        self._counted_rows, self._slots, self._tokens = 0, 0.0, 0.0  # rows whose tokens are counted, and these
+        self._of_row: tuple[float | None, float | None] = (None, None)
+        """Places for tokens of a row, and tokens, in the last batch that was looked at."""
         self._last: float | None = None
         self._look = 0.0
 
@@ -65,9 +71,51 @@ class Meter:
         self._look = now + _LOOK_SECONDS
         self._weighed += weight(batch)
         self._weighed_rows += rows
+        self._count_tokens(rows, batch)
         if not self._warned and self._seconds > _PATIENCE and self.waited > _TOO_LONG * self._seconds:
             self._warn()
         self.due = any(now >= due for _, _, due in self._hooks)
+
+    def _count_tokens(self, rows: int, batch: Any) -> None:
+        """Count the tokens of all rows since the last look, as many for each as in this batch."""
+        counts = token_counts(batch) if rows else None
+        if counts is not None:
+            slots, tokens = counts
+            self._of_row = (slots / rows, None if tokens is None else tokens / rows)
+        self._slots, self._tokens = self._token_sums()
+        self._counted_rows = self.rows
+
+    def _token_sums(self) -> tuple[float, float]:
+        more, (slots, tokens) = self.rows - self._counted_rows, self._of_row
+        return self._slots + more * (slots or 0.0), self._tokens + more * (tokens or 0.0)
+
+    @property
+    def all_waited(self) -> float:
+        """Seconds that the model has waited for data since the loader was created, whatever was reset."""
+        return self._waited_before + self.waited
+
+    def figures(self) -> Figures:
+        """Return the sums since the loader was created, whatever was reset."""
+        timings, (slots, tokens), packs = self.timings, self._token_sums(), self.timings.places > 0
+        has_slots, has_tokens = (value is not None for value in self._of_row)
+        if packs and has_slots:  # packed sequences have no mask, but their padding was counted
+            tokens, has_tokens = slots * timings.packed / timings.places, True
+        return self._figures_before.plus(
+            Figures(
+                rows=self.rows,
+                tokens=round(tokens) if has_tokens else None,
+                slots=round(slots) if has_slots else None,
+                read=round(1000 * timings.read) if timings.read else None,  # else it is not measured apart
+                map=round(1000 * timings.functions) if timings.functions else None,
+                combine=round(1000 * timings.combine) if timings.combine else None,
+                collate=round(1000 * timings.present) if timings.present else None,
+                transport=round(1000 * timings.transport) if timings.transport else None,
+                blocks=timings.blocks or None,
+                ready=timings.blocks_there if timings.blocks else None,
+                packed=timings.packed if packs else None,
+                places=timings.places if packs else None,
+            )
+        )
 
     def _warn(self) -> None:
         if self._seconds - self.waited < _NO_MODEL * self._seconds:
@@ -95,6 +143,7 @@ class Meter:
         stages = {"read": timings.read, "functions": timings.functions, "present": timings.present}
         if not any(stages.values()):  # rows are only copied, when they are requested
             stages["read"] = self.waited
+        figures = self.figures().minus(self._figures_before)
         stats = Stats(
             batches=self.batches,
             rows=self.rows,
@@ -106,8 +155,12 @@ class Meter:
             stages=stages,
             blocks=timings.blocks,
             blocks_there=timings.blocks_there,
+            transport=timings.transport,
+            tokens=figures.tokens,
+            token_slots=figures.slots,
         )
         if reset:
+            self._figures_before, self._waited_before = self.figures(), self.all_waited
             self._total += self.batches
             last = self._last
             timings.taken()

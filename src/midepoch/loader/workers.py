@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import pyarrow as pa
 
@@ -154,7 +155,9 @@ class _BatchWorker:
                         return
                 if (timings := self._reports.take()) is not None:
                     made = made._replace(timings=timings)
+                began = perf_counter()
                 self._link.send((run, made, None), self._slots[0])
+                maker.timings.transport += perf_counter() - began
                 self._slots.popleft()
 
     def _listen(self) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import midepoch
+from forks import forked
 from midepoch.audit import Ledger
 from midepoch.tools.report import collect, render
 from midepoch.tools.report.watch import Watch
@@ -72,8 +78,8 @@ def address(run_folder: Path, labelled_files: str, tmp_path: Path) -> str:
 def test_it_draws_what_there_is(browser: Any, address: str) -> None:
     found = Page(browser, address)
     assert found.count("#consumption-svg rect.piece") == 3 and found.count("#consumption-svg rect.again") == 1
-    assert found.count("#timeline-svg rect.pass") == 3
-    assert found.count("#speed-svg .curve") == found.count("#waited-svg .curve") >= 3
+    assert found.count("#timeline-svg rect.start") == 2 and found.count("#timeline-svg line.epoch") == 1
+    assert found.count("#speed-svg .curve") == found.count("#waited-svg .curve") == 5
     assert found.count("#layout-svg rect") == 4 and found.count("#serial-svg .curve") == 2
     assert "exact" in found.text("#overview") and "2 → 3" in found.text("#overview")
     assert "complete" in found.text("#epochs") and "complete" in found.text("#checkpoints")
@@ -90,16 +96,20 @@ def test_filters(browser: Any, address: str) -> None:
     found = Page(browser, address)
     choose = found.page.select_option
     choose("[data-filter=start]", "2")
-    assert found.count("#timeline-svg rect.pass") == 2 and found.count("#consumption-svg rect.again") == 0
+    assert found.count("#timeline-svg rect.start") == 1 and found.count("#consumption-svg rect.again") == 0
     curves = found.count("#speed-svg .curve")
     choose("[data-filter=rank]", "2")
     assert 1 <= found.count("#speed-svg .curve") < curves
     choose("[data-filter=epoch]", "1")
-    assert found.count("#timeline-svg rect.pass") == 1 and found.page.locator("#epochs tr").count() == 2
+    assert (
+        found.count("#timeline-svg rect.start") == 1
+        and found.count("#timeline-svg line.epoch") == 0
+        and found.page.locator("#epochs tr").count() == 2
+    )
     choose("[data-filter=start]", "all")
     choose("[data-filter=epoch]", "all")
     choose("[data-filter=rank]", "all")
-    assert found.count("#timeline-svg rect.pass") == 3
+    assert found.count("#timeline-svg rect.start") == 2
     found.close()
 
 
@@ -141,7 +151,7 @@ def test_one_mark_and_very_many(browser: Any, labelled_files: str, tmp_path: Pat
     (run,) = numbers["runs"]
     assert len(run["speed"]) == 1 and len(run["speed"][0]["points"]) == 1
     run["speed"] = [
-        {**run["speed"][0], "rank": rank, "points": [[1e9 + i, 5.0, 0.5, 1.0] for i in range(600)]}
+        {**run["speed"][0], "rank": rank, "points": [[1e9 + i, 5.0, 0.5, 1.0, 0, None] for i in range(600)]}
         for rank in range(300)
     ]
     run["epochs"] = [{**run["epochs"][0], "epoch": epoch} for epoch in range(1000)]
@@ -153,6 +163,100 @@ def test_one_mark_and_very_many(browser: Any, labelled_files: str, tmp_path: Pat
         assert ("The last 60 of 1,000 epochs" in found.said) == (name == "many")
 
 
+def colours(page: Page, selector: str) -> set[str]:
+    return set(page.page.eval_on_selector_all(selector, "found => found.map(one => one.getAttribute('fill'))"))
+
+
+def test_red_means_lost_or_repeated(browser: Any, address: str, labelled_files: str, tmp_path: Path) -> None:
+    good = Page(browser, address)
+    starts = colours(good, "#timeline-svg rect.start")
+    assert len(starts) == 2 and starts == colours(good, "#consumption-svg rect.piece")
+    assert all(int(one[1:3], 16) < 240 or int(one[3:5], 16) > 100 for one in starts)  # none is a red
+    assert good.count(".bad") == good.count("g.wrong") == 0
+    assert {"start 1", "start 2", "delivered, lost in a crash, and delivered again"} == set(
+        good.page.locator("#consumption .legend span").all_inner_texts()
+    )
+    good.close()
+    ds = midepoch.from_files(labelled_files)
+    for number, position in enumerate([0, 300]):
+        loader = ds.loader(50, audit=Ledger(tmp_path / "bad", attempt=str(number)))
+        loader.load_state_dict({**loader.state_dict(), "position": position})
+        next(loader)
+        next(loader)
+    (tmp_path / "bad.html").write_text(render(collect(tmp_path / "bad")))
+    bad = Page(browser, (tmp_path / "bad.html").as_uri())
+    assert bad.count("#consumption-svg g.wrong") > 0 and "✕ not exact" in bad.text("#overview")
+    assert "lost or repeated" in bad.text("#consumption .legend")
+    bad.close()
+
+
+def test_one_of_each_is_singular(browser: Any, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "one.parquet")
+    ds = midepoch.from_files(tmp_path / "one.parquet")
+    list(ds.loader(1, audit=tmp_path / "run"))
+    (tmp_path / "run.html").write_text(render(collect(tmp_path / "run", ds)))
+    found = Page(browser, (tmp_path / "run.html").as_uri())
+    found.close()
+    assert "1 file, 1 block, 1 row," in found.said
+    assert not re.search(r"\b1\s+(files|blocks|rows|ranks|steps|starts|workers|epochs)\b", found.said), found.said
+
+
+def test_a_mix_with_tokens(
+    browser: Any, docs: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midepoch.audit.ledger._MARK_SECONDS", 0.0)
+    tokens = docs.rename_columns({"tokens": "input_ids"}).select_columns(["input_ids"])
+    mixed = midepoch.mix({"web": tokens.shuffle(seed=1), "code": tokens.shuffle(seed=2)}, {"web": 3, "code": 1})
+    loader = mixed.pack(16, strategy="best_fit", window=16).loader(4, audit=tmp_path / "run")
+    for _ in range(20):
+        next(loader)
+    (tmp_path / "mix.html").write_text(render(collect(tmp_path / "run")))
+    for width in (390, 1280):
+        found = Page(browser, (tmp_path / "mix.html").as_uri(), width=width)
+        assert found.page.evaluate("document.scrollingElement.scrollWidth") <= width
+        rows = found.page.locator("#source-table tr").all_inner_texts()
+        assert [row.split()[0] for row in rows[1:]] == ["web", "code"] and "75.0 %" in rows[1]
+        assert found.count("#sources-svg rect.source") == 2 and found.count("#tokens-svg .curve") == 1
+        assert "packing efficiency" in found.text("#now") and "tokens/s now" in found.text("#now")
+        assert "left" in found.text("#progress") and found.count("#shuffle") == 0
+        found.close()
+
+
+def test_runs_side_by_side(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    for name, rows in (("a", 300), ("b", 500)):
+        list(midepoch.from_files(labelled_files).take(rows).loader(50, audit=tmp_path / name))
+    (tmp_path / "two.html").write_text(render(collect([tmp_path / "a", tmp_path / "b"])))
+    found = Page(browser, (tmp_path / "two.html").as_uri())
+    assert found.page.locator("#side-by-side tr").count() == 3
+    assert found.page.locator("#overview .tile", has_text="steps").locator("b").inner_text() == "6"
+    found.page.locator("#side-by-side button").nth(1).click()
+    assert found.page.locator("#overview .tile", has_text="steps").locator("b").inner_text() == "10"
+    found.close()
+
+
+def test_a_killed_run_is_shown_as_stopped(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    def train() -> None:
+        loader = midepoch.from_files(labelled_files).loader(10, audit=tmp_path / "run")
+        for _ in range(5):
+            next(loader)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    forked(train)
+    watch = Watch(lambda: collect(tmp_path / "run", read_checkpoints=False), "127.0.0.1", 0)
+    thread = threading.Thread(target=watch.serve)
+    thread.start()
+    try:
+        found = Page(browser, watch.address)
+        assert re.search(r"■ stopped · last step \d+ s ago", found.text("#state"))
+        assert found.count("#overview .good") == 0 and "exact up to the last step" in found.text("#overview")
+        assert "When it stopped" in found.text("#now")
+        found.close()
+        assert not re.search(r"\b(live|running)\b", found.said)
+    finally:
+        watch.close()
+        thread.join()
+
+
 def test_a_run_in_progress(browser: Any, labelled_files: str, tmp_path: Path) -> None:
     loader = midepoch.from_files(labelled_files).loader(10, audit=Ledger(tmp_path / "run", attempt="1"))
     next(loader)
@@ -162,7 +266,7 @@ def test_a_run_in_progress(browser: Any, labelled_files: str, tmp_path: Path) ->
     thread.start()
     try:
         found = Page(browser, watch.address)
-        assert "live" in found.text("#made")
+        assert "running" in found.text("#state") and "updated" in found.text("#made")
         assert found.page.locator(".tile", has_text="steps").locator("b").inner_text() == "2"
         for _ in range(40):
             next(loader)

@@ -18,7 +18,7 @@ from midepoch.audit import Ledger
 from midepoch.cli.app import app
 from midepoch.errors import ColumnError, DataNotFoundError, StateError
 from midepoch.tools.report import collect, render
-from midepoch.tools.report.consumption import _MOST_RANKS
+from midepoch.tools.report.speed import _MOST_RANKS
 from midepoch.tools.report.watch import Watch, is_own
 
 
@@ -40,9 +40,9 @@ def test_a_run(run_folder: Path) -> None:
         (3, 0, "loaded"),
         (3, 1, "on"),
     ]
-    curves = {(one["start"], one["epoch"], one["rank"]): one["points"] for one in run["speed"]}
-    assert {rank for _, _, rank in curves} == {0, 1, 2}
-    assert all(speed > 0 and 0 <= waited <= 1 for points in curves.values() for _, speed, waited, _ in points)
+    curves = {(one["start"], one["rank"]): one["points"] for one in run["speed"]}
+    assert set(curves) == {(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)}  # one for each start and rank, not for each epoch
+    assert all(point[1] > 0 and 0 <= point[2] <= 1 and point[5] is None for of in curves.values() for point in of)
     assert run["data"]["rows"] == 1000 and [file["rows"] for file in run["data"]["list"]] == [250] * 4
     assert run["shuffle"]["batch"] == 30 and run["shuffle"]["epoch"] == 1
     (step,) = found["checkpoints"]["steps"]
@@ -122,6 +122,21 @@ def test_several_loaders_have_each_their_own(labelled_files: str, tmp_path: Path
         list(ds.take(rows).loader(50, audit=Ledger(tmp_path / "run", name=name)))
     found = collect(tmp_path / "run")
     assert [(run["name"], run["data"]["rows"]) for run in found["runs"]] == [("train", 900), ("eval", 100)]
+
+
+def test_runs_side_by_side(labelled_files: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(labelled_files)
+    for name, rows in (("a", 300), ("b", 500)):
+        list(ds.take(rows).loader(50, audit=tmp_path / name))
+    folders = [tmp_path / "a", tmp_path / "b"]
+    found = collect(folders)
+    assert [(run["folder_path"], run["steps"]) for run in found["runs"]] == [
+        (str(folders[0]), 6),
+        (str(folders[1]), 10),
+    ]
+    told = json.loads(call("report", *folders, "--json").stdout)
+    assert [run["data"]["rows"] for run in told["runs"]] == [300, 500]
+    assert call("watch", *folders, tmp_path / "nothing").exit_code == 2
 
 
 def test_many_files_are_drawn_together(labelled_files: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Consumption of each epoch by each start of the run, and its speed over time and ranks."""
+"""Consumption of each epoch by each start of the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 from midepoch.audit import Run
 from midepoch.audit.coverage import pieces_of
 from midepoch.audit.passes import Generation
-
-_MOST_RANKS = 64
-"""Maximum number of ranks with a curve of their own. Of more ranks, only the sum is shown."""
-_MOST_POINTS = 600
+from midepoch.tools.report.now import now
+from midepoch.tools.report.speed import curves
 
 
-def of_run(run: Run) -> dict[str, Any]:
-    """Return the contents of the ledger as plain numbers."""
+def of_run(run: Run, made: float) -> dict[str, Any]:
+    """Return the contents of the ledger as plain numbers. ``made``: the time at which it was read."""
     starts = {name: number for number, name in enumerate(dict.fromkeys(one.shape.attempt for one in run.every))}
     kept = set(map(_key, run.generations))
     order = run.order
@@ -47,12 +45,13 @@ def of_run(run: Run) -> dict[str, Any]:
                 "exact": proof.exact,
                 "complete": proof.complete,
                 "examples": list(proof.examples),
-                "pieces": pieces[proof.epoch],
+                "pieces": pieces.get(proof.epoch, []),
             }
             for proof in run.epochs
         ],
         "passes": [_pass(one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
-        "speed": _speed(run, starts),
+        "speed": curves(run, starts),
+        "now": now(run, made),
     }
 
 
@@ -78,7 +77,18 @@ def _pieces(run: Run, starts: dict[str, int], kept: set[Any]) -> dict[int, list[
                 here.append({**about, "from": piece.start, "to": piece.stop, "share": share, "again": False})
         if made > gone:
             here.append({**about, "from": gone, "to": made, "share": 1.0, "again": True})
-    return found
+    return {epoch: _joined(pieces) for epoch, pieces in found.items()}
+
+
+def _joined(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return pieces of one start that follow each other as one: a pass may have been left and continued."""
+    joined: list[dict[str, Any]] = []
+    for piece in pieces:
+        if joined and piece == {**joined[-1], "from": joined[-1]["to"], "to": piece["to"]}:
+            joined[-1] = {**piece, "from": joined[-1]["from"]}
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _lane_pieces(run: Run, one: Generation, about: dict[str, Any], kept: bool) -> Iterator[dict[str, Any]]:
@@ -101,58 +111,10 @@ def _pass(one: Generation, start: int, kept: bool) -> dict[str, Any]:
         "to": max(map(one.made, one.steps)),
         "ranks": one.shape.ranks,
         "batch": one.shape.global_batch,
+        "workers": one.workers,
         "began": one.times[0],
         "last": one.times[1],
         "how": one.how,
         "kept": kept,
         "missing": len(one.missing),
     }
-
-
-def _speed(run: Run, starts: dict[str, int]) -> list[dict[str, Any]]:
-    """Return by pass and rank: [time, rows/s, share of the time waited, seconds], between two marks."""
-    found = []
-    for one in run.every:
-        ranks = one.shape.ranks
-        own = one.shape.global_batch / ranks
-        about = {"start": starts[one.shape.attempt], "epoch": one.shape.epoch, "ranks": ranks}
-        curves = {rank: _curve(began, marks, own) for rank, (began, marks) in one.marks.items()}
-        curves = {rank: points for rank, points in curves.items() if points}
-        if ranks > _MOST_RANKS:
-            curves = {-1: _all_together(curves)} if curves else {}
-        for rank, points in sorted(curves.items()):
-            found.append({**about, "rank": rank, "points": _thinned(points)})
-    return found
-
-
-def _curve(began: float, marks: tuple[tuple[int, int, int], ...], rows: float) -> list[list[float]]:
-    points, last = [], (0, 0, 0)
-    for mark in marks:
-        steps, span, waited = mark[0] - last[0], mark[1] - last[1], mark[2] - last[2]
-        if span > 0 and steps > 0:
-            share = round(min(1.0, waited / span), 4)
-            points.append([round(began + mark[1] / 1000, 3), round(1000 * steps * rows / span, 2), share, span / 1000])
-            last = mark
-    return points
-
-
-def _all_together(curves: dict[int, list[list[float]]]) -> list[list[float]]:
-    """Return the sum of all ranks' rows/s, and the mean of their waiting, in spans of ten seconds."""
-    spans: dict[int, list[list[float]]] = defaultdict(list)
-    for points in curves.values():
-        for point in points:
-            spans[int(point[0] // 10)].append(point)
-    ranks = len(curves)
-    return [
-        [
-            10.0 * span,
-            sum(point[1] for point in points) * ranks / len(points),
-            sum(point[2] for point in points) / len(points),
-            sum(point[3] for point in points),
-        ]
-        for span, points in sorted(spans.items())
-    ]
-
-
-def _thinned(points: list[list[float]]) -> list[list[float]]:
-    return points[:: max(1, -(-len(points) // _MOST_POINTS))]

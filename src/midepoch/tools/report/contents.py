@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.tools.report.consumption import of_run
+from midepoch.tools.report.mixture import names_of
 from midepoch.tools.report.quality import quality
 
 Int64Array = npt.NDArray[np.int64]
@@ -29,7 +30,7 @@ _MOST_CHECKPOINTS = 200
 
 
 def collect(
-    run: str | Path | None = None,
+    run: str | Path | Sequence[str | Path] | None = None,
     dataset: Dataset | None = None,
     *,
     stream: str | None = None,
@@ -40,6 +41,7 @@ def collect(
 ) -> dict[str, Any]:
     """Return the contents of a report on a run (the folder given to ``audit=``), a dataset, or both.
 
+    ``run``: several folders for runs side by side.
     ``checkpoints``: their folder; default: ``checkpoints`` beside or in the run's folder, if there is one.
     ``read_checkpoints``: read every byte of them. ``label``: a column whose values should be spread evenly.
     """
@@ -47,24 +49,31 @@ def collect(
         raise ValueError("pass a run, a dataset, or both")
     if label is not None and dataset is None:
         raise ValueError("labels are in the data: pass the dataset, too")
-    runs = (
-        [] if run is None else [one for one in read_runs(run) if stream in (None, one.stream, one.streams[one.stream])]
-    )
-    if run is not None and not runs:
-        raise DataNotFoundError(f"no loader {stream!r} recorded in {run}.")
-    runs.sort(key=lambda one: -one.steps)
+    folders = [] if run is None else [run] if isinstance(run, (str, Path)) else list(run)
+    made = time.time()
+    runs = [(str(folder), one) for folder in folders for one in _runs(folder, stream)]
+    if folders and not runs:
+        raise DataNotFoundError(f"no loader {stream!r} recorded in {', '.join(map(str, folders))}.")
     found: dict[str, Any] = {
-        "title": str(run) if run is not None else _title(dataset),
-        "made": time.time(),
-        "runs": [_of_run(one, dataset, label) for one in runs],
+        "title": ", ".join(map(str, folders)) or _title(dataset),
+        "made": made,
+        "runs": [
+            {"folder_path": folder, **_of_run(one, dataset, label, made, alone=len(runs) == 1)} for folder, one in runs
+        ],
         "data": _layout(dataset) if dataset is not None and not runs else None,
         "shuffle": _shuffle(dataset, label, batch_size) if dataset is not None and not runs else None,
         "checkpoints": None,
     }
-    where = checkpoints if checkpoints is not None else _beside(run)
+    where = checkpoints if checkpoints is not None else _beside(folders[0] if len(folders) == 1 else None)
     if where is not None:
         found["checkpoints"] = _health(where, read_checkpoints)
     return found
+
+
+def _runs(folder: str | Path, stream: str | None) -> list[Run]:
+    """Return the loaders that recorded in a folder, the one with the most steps first."""
+    runs = [one for one in read_runs(folder) if stream in (None, one.stream, one.streams[one.stream])]
+    return sorted(runs, key=lambda one: -one.steps)
 
 
 def _title(dataset: Dataset | None) -> str:
@@ -77,8 +86,8 @@ def _title(dataset: Dataset | None) -> str:
 def _layout(ds: Dataset) -> dict[str, Any]:
     sources = [leaf.source for leaf in ds.pipeline.node.leaves]
     files = [
-        {"name": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size}
-        for source in sources
+        {"name": source.name(file), "rows": file.rows, "blocks": file.blocks, "bytes": file.size, "source": number}
+        for number, source in enumerate(sources)
         for file in source.files
     ]
     return {
@@ -87,6 +96,7 @@ def _layout(ds: Dataset) -> dict[str, Any]:
         "blocks": sum(len(source.layout.block_starts) - 1 for source in sources),
         "bytes": sum(file["bytes"] for file in files),
         "columns": [{"name": field.name, "type": str(field.type)} for field in ds.schema],
+        "sources": [f"source {number}" for number in range(len(sources))],
         "list": _fewer(files),
     }
 
@@ -94,17 +104,18 @@ def _layout(ds: Dataset) -> dict[str, Any]:
 def _layout_of_run(run: Run) -> dict[str, Any]:
     """Return the layout as far as the ledger contains it: the data itself is not needed."""
     files = []
-    for source in run.order.sources:
+    for number, source in enumerate(run.order.sources):
         names = source.about["files"]
         for i, count in enumerate(np.diff(source.layout.file_starts)):
             name = names[i] if i < len(names) else f"file {i}"
-            files.append({"name": name, "rows": int(count), "blocks": None, "bytes": None})
+            files.append({"name": name, "rows": int(count), "blocks": None, "bytes": None, "source": number})
     return {
         "rows": sum(source.rows for source in run.order.sources),
         "files": len(files),
         "blocks": None,
         "bytes": None,
         "columns": None,
+        "sources": names_of(run.order),
         "list": _fewer(files),
     }
 
@@ -121,24 +132,27 @@ def _fewer(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
             key: None if group[0][key] is None else sum(one[key] for one in group)
             for key in ("rows", "blocks", "bytes")
         }
-        merged.append({"name": f"{group[0]['name']} … {group[-1]['name']}", **sums})
+        merged.append({"name": f"{group[0]['name']} … {group[-1]['name']}", "source": group[0]["source"], **sums})
     return merged
 
 
-def _of_run(run: Run, ds: Dataset | None, label: str | None) -> dict[str, Any]:
-    """Return the contents of the ledger, and of the data if the dataset is given and is that of the run."""
+def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alone: bool) -> dict[str, Any]:
+    """Return the contents of the ledger, and of the data if the dataset is given and is that of the run.
+
+    ``alone``: there is no other run to which the data may belong.
+    """
     sources, last = run.order.sources, run.generations[-1].shape
     matches = ds is not None and {leaf.source.fingerprint for leaf in ds.pipeline.node.leaves} == {
         source.about["data"] for source in sources
     }
-    if ds is not None and not matches and len(run.streams) == 1:
+    if ds is not None and not matches and alone and len(run.streams) == 1:
         raise StateError(
             f"the data is not that of the run: its fingerprint is {ds.pipeline.source.fingerprint}, the run's "
             f"{', '.join(source.about['data'] for source in sources)}."
         )
     contents = {
-        **of_run(run),
-        "data": _layout(ds) if ds is not None and matches else _layout_of_run(run),
+        **of_run(run, made),
+        "data": {**_layout(ds), "sources": names_of(run.order)} if ds is not None and matches else _layout_of_run(run),
         "shuffle": None,
     }
     if len(sources) == 1:  # of several sources, batches are as mixed as the weights

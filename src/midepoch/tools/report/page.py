@@ -10,11 +10,24 @@ from midepoch._internal.jsonable import to_jsonable
 
 _NUMBERS = "/*numbers*/null"
 _LIVE = "/*live*/false"
+_STYLE = "/*style*/"
+_SCRIPT = "/*script*/"
 
 
 def render(found: dict[str, Any], *, live: bool = False) -> str:
     """Return the page of the contents from ``collect``. ``live``: it requests newer numbers from its server."""
-    page = files("midepoch.tools.report").joinpath("page.html").read_text(encoding="utf-8")
     # "<" inside a script could end it, as part of the name of a file or column.
     numbers = json.dumps(to_jsonable(found), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return page.replace(_LIVE, "true" if live else "false", 1).replace(_NUMBERS, numbers, 1)
+    page = _part("page.html")
+    for mark, part in (
+        (_STYLE, _part("page.css")),
+        (_SCRIPT, _part("draw.js") + _part("page.js")),
+        (_LIVE, "true" if live else "false"),
+        (_NUMBERS, numbers),  # last: they may contain any text
+    ):
+        page = page.replace(mark, part, 1)
+    return page
+
+
+def _part(name: str) -> str:
+    return files("midepoch.tools.report").joinpath(name).read_text(encoding="utf-8")

@@ -48,6 +48,7 @@ def quality(
         "mine": _judged(order.at(epoch, layout), len(order), batch, of_row),
         "true": _judged(true.at(epoch, layout), len(order), batch, of_row),
         "noise": 2 / float(np.sqrt(max(1, min(len(order), _RUNS * _RUN)))),
+        "spans": None if len(order) <= _RUN else [min(_RUNS, len(order) - _RUN + 1), _RUN],
     }
 
 
@@ -67,16 +68,24 @@ def _picture(order: EpochOrder, rows: int) -> list[int]:
 
 
 def _serial(order: EpochOrder, rows: int) -> list[list[float]]:
-    """Return (lag, correlation) of row numbers ``lag`` positions apart. 0 means that they are unrelated."""
+    """Return (distance, correlation, pairs): Pearson's coefficient of the row numbers at positions p and p + distance.
+
+    Of small data all such pairs are taken, of large data those within a few spans of positions. 1 is file order; 0
+    means that the rows are unrelated.
+    """
     length = min(rows, _RUN)
     starts = np.unique(np.linspace(0, rows - length, _RUNS).astype(np.int64))
     runs = [order.chosen(np.arange(start, start + length)).astype(np.float64) for start in starts]
-    centre, spread = (rows - 1) / 2, (rows**2 - 1) / 12  # over all rows: among a few neighbours, all rows are similar
     correlations = []
     for lag in _LAGS:
-        if lag < length // 2 and spread:
-            together = np.concatenate([(run[:-lag] - centre) * (run[lag:] - centre) for run in runs])
-            correlations.append([lag, float(together.mean() / spread)])
+        if lag >= length // 2:
+            break
+        first, second = (np.concatenate([run[part] for run in runs]) for part in (slice(None, -lag), slice(lag, None)))
+        first, second = first - first.mean(), second - second.mean()
+        spread = float(np.sqrt((first @ first) * (second @ second)))
+        if spread > 0:
+            correlation = float(np.clip((first @ second) / spread, -1.0, 1.0))
+            correlations.append([lag, correlation, len(first)])
     return correlations
 
 

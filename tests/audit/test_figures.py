@@ -1,0 +1,148 @@
+"""The figures that a ledger records beside its steps, and ledgers of older versions without them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import Numbers
+from midepoch.audit import Ledger, read_run
+from midepoch.audit.figures import Figures, read_figures
+from midepoch.audit.starts import is_gone, process_name, process_space
+
+OLD = Path(__file__).parents[1] / "fixtures" / "ledger-v2"
+VALUES = st.none() | st.integers(0, 2**60)
+
+
+@given(st.lists(VALUES, min_size=len(Figures._fields), max_size=len(Figures._fields)))
+def test_figures_are_read_as_they_were_written(values: list[int | None]) -> None:
+    record = Figures(*values).record()
+    assert read_figures(record[1:-1]) == Figures(*values)
+    assert not set(record) & set(b".@!~#{}-;")  # older versions would count a dot as a step
+
+
+def test_figures_of_other_versions() -> None:
+    assert read_figures(b"5,,7") == Figures(5, None, 7)
+    assert read_figures(b",".join([b"1"] * 40)) == Figures(*[1] * len(Figures._fields))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1.7e9 + self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("midepoch.audit.ledger.time", found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["positions", "lanes"])
+def test_marks_count_rows_and_the_last_step_is_dated(numbers: Numbers, tmp_path: Path, clock: Clock, kind: str) -> None:
+    ds = numbers(0, 60).with_format("numpy")
+    ds = ds if kind == "positions" else ds.filter(lambda row: row["n"] % 2 == 0)
+    loader = ds.loader(2, audit=tmp_path)
+    for _ in range(8):
+        next(loader)
+        clock.now += 2.0
+    (one,) = read_run(tmp_path).every
+    began, marks = one.marks[0]
+    assert [(mark.steps, mark.elapsed) for mark in marks] == [(2, 2000), (3, 4000), (5, 8000), (8, 14000)]
+    assert [mark.figures and mark.figures.rows for mark in marks] == [2, 4, 8, 14]  # after the first batch
+    assert one.last_steps[0] == began + 14.0 and one.workers == 0 and not one.finished
+    loader.stats(reset=True)  # is no concern of the ledger
+    for _ in range(3):
+        next(loader)
+        clock.now += 2.0
+    (one,) = read_run(tmp_path).every
+    assert one.marks[0][1][-1].figures is not None and one.marks[0][1][-1].figures.rows == 2 * (one.steps[0] - 1)
+    assert one.last_steps[0] == began + 20.0
+
+
+def test_the_last_mark_of_an_epoch_is_at_its_last_step(numbers: Numbers, tmp_path: Path, clock: Clock) -> None:
+    for _ in numbers(0, 9).with_format("numpy").loader(2, audit=tmp_path):
+        clock.now += 0.25
+    (one,) = read_run(tmp_path).every
+    (mark,) = one.marks[0][1][-1:]
+    assert one.finished and (mark.steps, mark.elapsed, mark.figures and mark.figures.rows) == (5, 1000, 7)
+
+
+def test_the_record_of_steps_is_that_of_older_versions(numbers: Numbers, tmp_path: Path, clock: Clock) -> None:
+    loader = numbers(0, 40).with_format("numpy").loader(2, audit=tmp_path)
+    for _ in range(12):
+        next(loader)
+        clock.now += 1.0
+    (path,) = tmp_path.glob("*.ledger")
+    record = path.read_bytes().rstrip(b"\0").splitlines()[-1]
+    assert re.sub(rb"@\d+,\d+;\[[\d,]*\]", b"", record) == b"." * 12
+
+
+@pytest.mark.parametrize("kind", ["positions", "lanes"])
+def test_ledgers_of_older_versions_are_read(tmp_path: Path, kind: str) -> None:
+    shutil.copytree(OLD / kind, tmp_path / kind)
+    run = read_run(tmp_path / kind)
+    assert run.exact and run.steps == (30 if kind == "positions" else 12)
+    assert all(mark.figures is None for one in run.every for _, marks in one.marks.values() for mark in marks)
+    assert sum(len(marks) for one in run.every for _, marks in one.marks.values()) == (5 if kind == "positions" else 2)
+    if kind == "positions":
+        assert run.attempts == 2 and run.epochs[0].complete and run.epochs[0].again == 20
+
+
+def test_processes_of_this_machine_are_known_to_be_gone() -> None:
+    host, number, _ = process_name().rsplit("-", 2)
+    assert int(number) == os.getpid() and is_gone(process_name(), process_space()) is False
+    if not process_space():
+        pytest.skip("the system does not tell")
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert is_gone(f"{host}-{child}-00000000", process_space()) is True  # it has exited, and nobody has noted it
+    os.waitpid(child, 0)
+    assert is_gone(f"{host}-{child}-00000000", process_space()) is True
+    assert is_gone(f"{host}-{child}-00000000", "another/1") is None and is_gone(process_name(), "") is None
+
+
+def test_a_ledger_that_is_not_mapped_dates_its_last_step(
+    numbers: Numbers, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    loader = numbers(0, 40).with_format("numpy").loader(2, audit=Ledger(tmp_path, attempt="1"))
+    monkeypatch.setattr("midepoch.audit.ledger.mmap.mmap", refuse)
+    for _ in range(9):
+        next(loader)
+        clock.now += 1.5
+    (one,) = read_run(tmp_path).every
+    assert one.last_steps[0] == one.marks[0][0] + 12.0 and one.steps == {0: 9}
+
+
+def test_stages_and_transport_are_recorded(
+    numbers: Numbers, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midepoch._internal.timings._SEND_SECONDS", 0.0)  # with every batch
+    ds = numbers(0, 4000).with_format("numpy").map(lambda row: {"n": np.sqrt(row["n"])})
+    with ds.loader(50, num_workers=1, audit=tmp_path) as loader:
+        for _ in loader:
+            clock.now += 1.0
+        stats = loader.stats()
+    (one,) = read_run(tmp_path).every
+    figures = one.marks[0][1][-1].figures
+    assert figures is not None and figures.rows == 3950 and figures.map and figures.transport is not None
+    assert stats.transport > 0 and figures.map <= 1000 * stats.stages["functions"] + 1
+    assert figures.tokens is None and figures.packed is None  # there are none
