@@ -49,12 +49,12 @@ COMMANDS = {
     "report": _Entry(
         "report",
         _RUNS,
-        "Draw a run or a dataset: layout, consumption, restarts, speed, shuffle quality, checkpoints. One HTML file.",
+        "Draw runs or a dataset: speed, progress, consumption, restarts, layout, shuffle quality. One HTML file.",
     ),
     "watch": _Entry(
         "report",
         _RUNS,
-        "Show a run in progress, live: the page of midepoch report, by default only on this machine.",
+        "Show runs in progress, live: the page of midepoch report, by default only on this machine.",
     ),
     "audit": _Entry(
         "audit", _RUNS, "Prove from its ledger what a run has seen: rows delivered once, more than once, never."

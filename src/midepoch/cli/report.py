@@ -9,13 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from midepoch.audit.passes import ledger_folder
 from midepoch.cli import common
 from midepoch.cli.data import Config, Format, Split, Storage, open_data
 from midepoch.errors import DataNotFoundError
-from midepoch.sources.storage import atomic_write
-from midepoch.tools.report import collect, render
-from midepoch.tools.report.watch import Watch
 
 Stream = Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")]
 Checkpoints = Annotated[
@@ -54,6 +50,9 @@ def report(
 
     [bold]midepoch report 'data/*.parquet' --shuffle 42 --scope window --window 16 --label class[/]
     """
+    from midepoch.sources.storage import atomic_write
+    from midepoch.tools.report import collect, render
+
     if not output.parent.is_dir():
         raise DataNotFoundError(f"there is no folder {output.parent} to write {output.name} to.")
     is_run = all(map(_is_run, target))
@@ -81,6 +80,8 @@ def report(
 
 
 def _is_run(text: str) -> bool:
+    from midepoch.audit.passes import ledger_folder
+
     if not os.path.isdir(os.path.expanduser(text)):
         return False
     try:
@@ -109,6 +110,9 @@ def watch(
 
     [bold]midepoch watch runs/7 --host 0.0.0.0 --port 9000[/]
     """
+    from midepoch.audit.passes import ledger_folder
+    from midepoch.tools.report import collect
+    from midepoch.tools.report.watch import Watch
 
     def look() -> dict[str, Any]:
         return collect(
