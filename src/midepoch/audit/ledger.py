@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from midepoch._internal.address import Address, refuse_lost_slash
+from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.lanes import LaneRecorder
@@ -64,6 +65,7 @@ class Ending(Protocol):
     def end(self) -> int: ...
 
 
+@hinted_methods({}, only=["__init__"])
 class Ledger:
     """The folder of a run's ledger, and the name of this start of the run.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.hints import hinted
 from midepoch.audit.consumed import Delivery, LaneCounts, LaneRun
 from midepoch.audit.coverage import count, pieces_of, positions_in
 from midepoch.audit.history import History
@@ -343,6 +344,7 @@ class Run:
         return LaneRun(self._orders[one.shape.order])
 
 
+@hinted()
 def read_run(folder: str | Path, stream: str | None = None) -> Run:
     """Return the run whose ledger is in a folder, as recorded so far.
 
@@ -357,6 +359,7 @@ def read_run(folder: str | Path, stream: str | None = None) -> Run:
     return max(runs, key=lambda run: run.steps)
 
 
+@hinted()
 def read_runs(folder: str | Path) -> list[Run]:
     """Return all loaders that recorded in a folder."""
     where = ledger_folder(folder)

@@ -16,6 +16,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
+from midepoch._internal.hints import hinted
 from midepoch.integrations.states import for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
 from midepoch.stats import Stats
@@ -107,6 +108,7 @@ def _one(state: Any) -> Any:
     return state[0] if isinstance(state, list) else state
 
 
+@hinted()
 def prepare(accelerator: Accelerator, loader: Loader, *, name: str = "train") -> PreparedLoader:
     """Return a loader for an Accelerate loop. Its batches are on the device, and ``save_state`` and ``load_state``
     include its state.

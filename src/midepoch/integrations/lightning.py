@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from midepoch._internal.hints import hinted_methods
 from midepoch.errors import CheckpointNotFoundError, WorldError
 from midepoch.integrations.passes import rest_or_next
 from midepoch.integrations.states import check_same_steps, for_all_ranks
@@ -21,6 +22,7 @@ _MOST_BEHIND = 8
 """
 
 
+@hinted_methods({}, only=["__init__"])
 class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
     """Training data whose position, after the last batch that was trained on, is part of every checkpoint.
 

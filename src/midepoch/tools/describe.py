@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from midepoch._internal import html
+from midepoch._internal.hints import hinted
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError
 from midepoch.loader.loader import Loader
@@ -82,6 +83,7 @@ class StateSummary:
         return html.table("State", self.lines(), self.share)
 
 
+@hinted()
 def describe(
     state: Any,
     *,
@@ -188,6 +190,7 @@ class Difference(NamedTuple):
     cause: str
 
 
+@hinted()
 def differences(first: Any, second: Any) -> list[Difference]:
     """Return the differences between a state and another state, a dataset or a loader, with causes for a refusal."""
     state = parse(one_of(first, Shard()) if not _flows(first) else _one(first))

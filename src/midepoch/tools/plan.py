@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from midepoch._internal.checks import integer
+from midepoch._internal.hints import hinted
 from midepoch.audit.lanes import places, tree_of
 from midepoch.dataset import Dataset
 from midepoch.errors import StateError, WorldError
@@ -69,6 +70,7 @@ class ResumePlan:
     notes: tuple[str, ...] = ()
 
 
+@hinted()
 def plan_resume(
     state: Any,
     dataset: Dataset | Loader | None = None,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.address import Address
+from midepoch._internal.hints import hinted
 from midepoch.audit import Run, read_runs
 from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
@@ -29,6 +30,7 @@ _MOST_FILES = 400
 _MOST_CHECKPOINTS = 200
 
 
+@hinted()
 def collect(
     run: str | Path | Sequence[str | Path] | None = None,
     dataset: Dataset | None = None,

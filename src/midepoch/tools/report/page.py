@@ -6,6 +6,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
+from midepoch._internal.hints import hinted
 from midepoch._internal.jsonable import to_jsonable
 
 _NUMBERS = "/*numbers*/null"
@@ -14,6 +15,7 @@ _STYLE = "/*style*/"
 _SCRIPT = "/*script*/"
 
 
+@hinted()
 def render(found: dict[str, Any], *, live: bool = False) -> str:
     """Return the page of the contents from ``collect``. ``live``: it requests newer numbers from its server."""
     # "<" inside a script could end it, as part of the name of a file or column.
