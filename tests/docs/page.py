@@ -92,7 +92,9 @@ def blocks_of(page: Path) -> list[Block]:
             text = "\n".join(each.removeprefix(fence["indent"]) for each in lines[at:end])
             text = _SNIPPET.sub(lambda match: (ROOT / match["path"]).read_text(), text)
             said = {mark["kind"]: mark["what"]} if mark is not None else {}
-            block = Block(_language(fence["info"]), text, at + 1, said.get("not run"), said.get("file"), said.get("needs"))
+            block = Block(
+                _language(fence["info"]), text, at + 1, said.get("not run"), said.get("file"), said.get("needs")
+            )
             _add(found, block, behind, f"{page}:{at}")
             at, mark, behind = end + 1, None, True
         elif line.strip():

@@ -1,4 +1,4 @@
-"""What people type by habit from other libraries and does not exist here, with what to do instead."""
+"""Hints for arguments and attributes of other libraries that do not exist here: the replacement of each."""
 
 from __future__ import annotations
 
