@@ -19,12 +19,17 @@ A block that a reader puts into a file is written to that file, and not run:
 What cannot be run here says why, right above itself; Python must compile all the same:
 
     <!-- not run: needs four GPUs -->
+
+What needs packages that some machines do not have is run where they can be imported, and compiled elsewhere:
+
+    <!-- needs: torchvision -->
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -37,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)$")
-_MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): (?P<what>.+?) -->$")
+_MARK = re.compile(r"^ *<!-- (?P<kind>not run|file|needs): (?P<what>.+?) -->$")
 _PREPARE = re.compile(r"^ *<!-- prepare(?P<rest>.*)$")
 _SNIPPET = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.MULTILINE)
 _ARROW = re.compile(r"# → ?(?P<expected>.*)$")
@@ -56,6 +61,8 @@ class Block:
     line: int
     not_run: str | None = None
     file: str | None = None
+    needs: str | None = None
+    """The packages without which it is not run."""
     output: str | None = None
     """What the page says that it prints."""
 
@@ -85,7 +92,9 @@ def blocks_of(page: Path) -> list[Block]:
             text = "\n".join(each.removeprefix(fence["indent"]) for each in lines[at:end])
             text = _SNIPPET.sub(lambda match: (ROOT / match["path"]).read_text(), text)
             said = {mark["kind"]: mark["what"]} if mark is not None else {}
-            block = Block(_language(fence["info"]), text, at + 1, said.get("not run"), said.get("file"))
+            block = Block(
+                _language(fence["info"]), text, at + 1, said.get("not run"), said.get("file"), said.get("needs")
+            )
             _add(found, block, behind, f"{page}:{at}")
             at, mark, behind = end + 1, None, True
         elif line.strip():
@@ -126,7 +135,7 @@ def run(page: Path, programs: str | None) -> None:
     names = sys.modules["__main__"].__dict__
     for block in blocks_of(page):
         where = f"{page}:{block.line}"
-        if not block.runs:
+        if not block.runs or not _all_load(block.needs):
             if block.language == "python":
                 compile(block.text, str(page), "exec")
             if block.file is not None:
@@ -135,6 +144,16 @@ def run(page: Path, programs: str | None) -> None:
         printed = _bash(block.text, programs, where) if block.language == "bash" else _python(block, names, page)
         if block.output is not None and not fits(block.output, printed):
             raise PageError(f"{where} prints\n{printed}\nbut the page says\n{block.output}")
+
+
+def _all_load(packages: str | None) -> bool:
+    """Import the packages that a block needs, and return whether all can be: some are installed for another torch."""
+    for name in (packages or "").split():
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):
+            return False
+    return True
 
 
 def _bash(text: str, programs: str | None, where: str) -> str:

@@ -84,6 +84,8 @@ def test_page(page: str, tmp_path: Path, programs: Path, torch_forks: Forks, req
         ("```python\nfor x in [1]:\n    print(x)  # → 1\n    x\n```", "page.md:3: '# →' stands at the end"),
         ("```python\nprint(1)\n```\n```text\n2\n```", "but the page says"),
         ("```bash\nfalse\n```", "ends with 1"),
+        ("<!-- needs: json -->\n```python\nprint(1)\n```\n```text\n2\n```", "but the page says"),
+        ("<!-- needs: nothing_of_that_name -->\n```python\n1 +\n```", "SyntaxError"),
         ("```bash\necho 1\n```\n```text\n2\n```", "but the page says"),
     ],
 )
@@ -136,6 +138,24 @@ later
 ```python
 import nothing_of_that_name
 ```
+
+<!-- needs: nothing_of_that_name -->
+```python
+print(nothing_of_that_name)
+```
+
+```text
+anything
+```
+
+<!-- needs: json -->
+```python
+print("run")
+```
+
+```text
+run
+```
 """
 
 
@@ -147,7 +167,7 @@ def test_what_is_right_with_a_page(tmp_path: Path, programs: Path, torch_forks: 
         "prepare",
         *["python"] * 3,
         "bash",
-        "python",
+        *["python"] * 3,
     ]
 
 

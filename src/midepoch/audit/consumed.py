@@ -139,7 +139,10 @@ class LaneRun:
             total += rows
             kept = b.first if b.run else b.kept
             if b.kept is not None and kept is not None and kept >= 0:
-                filtered += max(0, rows - kept + a.inside)  # a row in progress is computed again on resume
+                # A row in progress is computed again on resume, and is kept then. Before, it is if outputs of its own
+                # were delivered: not if a stage after it has used a part of it, such as a document that pack has cut.
+                stop = self._total(b) if b.run else b.row + b.inside
+                filtered += max(0, stop - a.row - kept)
         return total, filtered
 
     def counts(self, passes: Sequence[Generation], lane: int, over: bool) -> LaneCounts:

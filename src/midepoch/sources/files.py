@@ -37,6 +37,12 @@ _SUFFIXES = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
+_BUILDERS = {
+    **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
+    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "'imagefolder', data_dir=…"),
+    **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg"), "'audiofolder', data_dir=…"),
+}
+"""Files that are not tables: the arguments of ``load_dataset`` that read them."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +164,17 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         contents = f"it contains only {others}" if others else "it is empty"
-        raise DataNotFoundError(f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}.")
+        raise DataNotFoundError(
+            f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}."
+            f"{_other_reader([each.path for each in visible])}"
+        )
     return typed
+
+
+def _other_reader(paths: list[str]) -> str:
+    """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
+    arguments = {_BUILDERS.get(os.path.splitext(path)[1].lower()) for path in paths} - {None}
+    return f" Use midepoch.load_dataset({arguments.pop()}, split='train')." if len(arguments) == 1 else ""
 
 
 def _nearest(store: Store, path: str) -> str:
@@ -279,5 +294,5 @@ def _sniffed(store: Store, entry: Entry) -> str:
             return kind
     raise FormatError(
         f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
-        f"Pass format=…: {', '.join(map(repr, FORMATS))}."
+        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{_other_reader([entry.path])}"
     )
