@@ -103,8 +103,8 @@ class Rows(Steps):
         if not self.pipeline.has_positions:
             raise TypeError(
                 f"{what}: the rows of this dataset have no numbers before it has run ({self.pipeline.node.text}). "
-                f"Call {what}() before the steps that change the number of rows, or use take() and skip(), which also "
-                "work after them."
+                f"Call {what}() before the steps that change the number of rows, or cache() the rows, which numbers "
+                "them. take() and skip() also work without."
             )
         return self.pipeline.base.order.selection
 
