@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -206,5 +208,17 @@ def test_wrong_state_is_refused(small_files: list[str]) -> None:
 
 
 def test_taken_for_map_style(small_files: list[str]) -> None:
-    with pytest.raises(TypeError, match="Import torch first"):
-        midepoch.from_files(small_files).__getitems__([1])
+    """Only if torch was imported after the dataset was created, and nothing was derived from it since."""
+    code = """
+import sys, midepoch
+ds = midepoch.from_files(sys.argv[1:])
+from torch.utils.data import DataLoader
+try:
+    next(iter(DataLoader(ds, batch_size=2)))
+except TypeError as problem:
+    print(problem)
+print(next(iter(DataLoader(ds.select_columns("id"), batch_size=2)))["id"].tolist())
+"""
+    found = subprocess.run([sys.executable, "-c", code, *small_files], capture_output=True, text=True, check=True)
+    message, batch = found.stdout.splitlines()
+    assert "Import torch first" in message and batch == "[0, 1]"

@@ -383,7 +383,7 @@ def test_lists_of_states(small_files: list[str]) -> None:
         loader.load_state_dict([state, {**state, "seed": 2}])
     with pytest.raises(midepoch.StateError, match="is empty"):
         loader.load_state_dict([])
-    with pytest.raises(midepoch.StateError, match="got NoneType"):
+    with pytest.raises(midepoch.StateError, match="got None"):
         loader.load_state_dict([state, None])
     assert (loader.epoch, loader.position) == (1, 0)
 
