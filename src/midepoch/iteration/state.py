@@ -256,6 +256,7 @@ def register_with_torch(kind: type) -> None:
     if kind not in _registered and data is not None and hasattr(data, "IterableDataset"):
         _registered.add(kind)
         kind.__bases__ = (*kind.__bases__, data.IterableDataset)
+        data.IterableDataset.register(kind)  # it may have noted before that the class is none
 
 
 def is_registered(kind: type) -> bool:
