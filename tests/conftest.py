@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 import launch
 import midepoch
 import ports
+from clock import Clock
 from data import Numbers, documents, numbered, write_arrow
 from forks import Forks
 from launch import Launch, Program, torchrun
@@ -136,6 +137,14 @@ def launched(request: pytest.FixtureRequest, torch_forks: Forks) -> Launch:
 def program(request: pytest.FixtureRequest, torch_forks: Forks) -> Program:
     """Runs a script alone or as ranks, and tells how it ended."""
     return launch.program if request.param == "started" else torch_forks.program
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the ledger."""
+    found = Clock()
+    monkeypatch.setattr("midepoch.audit.ledger.time", found)
+    return found
 
 
 @pytest.fixture

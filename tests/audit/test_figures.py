@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clock import Clock
 from data import Numbers
 from midepoch.audit import Ledger, read_run
 from midepoch.audit.figures import Figures, read_figures
@@ -31,25 +32,6 @@ def test_figures_are_read_as_they_were_written(values: list[int | None]) -> None
 def test_figures_of_other_versions() -> None:
     assert read_figures(b"5,,7") == Figures(5, None, 7)
     assert read_figures(b",".join([b"1"] * 40)) == Figures(*[1] * len(Figures._fields))
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return 1.7e9 + self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr("midepoch.audit.ledger.time", found)
-    return found
 
 
 @pytest.mark.parametrize("kind", ["positions", "lanes"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import midepoch
+from clock import Clock
 from data import Numbers
 from forks import forked
 from midepoch.audit import Ledger, read_run
@@ -19,25 +20,6 @@ from midepoch.tools.report import collect
 from midepoch.tools.report.now import _state, now
 
 OLD = Path(__file__).parents[2] / "fixtures" / "ledger-v2"
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return 1.7e9 + self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr("midepoch.audit.ledger.time", found)
-    return found
 
 
 def look(folder: Path, clock: Clock, **changes: Any) -> dict[str, Any]:
