@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import midepoch
 from data import dataset_of, numbered
@@ -185,6 +186,25 @@ def test_features_are_kept(ds: midepoch.Dataset, tmp_path: Path) -> None:
     cat = midepoch.load_from_disk(tmp_path / "images").filter(lambda row: row["label"] == 0, input_columns=None).cache()
     assert len(cat) == 6 and cat.features["label"].names == ["cat", "dog"]
     assert [np.asarray(row["image"])[0, 0, 0] for row in cat] == [0, 2, 4, 6, 8, 10]
+
+
+def test_arrays_keep_their_type_and_shape(ds: midepoch.Dataset) -> None:
+    def arrays(row: dict[str, Any]) -> dict[str, Any]:
+        rng = np.random.default_rng(row["id"])
+        return {
+            "image": rng.integers(0, 255, (3, 4, 5), dtype=np.uint8),
+            "half": torch.from_numpy(rng.standard_normal((2, 3), dtype=np.float32)),
+            "line": np.arange(4, dtype=np.int16),
+            "flag": np.array([[True, False]]),
+            "one": np.float32(row["id"]),
+        }
+
+    made = ds.select_columns("id").map(arrays)
+    (expected,), (found,) = made.loader(95), made.cache().loader(95)
+    assert {name: (value.dtype, value.shape) for name, value in found.items()} == {
+        name: (value.dtype, value.shape) for name, value in expected.items()
+    }
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_full_disk_is_said(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,4 +265,5 @@ def _plain_value(value: Any, torch: Any) -> Any:
 
 
 def _array_rows(array: Any) -> Any:
-    return array[()] if array.ndim < 2 else array.tolist()
+    """Return an array as nested lists of one-dimensional arrays, which keep their type."""
+    return array[()] if array.ndim < 2 else [_array_rows(row) for row in array]
