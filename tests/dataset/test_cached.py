@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -225,3 +228,92 @@ def test_a_full_disk_is_said(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: 
 def test_no_rows(ds: midepoch.Dataset) -> None:
     with pytest.raises(DataNotFoundError, match="no rows to cache"):
         ds.filter(lambda row: False).cache()
+
+
+def _grouped(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"n": [len(batch["id"])] * len(batch["id"]), "words": [text.split() for text in batch["text"]]}
+
+
+def _some(row: dict[str, Any]) -> dict[str, Any]:
+    value = row["id"]
+    return {"maybe": None if value % 3 else f"é{value}", "deep": {"a": [value] * (value % 4), "b": value % 2 == 0}}
+
+
+PIPELINES = {
+    "batched map": lambda ds: ds.map(_grouped, batched=True, batch_size=7),
+    "filter": lambda ds: ds.filter(_even),
+    "expression": lambda ds: ds.filter(pc.field("id") > 13).map(_some),
+    "nested": lambda ds: ds.map(_some),
+    "flat map": lambda ds: ds.flat_map(lambda row: [row] * (row["id"] % 3)),
+    "pack": lambda ds: ds.pack(8, column="tokens", pad=-1, labels=True),
+    "mix": lambda ds: midepoch.mix([ds.take(40), ds.skip(40)], [2, 1], seed=1, stop="all"),
+    "exact parts": lambda ds: ds.take(90),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_files_depend_on_nothing_but_the_rows(ds: midepoch.Dataset, tmp_path: Path, name: str) -> None:
+    """Neither on workers, nor on an interruption at any part: a state fits the cached rows of every machine."""
+    made = PIPELINES[name](ds)
+    whole = made.cache(tmp_path / "0")
+    expected = whole.pipeline.base.source.fingerprint
+    assert list(whole) == list(made)
+    for workers in (1, 2):
+        assert made.cache(tmp_path / str(workers), num_workers=workers).pipeline.base.source.fingerprint == expected
+    (folder,) = (tmp_path / "0").iterdir()
+    parts = len(list(folder.glob("part-*.arrow")))
+    for kept in {1, parts // 2, parts - 1, parts}:
+        cut = tmp_path / f"cut-{kept}" / folder.name
+        cut.mkdir(parents=True)
+        for number in range(kept):
+            for end in ("arrow", "arrow.json"):
+                shutil.copy(folder / f"part-{number:05}.{end}", cut)
+        again = made.cache(cut.parent, num_workers=kept % 2)
+        assert list(again) == list(whole) and again.pipeline.base.source.fingerprint == expected, kept
+
+
+def test_a_name_stands_for_functions_and_for_nothing_else(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    root = tmp_path / "named"
+    lock = threading.Lock()
+
+    def locked(row: dict[str, Any]) -> dict[str, Any]:
+        with lock:
+            return {"n": row["id"]}
+
+    parts = ds.train_test_split(0.2, seed=1)
+    found = {name: part.map(locked).cache(root, key="v1") for name, part in parts.items()}
+    assert [len(found["train"]), len(found["test"])] == [76, 19]
+    others = [
+        ds.take(10).map(locked),
+        ds.filter(pc.field("id") < 30).map(locked),
+        ds.rename_column("text", "t").map(locked),
+        ds.map(locked).with_format("arrow").map(lambda table: table),
+        midepoch.mix([ds.take(20), ds.skip(20)], [1, 2]).map(locked),
+        midepoch.mix([ds.take(20), ds.skip(20)], [2, 1]).map(locked),
+        ds.map(locked).pack(8, column="tokens"),
+        ds.map(locked).pack(9, column="tokens"),
+    ]
+    for other in others:
+        assert list(other.cache(root, key="v1").with_format("python")) == list(other.with_format("python"))
+    assert len(list(root.iterdir())) == 2 + len(others)
+    assert len(ds.take(10).map(locked).cache(root, key="v1")) == 10 and len(list(root.iterdir())) == 2 + len(others)
+    ds.take(10).map(locked).cache(root, key="v2")
+    assert len(list(root.iterdir())) == 3 + len(others)
+
+
+def test_lanes_are_part_of_the_order(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    for lanes in (1, 4):
+        made = ds.with_lanes(lanes).filter(_even)
+        assert list(made.cache(tmp_path / "lanes")) == list(made)
+
+
+def test_columns_that_come_and_go_are_refused(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    for more, fewer in ((50, 200), (-1, 50)):
+        function = lambda row, a=more, b=fewer: {"y": 1, **({"z": 2} if a <= row["id"] < b else {})}  # noqa: E731
+        with pytest.raises(ColumnError, match="'z'.*Return the same for every row"):
+            ds.map(function, remove_columns=["tokens"]).cache(tmp_path / "cache")
+    (tmp_path / "file").touch()
+    with pytest.raises(MidepochError, match="cannot be written"):
+        ds.cache(tmp_path / "file" / "folder")
+    with pytest.raises(ValueError, match="empty"):
+        ds.cache("")

@@ -1,32 +1,31 @@
 """Digests of Python values, functions included: equal in every process, and different when a result might differ.
 
-A function is its bytecode, its constants, its defaults, the values that it has captured, and the global values that it
-names, functions among them. Code of installed packages counts as its name and the version of the package.
+A function is its bytecode, its constants, its defaults, its attributes, the values that it has captured, and the global
+values that it uses, functions and attributes of modules among them. Code of installed packages counts as its name and
+the version of the package. A value that cannot be compared has no digest.
 """
 
 from __future__ import annotations
 
-import builtins
 import copyreg
-import dis
 import enum
 import functools
 import hashlib
 import json
-import sys
-import sysconfig
+import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
+from midepoch._internal.code import Uses, file_of, is_users, uses_of, versioned
 from midepoch._internal.imports import loaded
 
 
 class UndigestibleError(TypeError):
-    """A value has no digest, such as an open file or a lock. ``what``: its description."""
+    """A value has no digest, such as an open file or a lock."""
 
 
 Special = Callable[[Any], str | None]
@@ -56,6 +55,10 @@ class _Digest:
         self._active[key] = len(self._active)
         try:
             found = self._of(value)
+        except UndigestibleError:
+            raise
+        except Exception as problem:
+            raise UndigestibleError(f"{_name(type(value))} ({problem})") from None
         finally:
             del self._active[key]
         self._known[key] = (value, found)
@@ -65,108 +68,140 @@ class _Digest:
         text = self._special(value) if self._special is not None else None
         if text is not None:
             return _hashed(f"special {type(value).__name__}", text.encode())
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return self._parts("list", value)
-        if isinstance(value, (set, frozenset)):
+        kind = type(value)
+        if kind in (list, tuple):
+            return self._parts(kind.__name__, value)
+        if kind in (set, frozenset):
             return _hashed("set", *sorted(map(self.of, value)))
-        if isinstance(value, (dict, types.MappingProxyType)):
-            return _hashed("dict", *sorted(self.of(key) + self.of(inner) for key, inner in value.items()))
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            return _hashed(f"array {value.dtype.str} {value.shape}", np.ascontiguousarray(value).tobytes())
-        if isinstance(value, types.CodeType):
+        if kind in (dict, types.MappingProxyType):  # in order, which a function may depend on
+            return self._parts("dict", (each for item in value.items() for each in item))
+        if kind is np.ndarray and value.dtype.kind in "biufcSUMmV" and not value.dtype.hasobject:
+            return _hashed(f"array {value.dtype.descr} {value.shape}", np.ascontiguousarray(value).tobytes())
+        if kind is np.ndarray:
+            return self._parts("array", (str(value.dtype), value.shape, value.tolist()))
+        if isinstance(value, enum.Enum):
+            return self._parts("enum", (kind.__qualname__, value.name, value.value))
+        if kind in _FUNCTIONS:
+            return self._parts(kind.__name__, _FUNCTIONS[kind](value))
+        if kind is types.CodeType:
             return self._code(value)
-        if isinstance(value, types.ModuleType):
-            return _hashed("module", _versioned(value.__name__).encode())
-        if isinstance(value, functools.partial):
-            return self._parts("partial", (value.func, value.args, value.keywords))
-        if isinstance(value, property):
-            return self._parts("property", (value.fget, value.fset, value.fdel))
-        if isinstance(value, (staticmethod, classmethod)):
-            return self._parts(type(value).__name__, [value.__func__])
-        if isinstance(value, functools.cached_property):
-            return self._parts("property", [value.func])
-        if isinstance(value, types.MethodType):
-            return self._parts("method", (value.__func__, value.__self__))
-        if isinstance(value, types.FunctionType):
+        if kind is types.ModuleType:
+            return self._module(value)
+        if kind is types.FunctionType:
             return self._function(value)
-        if isinstance(value, (types.BuiltinFunctionType, type)) or not hasattr(value, "__reduce_ex__"):
-            return self._named(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if kind is types.BuiltinFunctionType:
+            return self._builtin(value)
         return self._object(value)
 
     def _parts(self, kind: str, values: Any) -> bytes:
         return _hashed(kind, *(self.of(each) for each in values))
 
     def _code(self, code: types.CodeType) -> bytes:
-        consts = [const for const in code.co_consts if const is not None and const != _doc(code)]
-        about = (code.co_code, list(code.co_names), list(code.co_varnames[: code.co_argcount]), consts)
-        return self._parts("code", about)
+        return self._parts("code", (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_consts))
+
+    def _module(self, module: types.ModuleType) -> bytes:
+        """A module of the user that is used as a whole is its file, and the modules of the user that it imports."""
+        if not is_users(module.__name__):
+            return _hashed("module", versioned(module.__name__).encode())
+        values = vars(module).values()
+        inner = {each.__name__: each for each in values if isinstance(each, types.ModuleType)}
+        inner |= {owner.__name__: owner for each in values if (owner := loaded(getattr(each, "__module__", "") or ""))}
+        others = [each for name, each in sorted(inner.items()) if is_users(name) and each is not module]
+        return self._parts("module", (module.__name__, file_of(module.__name__), others))
 
     def _function(self, function: types.FunctionType) -> bytes:
-        if not _is_users(function.__module__):
-            return self._named(function)
+        if not is_users(function.__module__) and not hasattr(function, "__wrapped__"):
+            return _hashed("name", f"{versioned(function.__module__)} {function.__qualname__}".encode())
         cells = []
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 cells.append((name, cell.cell_contents))
             except ValueError:  # assigned later
                 cells.append((name, None))
-        names = sorted(_globals_of(function.__code__) & function.__globals__.keys())
-        known = [(name, function.__globals__[name]) for name in names]
-        return self._parts(
-            "function", (function.__code__, function.__defaults__, function.__kwdefaults__, cells, known)
-        )
+        uses: Uses = uses_of(function)
+        about = (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
+        return self._parts("function", (*about, cells, uses.values, [file_of(name) for name in uses.modules]))
 
-    def _named(self, value: Any) -> bytes:
-        """Return the digest of a class, or of a function whose code is not looked at."""
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        if module is None or name is None:
-            owner = getattr(value, "__self__", None)
-            if owner is not None and not isinstance(owner, types.ModuleType):
-                return self._parts("method", (type(owner), getattr(value, "__name__", ""), owner))
-            module, name = "builtins", name or repr(type(value))
-        if isinstance(value, type) and _is_users(module):
-            members = {key: each for key, each in vars(value).items() if _counts(key, each)}
-            return self._parts("class", (name, list(value.__bases__), members))
-        return _hashed("name", f"{_versioned(module)} {name}".encode())
+    def _class(self, value: type) -> bytes:
+        if not is_users(value.__module__):
+            return _hashed("name", f"{versioned(value.__module__)} {value.__qualname__}".encode())
+        members = [(key, each) for key, each in vars(value).items() if _counts(key, each)]
+        return self._parts("class", (value.__qualname__, value.__bases__, type(value), members))
+
+    def _builtin(self, value: Any) -> bytes:
+        owner = value.__self__
+        if owner is None or isinstance(owner, types.ModuleType):
+            return _hashed("name", f"{versioned(value.__module__ or '')} {value.__qualname__}".encode())
+        return self._parts("method", (value.__name__, owner))
 
     def _object(self, value: Any) -> bytes:
-        torch = loaded("torch")
+        kind, torch = type(value), loaded("torch")
+        if isinstance(value, os._Environ):
+            return _hashed("environ")
+        if isinstance(value, np.ufunc) and getattr(np, value.__name__, None) is not value:
+            raise UndigestibleError(f"{value!r}, whose function numpy does not show")
         if torch is not None and isinstance(value, torch.Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
             return _hashed(f"tensor {value.dtype} {tuple(value.shape)}", data)
-        if (text := _tokenizer(value)) is not None:
-            return _hashed("tokenizer", text.encode())
-        if is_dataclass(value):
-            return self._parts(
-                "object", (type(value), [(each.name, getattr(value, each.name)) for each in fields(value)])
-            )
-        try:
-            reduce = copyreg.dispatch_table.get(type(value))
-            reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        except Exception as problem:
-            raise UndigestibleError(f"{type(value).__module__}.{type(value).__qualname__} ({problem})") from None
+        if (about := _tokenizer(value)) is not None:
+            return self._parts("tokenizer", about)
+        if hasattr(value, "__wrapped__"):
+            return self._parts("wrapped", (kind, value.__wrapped__))
+        if is_dataclass(value) and not is_users(kind.__module__):
+            return self._parts("object", (kind, [(each.name, getattr(value, each.name)) for each in fields(value)]))
+        reduce = copyreg.dispatch_table.get(kind)
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         if isinstance(reduced, str):
-            return _hashed("name", f"{_versioned(type(value).__module__)} {reduced}".encode())
+            if is_users(kind.__module__):
+                raise UndigestibleError(f"{_name(kind)}, which is only known by its name")
+            return _hashed("name", f"{versioned(kind.__module__)} {reduced}".encode())
         make, args, *rest = reduced
         items = [each if each is None or not hasattr(each, "__next__") else list(each) for each in rest]
-        return self._parts("object", (type(value), getattr(make, "__qualname__", ""), args, items))
+        return self._parts("object", (kind, getattr(make, "__qualname__", ""), args, items))
+
+
+_FUNCTIONS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    functools.partial: lambda value: (value.func, value.args, value.keywords, vars(value)),
+    types.MethodType: lambda value: (value.__func__, value.__self__),
+    property: lambda value: (value.fget, value.fset, value.fdel),
+    staticmethod: lambda value: (value.__func__,),
+    classmethod: lambda value: (value.__func__,),
+    functools.cached_property: lambda value: (value.func,),
+    functools.partialmethod: lambda value: (value.func, value.args, value.keywords),
+}
+"""Objects around functions, and what they are made of."""
 
 
 def _simple(value: Any) -> tuple[str, bytes] | None:
     """Return the kind of a plain value and its bytes, or None for others."""
-    if isinstance(value, enum.Enum):
-        return "enum", f"{type(value).__qualname__}.{value.name}".encode()
-    if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
-        return type(value).__name__, repr(value).encode()
-    if isinstance(value, (bytes, bytearray)):
+    kind = type(value)
+    if value is None or value is Ellipsis or kind in (bool, int, float, complex, str):
+        return kind.__name__, repr(value).encode()
+    if kind in (bytes, bytearray):
         return "bytes", bytes(value)
-    if isinstance(value, (np.generic, np.dtype)):
-        return "numpy", repr(value).encode()
-    if type(value).__module__.partition(".")[0] == "pyarrow" and type(value).__name__.endswith(
-        ("Type", "Expression", "Schema")
-    ):
-        return type(value).__name__, str(value).encode()
+    if isinstance(value, np.dtype):
+        return "dtype", repr(value.descr if value.fields else value).encode()
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return f"numpy {value.dtype.descr}", value.tobytes()
+    if kind.__module__.partition(".")[0] == "pyarrow":
+        return _arrow(value)
+    return None
+
+
+def _arrow(value: Any) -> tuple[str, bytes] | None:
+    """Return the bytes of a type, a schema or an expression. Their texts are abbreviated."""
+    import pyarrow as pa
+
+    if isinstance(value, pa.DataType):
+        value = pa.schema([("", value)])
+    if isinstance(value, pa.Schema):
+        return "schema", value.serialize().to_pybytes()
+    if type(value).__name__ == "Expression":
+        (data, *_) = value.__reduce__()[1]
+        return "expression", bytes(data)
     return None
 
 
@@ -177,51 +212,24 @@ def _hashed(kind: str, *parts: bytes) -> bytes:
     return digest.digest()
 
 
-def _doc(code: types.CodeType) -> Any:
-    """Return the docstring of a function's code, which changes no result."""
-    first = code.co_consts[0] if code.co_consts else None
-    return first if isinstance(first, str) and code.co_flags & 0x2 else ...
-
-
-def _globals_of(code: types.CodeType) -> set[str]:
-    names = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= _globals_of(const)
-    return names
+_HIDDEN = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__", "_abc_impl")
 
 
 def _counts(name: str, member: Any) -> bool:
     """Return True if a member of a class determines what its objects do."""
-    hidden = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__")
-    return name not in hidden and not isinstance(member, (types.GetSetDescriptorType, types.MemberDescriptorType))
+    descriptors = (types.GetSetDescriptorType, types.MemberDescriptorType)
+    return name not in (*_HIDDEN, "__static_attributes__", "__firstlineno__") and not isinstance(member, descriptors)
 
 
-@functools.cache
-def _is_users(module: str | None) -> bool:
-    """Return True for code that may change between two runs without a new version: scripts, and files outside of
-    installed packages.
-    """
-    if module in (None, "__main__", "__mp_main__"):
-        return True
-    if module in sys.builtin_module_names or module == builtins.__name__:
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or module.partition(".")[0] == __name__.partition(".")[0]:
-        return file is None and module not in sys.modules
-    paths = sysconfig.get_paths()
-    return not file.startswith(tuple(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")))
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _versioned(module: str) -> str:
-    """Return the name of a module with the version of its package, if it has one. midepoch counts without."""
-    top = module.partition(".")[0]
-    version = getattr(sys.modules.get(top), "__version__", "") if top != __name__.partition(".")[0] else ""
-    return f"{module} {version}" if isinstance(version, str) and version else module
+_OF_FILES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file")
 
 
-def _tokenizer(value: Any) -> str | None:
-    """Return a tokenizer of tokenizers, or a fast one of transformers, as text. None for anything else.
+def _tokenizer(value: Any) -> tuple[Any, ...] | None:
+    """Return what determines a tokenizer of tokenizers, or a fast one of transformers. None for anything else.
 
     Calls of transformers set truncation and padding in its backend, so that these do not identify it.
     """
@@ -229,11 +237,11 @@ def _tokenizer(value: Any) -> str | None:
     given = value if backend is None else backend
     if type(given).__module__.partition(".")[0] != "tokenizers" or not hasattr(given, "to_str"):
         return None
-    about: Mapping[str, Any] = json.loads(given.to_str())
-    if backend is not None:
-        about = {key: each for key, each in about.items() if key not in ("truncation", "padding")}
-        about["model_max_length"], about["side"] = (
-            str(value.model_max_length),
-            str(getattr(value, "truncation_side", "")),
-        )
-    return json.dumps(about, sort_keys=True)
+    about = json.loads(given.to_str())
+    if backend is None:
+        return (json.dumps(about, sort_keys=True),)
+    about = {key: each for key, each in about.items() if key not in ("truncation", "padding")}
+    names = ("model_max_length", "padding_side", "truncation_side", "model_input_names", "chat_template")
+    settings = [str(getattr(value, name, None)) for name in (*names, "special_tokens_map")]
+    more = sorted((key, str(each)) for key, each in getattr(value, "init_kwargs", {}).items() if key not in _OF_FILES)
+    return type(value), json.dumps(about, sort_keys=True), settings, more

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from midepoch.sources.storage import atomic_write, make_private, sweep, temporar
 from midepoch.transforms.cast import common_type, converted
 from midepoch.transforms.encode import ClassCodes
 from midepoch.transforms.function import Function
+from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
     from midepoch.dataset.dataset import Dataset
@@ -44,10 +45,13 @@ _COMPLETE = "complete.json"
 def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: int, key: str | None) -> PipelineSpec:
     """Write the rows of a dataset unless they are there, and return the pipeline that reads them."""
     _check(ds)
+    if directory is not None and not os.fspath(directory):
+        raise ValueError("cache(directory): the name of the folder is empty.")
     root = default_index_dir() / "cached" if directory is None else Path(os.path.expanduser(directory)).absolute()
     folder = root / _key(ds.pipeline, key)
     if not (folder / _COMPLETE).exists():
-        make_private(folder)
+        with _said(folder):
+            make_private(folder)
         with closing(LockFile(folder / "lock")) as lock, _held(lock, folder):
             if not (folder / _COMPLETE).exists():  # by another process, meanwhile
                 with shown("caching", "rows") as report:
@@ -66,6 +70,18 @@ def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: i
 
 def _part(number: int) -> str:
     return f"part-{number:05}.arrow"
+
+
+@contextmanager
+def _said(folder: Path) -> Iterator[None]:
+    """Say what to do if the folder cannot be written."""
+    try:
+        yield
+    except OSError as problem:
+        raise MidepochError(
+            f"the cache {folder} cannot be written: {problem}. What was written is kept: make room, or choose another "
+            "folder with cache(directory)."
+        ) from problem
 
 
 @contextmanager
@@ -105,9 +121,9 @@ def _key(spec: PipelineSpec, key: str | None) -> str:
     if key is not None and not isinstance(key, str):
         raise TypeError(f"cache(key=…) must be a text, got {key!r}")
     data = [_data_of(leaf.source) for leaf in spec.node.leaves]
-    steps: Any = (spec.node, spec.format) if key is None else (spec.node.text, key)
+    lanes = spec.lanes if spec.lanes_chosen else 1
     try:
-        return digest_of((VERSION, data, steps), _special)
+        return digest_of((VERSION, data, spec.node, spec.format, lanes, key), _special if key is None else _named)
     except UndigestibleError as problem:
         raise MidepochError(
             f"cache: it cannot be seen whether a function has changed, since it uses {problem}. Pass a name for this "
@@ -119,6 +135,19 @@ def _special(value: Any) -> str | None:
     if isinstance(value, Source):
         return value.fingerprint
     return value.text if isinstance(value, Selection) else None
+
+
+def _named(value: Any) -> str | None:
+    """Like ``_special``, but functions are known by the name that the user gave to this version of them."""
+    if not isinstance(value, Function):
+        return _special(value)
+    settings = [(each.name, getattr(value, each.name)) for each in fields(value) if each.name not in _CODE]
+    given = value.function
+    options = (given.output, dict(given.options)) if isinstance(given, Tokenize) else None
+    return digest_of((type(value), value.name, settings, options))
+
+
+_CODE = ("function", "fn_kwargs")
 
 
 def _data_of(source: Source) -> list[Any]:
@@ -185,6 +214,9 @@ class _Writer:
         """Return a table with the types so far, which become wider if necessary."""
         if self.schema is None:
             self.schema = self._with_features(table.schema)
+        new = [name for name in table.column_names if name not in self.schema.names]
+        if new:
+            raise ColumnError(f"cache: some rows have a column {new[0]!r}, others not. Return the same for every row.")
         kinds = {}
         for column in self.schema:
             if column.name not in table.column_names:
@@ -228,15 +260,15 @@ class _Writer:
         path = self.folder / name
         temporary = temporary_path(path)
         try:
-            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            with (
+                _said(self.folder),
+                pa.OSFile(str(temporary), "wb") as file,
+                pa.ipc.new_file(file, schema) as writer,
+            ):
                 for table in tables:
-                    writer.write_table(table.combine_chunks(), max_chunksize=_ROWS)
-            os.replace(temporary, path)
-        except OSError as problem:
-            raise MidepochError(
-                f"the cache {self.folder} cannot be written: {problem}. What was written is kept: make room, or choose "
-                "another folder with cache(directory)."
-            ) from problem
+                    writer.write_table(_copied(table), max_chunksize=_ROWS)
+            with _said(self.folder):
+                os.replace(temporary, path)
         finally:
             with suppress(OSError):
                 temporary.unlink()
@@ -254,6 +286,12 @@ def _part_rows(table: pa.Table) -> int:
     """Return the rows of a part: a power of two of batches, so that it hardly depends on the first one."""
     batches = max(1, int(_PART_BYTES // max(1, table.nbytes * _ROWS // max(1, table.num_rows))))
     return _ROWS * (1 << (batches.bit_length() - 1))
+
+
+def _copied(table: pa.Table) -> pa.Table:
+    """Return a table in new memory: the bytes of a file must not depend on how its rows were made, nor by whom."""
+    columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def _as(table: pa.Table, schema: pa.Schema) -> pa.Table:
