@@ -116,6 +116,29 @@ def test_class_labels_are_theirs(ds: midepoch.Dataset, theirs: Any) -> None:
     )
 
 
+def test_classes_are_those_of_all_ranks_and_follow_their_column(ds: midepoch.Dataset) -> None:
+    shard = ds.shuffle(seed=1).shard(2, 0)
+    encoded = shard.class_encode_column("text")
+    assert encoded.features["text"].num_classes == 60 and len(list(encoded)) == 30
+    assert shard.to_pandas()["id"].tolist() == shard.unique("id") == ids(shard)
+    renamed = ds.class_encode_column("kind").rename_column("kind", "label").rename_column("text", "kind")
+    assert renamed.features["label"].names == ["bird", "cat", "dog"] and renamed.features["kind"].dtype == "string"
+    overwritten = ds.class_encode_column("kind").map(lambda row: {"kind": "text"})
+    assert overwritten.features["kind"].dtype == "string"
+    assert renamed.cache().features["label"].names == ["bird", "cat", "dog"]
+
+
+def test_columns_of_streams_and_of_loaded_states(ds: midepoch.Dataset) -> None:
+    stream = ds.shuffle(seed=1).filter(lambda row: row["id"] % 2 == 0)
+    stream.load_state_dict(_state_after(stream, 5))
+    expected = ids(ds.shuffle(seed=1).filter(lambda row: row["id"] % 2 == 0))
+    assert np.array(stream["id"]).tolist() == list(stream["id"]) == stream.unique("id") == expected
+    late = ds.map(lambda row: {"late": None if row["id"] < 55 else "x"})
+    assert late.unique("late") == [None, "x"]
+    with pytest.raises(midepoch.ColumnError, match=r"'tokens' contains .*list.*Map it to numbers or texts"):
+        ds.unique("tokens")
+
+
 def test_a_transform_gets_batches_and_replaces_all_columns(ds: midepoch.Dataset, theirs: Any) -> None:
     def transform(batch: dict[str, Any]) -> dict[str, Any]:
         return {"length": [len(text) for text in batch["text"]], "array": [np.full(2, i) for i in batch["id"]]}

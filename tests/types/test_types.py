@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import midepoch
+from midepoch.loader.settings import HINTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,12 +60,9 @@ def test_every_signature_is_typed_and_documented() -> None:
 def test_every_public_function_explains_arguments_that_it_does_not_have() -> None:
     plain = ("load_dataset", "Dataset.tokenize")  # their options are passed on
     for name, function in public():
-        if name in plain or (name.startswith("Loader.") and name.split(".")[1] not in EXPLAINED):
+        if name in plain or (name.startswith("Loader.") and name.split(".")[1] not in HINTED):
             continue
         count = sum(each in ("self", "cls") for each in inspect.signature(function).parameters)
         with pytest.raises(TypeError) as caught:
             function(*[object()] * count, not_an_argument=1)
         assert "has no argument 'not_an_argument'. " in str(caught.value), (name, str(caught.value))
-
-
-EXPLAINED = ("set_epoch", "state_dict", "load_state_dict", "check_state", "stats", "on_stats", "progress", "close")

@@ -102,14 +102,14 @@ def concatenate_datasets(dsets: Sequence[Any], axis: int = 0) -> Dataset:
 @hinted(habits.OPEN["concat"])
 def concat(sources: Sequence[Any], *others: Any) -> Dataset:
     """Concatenate datasets. (Each lane iterates its part of all of them.)"""
-    parts = _parts([] if others else sources, "concat")
+    parts = _parts(None if others else sources, "concat")
     return _combined(Concat(parts), sources)
 
 
 @hinted()
 def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the name that the field uses; not imported by itself)
     """Combine datasets side by side until the shortest ends: rows with the columns of all."""
-    parts = _parts([] if others else sources, "zip")
+    parts = _parts(None if others else sources, "zip")
     names = [name for part in parts for name in part.known_columns or ()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -119,7 +119,8 @@ def zip(sources: Sequence[Any], *others: Any) -> Dataset:  # noqa: A001  (the na
 
 def _parts(sources: Any, what: str) -> tuple[Node, ...]:
     if not isinstance(sources, (list, tuple)) or not sources:
-        raise TypeError(f"{what} takes a list of datasets, {what}([a, b]), got {sources!r:.60}")
+        found = "several arguments" if sources is None else f"{sources!r:.60}"
+        raise TypeError(f"{what} takes a list of datasets, {what}([a, b]), got {found}")
     return tuple(_node_of(source) for source in sources)
 
 

@@ -53,6 +53,8 @@ class Dataset(Reading, Resumable):
     if not TYPE_CHECKING:  # a type checker would allow every name
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError: raise it again
+                return object.__getattribute__(self, name)
             raise no_attribute("a Dataset", name, dir(type(self)), habits.ATTRIBUTES)
 
     # The pipeline

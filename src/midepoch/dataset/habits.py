@@ -134,7 +134,7 @@ ATTRIBUTES = {
     "add_item": "Use midepoch.concat([ds, other]).",
     "flatten": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
     "flatten_indices": "Rows are computed, so there are no indices to flatten: omit it.",
-    "sort": "Use ds.select(np.argsort(values)), with the values of one column: np.array(ds['length'][:]).",
+    "sort": "Before any shuffle: ds.select(np.argsort(np.array(ds['length']))), by the values of one column.",
     "repeat": "A loader has any number of epochs: iterate it again, or next(loader) without end.",
     "prefetch": "ds.loader(batch_size, prefetch=…).",
     "collate": "ds.loader(batch_size, collate_fn=…).",

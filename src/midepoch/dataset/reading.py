@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import numpy as np
 import pyarrow as pa
 
 from midepoch._internal.progress import shown
 from midepoch.dataset.rows import Rows
+from midepoch.errors import ColumnError
 from midepoch.iteration.access import RandomAccess
 from midepoch.iteration.state import IterationState, is_registered
+from midepoch.order import Shard
 from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Node
+from midepoch.pipeline.node import Local
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.read.blocks import plain_schema
-from midepoch.transforms import Batch, Function, Map, present
+from midepoch.transforms import Batch, Function, Map, RenameColumns, present
+from midepoch.transforms.cast import common_type
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.encode import ClassCodes
 from midepoch.transforms.features import import_datasets
@@ -109,10 +113,23 @@ class Reading(Rows):
         schema = self.schema
         found = dict(datasets.Features.from_arrow_schema(schema.remove_metadata()))
         found |= {name: stored[name][1] for name in found if stored.get(name, (None,))[0] == schema.field(name).type}
-        for step in (step for leaf in self.pipeline.node.leaves for step in leaf.steps):
-            if isinstance(step, Function) and isinstance(codes := step.function, ClassCodes) and codes.column in found:
-                found[codes.column] = datasets.ClassLabel(names=list(codes.names))
+        for name, classes in self._classes().items():
+            if name in found and schema.field(name).type == pa.int64():
+                found[name] = datasets.ClassLabel(names=list(classes))
         return datasets.Features(found)
+
+    def _classes(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the classes of columns that were encoded here, by their names after all steps."""
+        node = self.pipeline.node
+        found: dict[str, tuple[str, ...]] = {}
+        stages = [step for stage in node.stages if isinstance(stage, Local) for step in stage.steps]
+        for leaf in node.leaves:
+            for step in (*leaf.steps, *stages):
+                if isinstance(step, RenameColumns):
+                    found = {dict(step.mapping).get(name, name): names for name, names in found.items()}
+                elif isinstance(step, Function) and isinstance(codes := step.function, ClassCodes):
+                    found[codes.column] = codes.names
+        return found
 
     def _first_rows(self) -> Batch | None:
         """Run the first rows, and return them. None without rows."""
@@ -157,18 +174,27 @@ class Reading(Rows):
 
     def unique(self, column: str) -> list[Any]:
         """Return the different values of a column, in the order in which they occur. Reads the column once."""
+        return self._unique(column, self.pipeline)
+
+    def _unique(self, column: str, spec: PipelineSpec) -> list[Any]:
         import pyarrow.compute as pc
 
-        found: pa.ChunkedArray | None = None
-        for table in self._tables("reading", column):
-            values = pc.unique(table.column(0))
-            values = pa.chunked_array([values] if found is None else [*found.chunks, values.cast(found.type)])
-            found = pa.chunked_array([pc.unique(values)])
+        found: pa.Array | None = None
+        for table in self._tables(spec, column):
+            values = table.column(0)
+            kind = values.type if found is None else common_type(found.type, values.type)
+            if kind is None or kind.num_fields:
+                raise ColumnError(
+                    f"unique: column {column!r} contains {'values of several types' if kind is None else kind}. Map it "
+                    "to numbers or texts first."
+                )
+            chunks = [chunk.cast(kind) for chunk in (*([] if found is None else [found]), *values.chunks)]
+            found = pc.unique(pa.chunked_array(chunks, kind))
         return [] if found is None else found.to_pylist()
 
     def to_pandas(self) -> pd.DataFrame:
         """Return all rows as a pandas frame, in memory. For a part of them: ``ds.take(1000).to_pandas()``."""
-        tables = list(self._tables("reading"))
+        tables = list(self._tables(self.pipeline))
         if not tables:
             return self._schema_before_running.empty_table().to_pandas()
         return pa.concat_tables(tables, promote_options="permissive").to_pandas()
@@ -178,26 +204,22 @@ class Reading(Rows):
 
         The classes are the sorted values, and are then ``ds.features[column].names``.
         """
-        return self._with_classes(
-            column, tuple(sorted({str(value) for value in self.unique(column) if value is not None}))
-        )
+        values = self._unique(column, replace(self.pipeline, shard=Shard()))  # the same classes on all ranks
+        return self._with_classes(column, tuple(sorted({str(value) for value in values if value is not None})))
 
     def _with_classes(self: Self, column: str, names: tuple[str, ...]) -> Self:
         made = self._function(ClassCodes(column, names), "class_encode_column", True, 1000, False, False, column)
         return self._with_step(Map(**made, rowwise=True, seed_globals=False))
 
-    def _tables(self, title: str, column: str | None = None) -> Iterator[pa.Table]:
-        """Yield all rows as tables, whatever the cursor, in file order if no function depends on the order."""
+    def _tables(self, spec: PipelineSpec, column: str | None = None) -> Iterator[pa.Table]:
+        """Yield all rows as tables, in the order of iteration, whatever the cursor."""
         if column is not None and self._columns is not None:
             check_columns([column], self._columns, "unique")
-        spec = replace(self.pipeline, format="arrow")
-        if spec.has_positions and not spec.node.has_functions:
-            spec = replace(spec, node=Node(replace(spec.base, order=replace(spec.base.order, shuffle=None))))
-        ds = type(self)(spec, Cursor(self.epoch))
+        ds = type(self)(replace(spec, format="arrow"), Cursor(self.epoch))
         if column is not None:
             ds = ds.select_columns(column)
-        total = len(self) if spec.has_positions else 0
-        with shown(title, "rows") as report:
+        total = len(ds) if spec.has_positions else 0
+        with shown("reading", "rows") as report:
             done = 0
             for table in ds.iter(_BATCH):
                 yield table
@@ -209,7 +231,8 @@ class Column(Sequence[Any]):
     """One column of a dataset, like a list, but read when it is used. ``column[:]`` reads all of it."""
 
     def __init__(self, dataset: Reading, name: str) -> None:
-        self._dataset, self.name = dataset.select_columns(name), name
+        fresh = type(dataset)(dataset.pipeline, Cursor(dataset.epoch))  # whatever state was loaded: this only reads
+        self._dataset, self.name = fresh.select_columns(name), name
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -230,6 +253,9 @@ class Column(Sequence[Any]):
         fresh = type(self._dataset)(spec, Cursor(self._dataset.epoch))
         for batch in fresh.iter(_BATCH):
             yield from batch.column(0) if isinstance(batch, pa.Table) else batch[self.name]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(list(self), dtype=dtype)
 
     def __repr__(self) -> str:
         return f"Column({self.name!r} of {self._dataset!r})"

@@ -78,20 +78,20 @@ class Rows(Steps):
         test_size: float | None = None,
         train_size: float | None = None,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> dict[str, Self]:
         """Return ``{"train": …, "test": …}``: two parts without a row in common, the same in every process and run.
 
         Sizes are shares (0.1) or numbers of rows; by default, a quarter of the rows are for the test. Rows are drawn at
-        random by ``seed`` and stay in their order; ``shuffle=False`` takes the last rows for the test. Shuffle the
-        training part: ``parts["train"].shuffle(seed=1)``.
+        random by ``seed`` (None is 0) and stay in their order; ``shuffle=False`` takes the last rows for the test.
+        Shuffle the training part: ``parts["train"].shuffle(seed=1)``.
         """
         chosen = self._selection("train_test_split")
         train, test = split_sizes(len(chosen), train_size, test_size)
         if not shuffle:
             first, last = chosen.slice(0, train), chosen.slice(train, train + test)
         else:
-            drawn = Bijection(len(chosen), derive(check_seed(seed), 0, "split"))
+            drawn = Bijection(len(chosen), derive(check_seed(0 if seed is None else seed), 0, "split"))
             rows = np.sort(drawn(np.arange(test, dtype=np.int64)))
             last, first = chosen.select(rows), chosen.without(rows)
             if train + test < len(chosen):

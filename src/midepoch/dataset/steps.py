@@ -272,6 +272,9 @@ class Steps(ColumnSteps):
         A row has ``column``, ``position_ids`` (from 0 in every document), ``segment_ids`` (1, 2, … for the documents, 0
         for padding), the ``extra`` columns and, if requested, ``cu_seqlens`` (the bounds of the documents).
         """
+        for name, value in (("labels", labels), ("mask_first", mask_first)):
+            if not isinstance(value, bool):
+                raise TypeError(f"pack({name}=…) must be True or False, got {value!r:.60}")
         spec = PackSpec(
             integer(length, "pack(length=…)", 1),
             column,

@@ -127,7 +127,7 @@ class Loader(LoaderSettings):
         lanes = f"{spec.lanes} lanes; " if spec.lanes > 1 else ""
         return (
             f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
-            f"batch_size={self._options.batch_size}; num_workers={self._options.num_workers}; "
+            f"batch_size={self.batch_size}; num_workers={self._options.num_workers}; "
             f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
         )
 

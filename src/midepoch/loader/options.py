@@ -102,5 +102,5 @@ class Options:
             raise TypeError(f"collate_fn must be a function, got {self.collate_fn!r}")
         if self.worker_init_fn is not None and not callable(self.worker_init_fn):
             raise TypeError(f"worker_init_fn must be a function of a worker's number, got {self.worker_init_fn!r}")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout >= 0:
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not 0 <= self.timeout < 1e9:
             raise ValueError(f"timeout must be a number of seconds, or 0 for any time, got {self.timeout!r}")

@@ -34,7 +34,10 @@ ATTRIBUTES = {
     "rank": "Use loader.shard.index.",
     "multiprocessing_context": "Use loader.options.multiprocessing_context.",
 }
-HINTED = ("set_epoch", "state_dict", "load_state_dict", "check_state", "stats", "on_stats", "progress", "close")
+HINTED = (
+    *("__init__", "set_epoch", "state_dict", "load_state_dict", "check_state", "stats", "on_stats", "progress"),
+    *("get_state", "set_state", "current_pass", "end_pass", "close"),
+)
 HINTS = {"load_state_dict": {"strict": "Use allow=[…] to name what may differ."}}
 
 
@@ -48,6 +51,8 @@ class LoaderSettings(Measured):
     if not TYPE_CHECKING:  # a type checker would allow every name
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError: raise it again
+                return object.__getattribute__(self, name)
             raise no_attribute("a Loader", name, dir(type(self)), ATTRIBUTES)
 
     @property

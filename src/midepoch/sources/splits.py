@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from midepoch.errors import DataNotFoundError
 
@@ -81,7 +83,7 @@ def bound_of(bound: int | str | None, length: int) -> int | None:
     return round(float(match[1]) * length / 100.0)
 
 
-def split_sizes(rows: int, train: float | None, test: float | None) -> tuple[int, int]:
+def split_sizes(rows: int, train: Any, test: Any) -> tuple[int, int]:
     """Return the numbers of rows of two parts, given as shares or numbers of rows. By default, a quarter is the test.
 
     Raise ValueError if a part would be empty, or if both are more than there are.
@@ -90,13 +92,13 @@ def split_sizes(rows: int, train: float | None, test: float | None) -> tuple[int
     for name, size in (("train_size", train), ("test_size", test)):
         if size is None:
             sizes.append(None)
-        elif isinstance(size, bool) or not isinstance(size, (int, float)):
+        elif isinstance(size, bool) or not isinstance(size, (Integral, Real)):
             raise TypeError(f"{name} must be a share such as 0.1, or a number of rows, got {size!r}")
-        elif isinstance(size, float) and not 0 < size < 1:
+        elif not isinstance(size, Integral) and not 0 < size < 1:
             raise ValueError(f"{name} must be a share above 0 and below 1, or a number of rows, got {size!r}")
         else:
             # As scikit-learn and datasets round: the test up, the training part down.
-            share = size if isinstance(size, int) else rows * size
+            share = int(size) if isinstance(size, Integral) else rows * float(size)
             sizes.append(math.ceil(share) if name == "test_size" else math.floor(share))
     first, last = sizes
     if first is None and last is None:

@@ -99,7 +99,8 @@ class Documents:
         found = {name: _tokens(name, columns[name], spec.dtype if name == spec.column else None) for name in spec.pads}
         lengths = found[spec.column][0]
         for name, (_, tokens) in found.items():
-            _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else [])])
+            masked = [IGNORED] if spec.mask_first and name == LABELS else []
+            _check_fits(name, tokens, [spec.pads[name], *([spec.eos] if name == spec.column else masked)])
         for name, (other, _) in found.items():
             if other is not lengths and not np.array_equal(other, lengths):
                 raise MapError(f"pack: columns {spec.column!r} and {name!r} are not equally long in every row.")
