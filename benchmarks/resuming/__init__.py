@@ -1,7 +1,8 @@
 """Resuming beside the peers: one file per library, all of the same shape.
 
-Each module has `open_loader(data, folder, topology)`: the shuffled text rows as batches of ids, by the way of saving and
-restoring that the library documents. The data is that of `contenders/`, converted by the contender of the same key.
+Each module has `open_loader(data, folder, topology, rank)`: the shuffled text rows as batches of ids, saved and
+restored in the way that the library documents. The data is that of `contenders/`, converted by the contender of the
+same key.
 
 - `cases` lists the changes of topology and counts lost and repeated rows.
 - `rank` is one rank in one process. `launch` starts the ranks of a leg.

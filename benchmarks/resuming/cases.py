@@ -1,8 +1,8 @@
 """The changes of topology, and the count of rows that a resumed run loses and repeats.
 
-A run of two ranks with two workers each stops in mid-epoch and is resumed with another topology, to the end of the epoch.
+A run of two ranks with two workers each stops in mid-epoch and is resumed with another topology until the epoch ends.
 The numbers of rows and steps are chosen so that every global batch is full, before and after: a library that drops or
-pads a last batch shows no loss by that. Only the cases `uneven` leave an incomplete last batch.
+pads a last batch shows no loss by that. Only `ranks 2 → 3, odd step` leaves an incomplete last batch.
 """
 
 from __future__ import annotations
@@ -108,4 +108,6 @@ def measure(run: Run, rows: int, cases: Sequence[Case] = CASES) -> dict[str, Out
 
 def _joined(parts: Sequence[Leg]) -> list[list[list[int]]]:
     """Return the batches of each rank over all legs."""
-    return [[batch for rank in ranks for batch in rank] for ranks in zip(*(part.batches for part in parts), strict=True)]
+    return [
+        [batch for rank in ranks for batch in rank] for ranks in zip(*(part.batches for part in parts), strict=True)
+    ]

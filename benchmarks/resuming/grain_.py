@@ -18,7 +18,9 @@ from benchmarks.resuming import SEED, Topology
 
 class Loader:
     def __init__(self, folder: Path, topology: Topology, rank: int) -> None:
-        dataset = grain.MapDataset.source(contender.source(folder, "text")).shuffle(seed=SEED).map(contender.decode)
+        dataset = (
+            grain.MapDataset.source(contender.open_source(folder, "text")).shuffle(seed=SEED).map(contender.decode)
+        )
         workers = grain.MultiprocessingOptions(num_workers=topology.workers) if topology.workers else None
         elastic = grain.experimental.ElasticIterator(
             dataset,

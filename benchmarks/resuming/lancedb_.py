@@ -27,7 +27,9 @@ class Loader:
             rank=rank,
             world_size=topology.world_size,
         )
-        self.loader = StreamingDataLoader(self.dataset, topology.batch_size, **contender.worker_options(topology.workers))
+        self.loader = StreamingDataLoader(
+            self.dataset, topology.batch_size, **contender.worker_options(topology.workers)
+        )
 
     def batches(self) -> Iterator[list[int]]:
         for batch in self.loader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -33,8 +34,8 @@ class Data:
 class Leg:
     """Batches of all ranks from one start of a run to its end.
 
-    `batches[rank][step]` are ids. `states` are pickled, one for each rank. `first` is the time from opening the data to the
-    first batch, of the slowest rank. `following` is the batch of rank 0 after the state.
+    `batches[rank][step]` are ids. `states` are pickled, one for each rank. `first` is the time from opening the data to
+    the first batch, of the slowest rank. `following` is the batch of rank 0 after the state.
     """
 
     batches: list[list[list[int]]]
@@ -92,12 +93,10 @@ def _run(contender: str, specification: Path, world_size: int, timeout: float) -
     for rank in range(world_size):
         environment = _environment(rank, world_size, port)
         command = [interpreter(contender), "-m", "benchmarks.resuming.rank", str(specification)]
-        processes.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
+        processes.append(process)
     paths = [specification.with_suffix(f".{rank}.pickle") for rank in range(world_size)]
     try:
         return _collect(processes, paths, time.monotonic() + timeout)
@@ -128,14 +127,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a rank and its workers: they are alone in their session."""
     if process.stdin is not None:
         process.stdin.close()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -19,9 +19,7 @@ class Loader:
     def __init__(self, folder: Path, topology: Topology, rank: int) -> None:
         self.rank = rank
         dataset = litdata.StreamingDataset(str(folder / "text"), shuffle=True, seed=SEED)
-        self.loader = litdata.StreamingDataLoader(
-            dataset, batch_size=topology.batch_size, num_workers=topology.workers
-        )
+        self.loader = litdata.StreamingDataLoader(dataset, batch_size=topology.batch_size, num_workers=topology.workers)
 
     def batches(self) -> Iterator[list[int]]:
         for batch in self.loader:
