@@ -30,7 +30,7 @@ from benchmarks.resuming import Topology, cases
 from benchmarks.resuming.launch import Data, LegError, run_leg
 
 PARTS = ("cases", "first")
-FIRST_ROWS = 98_304
+FIRST_ROWS = 49_152
 QUICK_FIRST_ROWS = 2_304
 FIRST_BATCH = 48
 
@@ -63,7 +63,7 @@ def measure_cases(key: str, dataset: Data, rows: int, say: Callable[[str], None]
     sizes: list[int] = []
 
     def run(topology: Topology, states: list[bytes], steps: int | None) -> Any:
-        leg = run_leg(key, dataset, topology, states=states, steps=steps)
+        leg = run_leg(key, dataset, topology, states=states, steps=steps, save=steps is not None)
         if steps is not None and not states:
             sizes.append(sum(map(len, leg.states)))
         return leg
@@ -84,7 +84,7 @@ def measure_first(
     results, saved, expected = {key: First() for key in keys}, {}, {}
     for key in keys:
         try:
-            leg = run_leg(key, dataset, topology, states=[], steps=steps, following=True, timeout=600)
+            leg = run_leg(key, dataset, topology, states=[], steps=steps, save=True, following=True, timeout=600)
         except LegError as error:
             results[key].error = str(error)
             say(f"{key} · until 90 %: {error}")
@@ -100,6 +100,7 @@ def measure_first(
                 resumed = start(states=saved[key])
             except LegError as error:
                 result.error = str(error)
+                say(f"{key} · {workers} workers: {error}")
                 continue
             result.resumed.append(resumed.first)
             result.same_rows &= resumed.batches[0] == [expected[key]]

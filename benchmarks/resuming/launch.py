@@ -55,10 +55,14 @@ def run_leg(
     *,
     states: list[bytes],
     steps: int | None,
+    save: bool = False,
     following: bool = False,
     timeout: float = 180,
 ) -> Leg:
-    """Run all ranks for `steps`, or to the end of the epoch. Raise `LegError` with the first error of a rank."""
+    """Run all ranks for `steps`, or to the end of the epoch, and `save` their states there.
+
+    Raise `LegError` with the first error of a rank.
+    """
     with tempfile.TemporaryDirectory() as name:
         specification = Path(name) / "leg.json"
         saved = [Path(name) / f"state-{rank}" for rank in range(len(states))]
@@ -71,6 +75,7 @@ def run_leg(
             "topology": asdict(topology),
             "states": [str(path) for path in saved],
             "steps": steps,
+            "save": save,
             "following": following,
         }
         specification.write_text(json.dumps(fields))
@@ -80,7 +85,7 @@ def run_leg(
             raise LegError(result["error"])
     return Leg(
         [result["batches"] for result in results],
-        [result["state"] for result in results],
+        [result["state"] for result in results] if save else [],
         max(result["first"] for result in results),
         results[0]["following"],
     )

@@ -38,7 +38,7 @@ def measure(specification: dict[str, Any], rank: int) -> dict[str, Any]:
     batches = list(islice(iterator, 1))
     first = time.perf_counter() - start
     batches += islice(iterator, None if steps is None else steps - 1)
-    state = b"" if steps is None else pickle.dumps(loader.state())
+    state = pickle.dumps(loader.state()) if specification["save"] else b""
     following = next(iterator, []) if specification["following"] else []
     return {"first": first, "batches": batches, "state": state, "following": following}
 

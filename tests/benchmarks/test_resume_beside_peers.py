@@ -93,7 +93,7 @@ def test_real_ranks(dataset: launch.Data, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # named in the arguments of every rank and worker
     two, three = Topology(2, 1, 24), Topology(3, 0, 24)
     steps = ROWS // two.global_batch // 2
-    before = launch.run_leg("midepoch", dataset, two, states=[], steps=steps, following=True)
+    before = launch.run_leg("midepoch", dataset, two, states=[], steps=steps, save=True, following=True)
     after = launch.run_leg("midepoch", dataset, three, states=before.states, steps=None)
     assert [len(rank) for rank in before.batches] == [steps] * 2
     assert cases.count(before.ids() + after.ids(), ROWS) == (0, 0)
