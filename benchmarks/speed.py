@@ -7,6 +7,7 @@ hits everybody, and the best of them counts. Prints a table per workload, then e
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -106,7 +107,7 @@ def measure(prepared: dict[str, dict[str, Any]], options: argparse.Namespace, co
     for workload in options.workload:
         group = [Result(k, workload, r) for k, p in prepared.items() for r in p["routes"].get(workload, ())]
         for repeat in range(options.repeats):
-            for result in group:
+            for result in group if repeat == 0 or not options.narrow else narrowed(group):
                 if result.error:
                     continue
                 try:
@@ -124,6 +125,14 @@ def measure(prepared: dict[str, dict[str, Any]], options: argparse.Namespace, co
     return results
 
 
+def narrowed(group: list[Result]) -> list[Result]:
+    """The plain and the so far fastest route of each contender."""
+    best = {
+        contender: max(r.rate for r in group if r.contender == contender) for contender in {r.contender for r in group}
+    }
+    return [result for result in group if result.route == "plain" or 0 < result.rate == best[result.contender]]
+
+
 def rates(results: list[Result], *, plain: bool) -> dict[str, dict[str, float]]:
     """Workload → contender → rows/s of its plain or of its fastest route."""
     found: dict[str, dict[str, float]] = {}
@@ -136,7 +145,8 @@ def rates(results: list[Result], *, plain: bool) -> dict[str, dict[str, float]]:
 
 def show(prepared: dict[str, dict[str, Any]], results: list[Result], verdicts: list[Verdict], console: Console) -> None:
     """Hardware, versions and conversion, a table per workload, the bars."""
-    console.print(", ".join(f"{key} {value}" for key, value in machine.describe().items()))
+    facts = ", ".join(f"{key} {value}" for key, value in machine.describe().items())
+    console.print(f"{datetime.date.today().isoformat()}: {facts}")
     versions = Table(title="contenders")
     for column in ("contender", "version", "conversion", "extra bytes"):
         versions.add_column(column)
@@ -195,6 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="part of the full number of rows")
     parser.add_argument("--seconds", type=float, default=4.0, help="longest measurement of one route")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--narrow", action="store_true", help="repeat only the plain and the fastest routes")
     parser.add_argument("--only", default=",".join(contenders.MODULES), help="contenders, comma-separated")
     parser.add_argument("--workload", default=",".join(WORKLOADS), help="workloads, comma-separated")
     parser.add_argument("--quick", action="store_true", help="smoke run, too short for its rates to mean anything")

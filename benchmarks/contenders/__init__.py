@@ -27,6 +27,7 @@ MODULES = {
     "litdata": "litdata_",
     "litdata_parquet": "litdata_parquet",
     "grain": "grain_",
+    "lancedb": "lancedb_",
     "tdu": "tdu",
     "webdataset": "webdataset_",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -10,11 +11,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.data import TOKENS_PER_ROW
+from benchmarks.data import TOKENS_PER_ROW, Files
 
 BATCH = 64
 BUFFER = 1_000  # smallest shuffle buffer or window that counts as shuffled here
 LARGE_BUFFER = 10_000
+CHUNK_BYTES = 64 << 20
+LEAST_CHUNKS = 8
+
+
+def chunk_bytes(files: Files) -> int:
+    """Size of the chunks that a contender writes: its default of 64 MB, and smaller where that would be few chunks."""
+    return min(CHUNK_BYTES, sum(map(os.path.getsize, files.arrow)) // LEAST_CHUNKS)
 
 
 def package_version(name: str) -> str:

@@ -66,7 +66,8 @@ def _write(folder: Path, records: list[bytes], *, files: int) -> None:
         writer.close()
 
 
-def _source(folder: Path, name: str) -> grain.sources.ArrayRecordDataSource:
+def open_source(folder: Path, name: str) -> grain.sources.ArrayRecordDataSource:
+    """Open the files of one dataset."""
     return grain.sources.ArrayRecordDataSource(sorted(str(path) for path in (folder / name).iterdir()))
 
 
@@ -84,7 +85,7 @@ def join(records: list[bytes]) -> Any:
 
 
 def _rows(folder: Path, *, shuffle: bool) -> grain.MapDataset[Any]:
-    dataset = grain.MapDataset.source(_source(folder, "text"))
+    dataset = grain.MapDataset.source(open_source(folder, "text"))
     return (dataset.shuffle(seed=1) if shuffle else dataset).map(decode)
 
 
@@ -103,7 +104,7 @@ def _indexed(data: Data, folder: Path, *, shuffle: bool) -> Iterator[int]:
 
 def _batched_reads(data: Data, folder: Path, *, shuffle: bool, size: int) -> Iterator[int]:
     """`__getitems__` of the data source: one call into C++ for many records."""
-    source = _source(folder, "text-one")
+    source = open_source(folder, "text-one")
     order = np.random.default_rng(1).permutation(len(source)) if shuffle else np.arange(len(source))
     return walk_lists(
         [decode(record) for record in source.__getitems__(order[k : k + size].tolist())]
@@ -124,13 +125,13 @@ def _windowed(path: str, window: int) -> Any:
 
 
 def _tokens(data: Data, folder: Path, *, threads: bool) -> Iterator[int]:
-    dataset = grain.MapDataset.source(_source(folder, "tokens")).shuffle(seed=1).map(tokens_of).batch(BATCH)
+    dataset = grain.MapDataset.source(open_source(folder, "tokens")).shuffle(seed=1).map(tokens_of).batch(BATCH)
     batches = dataset.to_iter_dataset() if threads else dataset.to_iter_dataset(NO_THREADS)
     return walk_tensors(map(torch.from_numpy, batches))
 
 
 def _tokens_joined(data: Data, folder: Path, *, size: int, workers: int = 0) -> Iterator[int]:
-    shuffled = grain.MapDataset.source(_source(folder, "tokens")).shuffle(seed=1)
+    shuffled = grain.MapDataset.source(open_source(folder, "tokens")).shuffle(seed=1)
     batches = shuffled.batch(size, batch_fn=join).to_iter_dataset(NO_THREADS)
     if workers:
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4))
@@ -138,7 +139,7 @@ def _tokens_joined(data: Data, folder: Path, *, size: int, workers: int = 0) -> 
 
 
 def _tokens_reads(data: Data, folder: Path, *, size: int) -> Iterator[int]:
-    source = _source(folder, "tokens-one")
+    source = open_source(folder, "tokens-one")
     order = np.random.default_rng(1).permutation(len(source))
     reads = (source.__getitems__(order[k : k + size].tolist()) for k in range(0, len(order), size))
     return walk_tensors(cut(torch.from_numpy(join(records)) for records in reads))
@@ -151,13 +152,13 @@ def as_tensor(records: list[bytes]) -> torch.Tensor:
 def _tokens_torch(data: Data, folder: Path, *, size: int) -> Iterator[int]:
     """The data source under torch's DataLoader, which finds and uses `__getitems__`."""
     loader = torch.utils.data.DataLoader(
-        _source(folder, "tokens-one"), batch_size=size, shuffle=True, num_workers=2, collate_fn=as_tensor
+        open_source(folder, "tokens-one"), batch_size=size, shuffle=True, num_workers=2, collate_fn=as_tensor
     )
     return walk_tensors(cut(loader))
 
 
 def _tokens_workers(data: Data, folder: Path) -> Iterator[int]:
-    dataset = grain.MapDataset.source(_source(folder, "tokens")).shuffle(seed=1).map(tokens_of).batch(BATCH)
+    dataset = grain.MapDataset.source(open_source(folder, "tokens")).shuffle(seed=1).map(tokens_of).batch(BATCH)
     workers = grain.MultiprocessingOptions(num_workers=2)
     return walk_tensors(map(torch.from_numpy, dataset.to_iter_dataset().mp_prefetch(workers)))
 

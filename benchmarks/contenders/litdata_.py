@@ -15,7 +15,7 @@ import torch
 from litdata.streaming.item_loader import TokensLoader
 from litdata.streaming.writer import BinaryWriter
 
-from benchmarks.contenders.common import BATCH, cut, package_version, walk, walk_lists, walk_tensors
+from benchmarks.contenders.common import BATCH, chunk_bytes, cut, package_version, walk, walk_lists, walk_tensors
 from benchmarks.data import TOKENS_PER_ROW, Data
 
 NAME = "LitData"
@@ -26,8 +26,8 @@ def version() -> str:
 
 
 def prepare(data: Data, folder: Path) -> None:
-    """Chunks of 64 MB. Its writer is used directly: `optimize` starts processes around it."""
-    text = BinaryWriter(str(folder / "text"), chunk_bytes="64MB")
+    """Chunks of 64 MB or less. Its writer is used directly: `optimize` starts processes around it."""
+    text = BinaryWriter(str(folder / "text"), chunk_bytes=chunk_bytes(data.text))
     index = 0
     for batch in data.text.batches():
         for row in batch.to_pylist():

@@ -21,7 +21,7 @@ except RuntimeError:
 import streaming
 from streaming.base.util import clean_stale_shared_memory
 
-from benchmarks.contenders.common import BATCH, cut, package_version, walk, walk_tensors
+from benchmarks.contenders.common import BATCH, chunk_bytes, cut, package_version, walk, walk_tensors
 from benchmarks.data import TOKENS_PER_ROW, Data
 
 NAME = "Mosaic Streaming"
@@ -32,7 +32,9 @@ def version() -> str:
 
 
 def prepare(data: Data, folder: Path) -> None:
-    with streaming.MDSWriter(out=str(folder / "text"), columns={"id": "int", "text": "str"}) as writer:
+    size = chunk_bytes(data.text)
+    columns = {"id": "int", "text": "str"}
+    with streaming.MDSWriter(out=str(folder / "text"), columns=columns, size_limit=size) as writer:
         for batch in data.text.batches():
             for row in batch.to_pylist():
                 writer.write(row)
