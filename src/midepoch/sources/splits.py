@@ -94,7 +94,7 @@ def split_sizes(rows: int, train: Any, test: Any) -> tuple[int, int]:
             sizes.append(None)
         elif isinstance(size, bool) or not isinstance(size, (Integral, Real)):
             raise TypeError(f"{name} must be a share such as 0.1, or a number of rows, got {size!r}")
-        elif not isinstance(size, Integral) and not 0 < size < 1:
+        elif not isinstance(size, Integral) and not 0 < float(size) < 1:
             raise ValueError(f"{name} must be a share above 0 and below 1, or a number of rows, got {size!r}")
         else:
             # As scikit-learn and datasets round: the test up, the training part down.
