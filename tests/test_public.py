@@ -97,6 +97,19 @@ def test_datasets_and_streams_do_not_import_what_few_use() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_first_batch_does_not_import_it_either(small_files: list[str]) -> None:
+    code = """
+import sys, midepoch
+ds = midepoch.from_files(sys.argv[1:]).shuffle(seed=1)
+for kind in ("numpy", "python", "arrow"):
+    next(iter(ds.with_format(kind).loader(8)))
+print([m for m in ('pyarrow.compute', 'torch', 'pandas') if m in sys.modules])
+"""
+    command = [sys.executable, "-c", code, *small_files]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "[]"
+
+
 def test_every_error_is_in_the_tree() -> None:
     from midepoch import errors
 

@@ -10,7 +10,8 @@ buffers, so that no address becomes stale. Callers check every offset inside a b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -157,7 +158,8 @@ class Memory:
                     raw[short, 4 : 4 + length] = self.gather(starts[short], length)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         buffers = [nulls, pa.py_buffer(views), *windows]
-        return pa.Array.from_buffers(pa.string_view() if text else pa.binary_view(), len(starts), buffers).cast(kind)
+        views_of = pa.string_view() if text else pa.binary_view()
+        return _caster()(pa.Array.from_buffers(views_of, len(starts), buffers), kind)
 
     def _locate(
         self, starts: Int64Array, lengths: Int64Array
@@ -259,3 +261,16 @@ class HeldBuffers:
             self._memory = Memory(self._added, beside=self._memory)
         self._added, self._removed = [], False
         return self._memory
+
+
+@cache
+def _caster() -> Callable[[pa.Array, pa.DataType], pa.Array]:
+    """Return a function that casts arrays as ``Array.cast`` does, which imports pyarrow.compute.
+
+    That takes 40 ms, in every worker: most of the time until the first batch.
+    """
+    try:
+        from pyarrow._compute import CastOptions, call_function
+    except ImportError:  # moved, in another version
+        return lambda array, kind: array.cast(kind)
+    return lambda array, kind: call_function("cast", [array], CastOptions.safe(kind))
