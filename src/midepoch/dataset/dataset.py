@@ -300,7 +300,7 @@ class Dataset(Reading, Resumable):
         interpreter lock), or "auto": threads if Python has no such lock. Batches are the same.
 
         ``worker_init_fn`` is called in each worker, with its number, before its first batch. ``timeout``: seconds after
-        which a worker that delivers nothing is an error.
+        which a worker that delivers nothing is an error. A thread cannot be stopped, so the error waits for its batch.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
