@@ -39,8 +39,10 @@ def test_order_of_the_trainer(program: Program, tmp_path: Path) -> None:
         assert sum(found[case]["evaluated"], []) == list(range(ROWS))
 
     assert found["stream"]["rows"] == found["sequential stream"]["rows"] == in_order
-    [(level, message)] = found["stream"]["messages"]
-    assert level == "WARNING" and "Call shuffle(seed=…) before those steps" in message
+    for case in ("stream", "half shuffled"):
+        [(level, message)] = found[case]["messages"]
+        assert level == "WARNING" and "Call shuffle(seed=…) before those steps" in message
+    assert sum(found["begun"]["rows"], []) == list(range(5, 17)), "a state that was loaded has an order"
     assert found["sequential stream"]["messages"] == []
 
     for step in (3, 8):  # the order of the checkpoint, whatever the arguments say now

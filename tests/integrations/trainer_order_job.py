@@ -51,9 +51,24 @@ class Messages(logging.Handler):
             self.texts.append([record.levelname, message])
 
 
-def run(folder: Path, case: str, *, checkpoint: str | None = None, stream: bool = False, **options: Any) -> Any:
+def data_of(ds: midepoch.Dataset, kind: str) -> midepoch.Dataset:
+    if kind == "stream":
+        return ds.filter(lambda row: row["id"] >= 0)
+    if kind == "half shuffled":
+        return midepoch.mix([ds.shuffle(seed=1), ds])
+    if kind == "begun":
+        rows = iter(ds)
+        for _ in range(5):
+            next(rows)
+        begun = ds.skip(0)
+        begun.load_state_dict(ds.state_dict())
+        return begun
+    return ds
+
+
+def run(folder: Path, case: str, *, checkpoint: str | None = None, kind: str = "rows", **options: Any) -> Any:
     ds = midepoch.from_files(folder / "data.parquet")
-    data = ds.filter(lambda row: row["id"] >= 0) if stream else ds
+    data = data_of(ds, kind)
     args = TrainingArguments(str(folder / case), **{**COMMON, **options})
     messages, model = Messages(), Model()
     log = logging.getLogger("midepoch")
@@ -80,8 +95,10 @@ def main(folder: Path) -> None:
         "data_seed": run(folder, "data_seed", data_seed=7, **saved),
         "seed": run(folder, "seed", seed=11),
         "sequential": run(folder, "sequential", **sequential, **saved),
-        "stream": run(folder, "stream", stream=True),
-        "sequential stream": run(folder, "sequential stream", stream=True, **sequential),
+        "stream": run(folder, "stream", kind="stream"),
+        "half shuffled": run(folder, "half shuffled", kind="half shuffled"),
+        "begun": run(folder, "begun", kind="begun", max_steps=3),
+        "sequential stream": run(folder, "sequential stream", kind="stream", **sequential),
         "lengths": run(folder, "lengths", train_sampling_strategy="group_by_length"),
         "rebalance": run(folder, "rebalance", train_sampling_strategy="batch_rebalance"),
         "split": run(folder, "split", accelerator_config={"split_batches": True}),

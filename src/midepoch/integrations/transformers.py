@@ -101,7 +101,9 @@ class ResumableTraining:
 
     def _ordered(self: Any, data: Dataset, saved: dict[str, Any] | None) -> Dataset:
         """Return the data in the order of the run: its own, that of a checkpoint, or shuffled by the Trainer's seed."""
-        if data.pipeline.node.shuffled or data.position or _strategy(self.args) == "sequential":
+        node = data.pipeline.node
+        shuffled = node.stages_shuffle or all(leaf.order.shuffle is not None for leaf in node.leaves)
+        if shuffled or data.position or _strategy(self.args) == "sequential":
             return data  # also if a state was loaded, which has an order
         if not data.pipeline.has_positions:
             self._tell(

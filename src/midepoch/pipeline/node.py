@@ -229,8 +229,12 @@ class Node:
     @property
     def shuffled(self) -> bool:
         """True if the order differs between epochs."""
-        windows = any(isinstance(stage, Window) for stage in self.stages)
-        return windows or any(leaf.order.shuffle is not None for leaf in self.leaves)
+        return self.stages_shuffle or any(leaf.order.shuffle is not None for leaf in self.leaves)
+
+    @property
+    def stages_shuffle(self) -> bool:
+        """True if outputs are shuffled after they are made."""
+        return any(isinstance(stage, Window) for stage in self.stages)
 
     @property
     def is_rows(self) -> bool:
