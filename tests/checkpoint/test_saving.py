@@ -118,7 +118,7 @@ def test_an_interrupt_stays_an_interrupt(backend: str, tmp_path: Path) -> None:
     checkpoint.save(None, model, step=1)
     started = time.monotonic()
     checkpoint.save(None, model, step=1)
-    seconds, moments = time.monotonic() - started, 60
+    seconds, moments = min(0.5, time.monotonic() - started), 24  # a slow disk must not make it minutes
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupts = 0
     try:
