@@ -17,6 +17,7 @@ from midepoch.loader.options import check_continues
 from midepoch.loader.plans import BatchSource, Made
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
+from midepoch.transforms.formats import prepare
 
 if TYPE_CHECKING:
     from midepoch.loader.loader import Loader
@@ -45,6 +46,7 @@ class Pass(HasState):
         options = loader.options
         self._format = loader.pipeline.format or "torch" if options.collate_fn is None else "python"
         warn_of_lightning()
+        prepare(self._format)  # not in the time of the first batch
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
@@ -79,8 +81,6 @@ class Pass(HasState):
     def __next__(self) -> Any:
         if self._meter.due:
             self._meter.call_hooks()
-        if not self._made and self._format == "torch":  # not JAX: processes that have imported it do not fork
-            finish({}, self._format)  # imports torch: 1.7 s that are no loading
         asked = perf_counter()
         if self._over:
             raise StopIteration

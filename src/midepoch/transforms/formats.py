@@ -123,6 +123,12 @@ def _numbers(value: Any) -> Any:
     return array if array.dtype.kind in "biufc" else value
 
 
+def prepare(kind: str) -> None:
+    """Import torch if a format needs it: 1.7 s. Not JAX, since processes that have imported it do not fork workers."""
+    if kind == "torch":
+        _torch()
+
+
 def finish(presented: Any, kind: str) -> Any:
     """Convert numpy arrays to tensors of the format. Everything else is unchanged."""
     if kind not in ("torch", "jax"):
