@@ -70,6 +70,24 @@ def find(key: str) -> Module:
     return cast(Module, importlib.import_module(f"benchmarks.resuming.{MODULES[key]}"))
 
 
-def own(states: list[Any], rank: int) -> Any:
-    """Return the state of this rank, or that of rank 0 where the leg before had fewer ranks."""
-    return states[rank] if rank < len(states) else states[0]
+@dataclass(frozen=True)
+class StatefulLoader:
+    """Loader with `state_dict` and `load_state_dict`, whose batches have a tensor `id`.
+
+    `rank` loads its own state, or that of rank 0 where the leg before had fewer ranks. None: the state of rank 0
+    restores every rank.
+    """
+
+    loader: Any
+    rank: int | None = None
+
+    def batches(self) -> Iterator[list[int]]:
+        for batch in self.loader:
+            yield batch["id"].tolist()
+
+    def state(self) -> Any:
+        return self.loader.state_dict()
+
+    def load(self, states: list[Any]) -> None:
+        own = self.rank is not None and self.rank < len(states)
+        self.loader.load_state_dict(states[self.rank] if own else states[0])
