@@ -211,11 +211,11 @@ def test_arrays_keep_their_type_and_shape(ds: midepoch.Dataset) -> None:
 
 
 def test_a_full_disk_is_said(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: str, mode: str) -> Any:
-        raise OSError(28, "No space left on device", path)
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(MidepochError, match=r"cannot be written.*No space.*make room"):
-        patch.setattr(cached.pa, "OSFile", full)
+        patch.setattr(cached.pa.ipc, "new_file", full)
         ds.cache(tmp_path / "full")
     assert len(ds.cache(tmp_path / "full")) == 95
     (folder,) = (tmp_path / "full").iterdir()
@@ -317,3 +317,26 @@ def test_columns_that_come_and_go_are_refused(ds: midepoch.Dataset, tmp_path: Pa
         ds.cache(tmp_path / "file" / "folder")
     with pytest.raises(ValueError, match="empty"):
         ds.cache("")
+
+
+def test_parts_are_alike_whichever_process_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that become longer, and an interruption between them: the files are those of an uninterrupted run."""
+    monkeypatch.setattr(cached, "_PART_BYTES", 2000)
+    ds = dataset_of(tmp_path / "data", numbered(0, 200), 20)
+
+    def lengthen(row: dict[str, Any]) -> dict[str, Any]:
+        if row["id"] == 100 and (tmp_path / "fail").exists():
+            raise ValueError("not this one")
+        return {"text": "x" * (1 if row["id"] < 60 else 100)}
+
+    ds.map(lengthen).cache(tmp_path / "at once")
+    (tmp_path / "fail").touch()
+    with pytest.raises(midepoch.MapError, match="not this one"):
+        ds.map(lengthen).cache(tmp_path / "in two")
+    (tmp_path / "fail").unlink()
+    ds.map(lengthen).cache(tmp_path / "in two")
+    parts = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.arrow")} for name in ("at once", "in two")
+    ]
+    assert len(parts[0]) > 2
+    assert parts[0] == parts[1]

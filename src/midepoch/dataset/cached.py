@@ -25,7 +25,6 @@ from midepoch.sources.index import default_index_dir, open_index
 from midepoch.sources.locks import LockFile
 from midepoch.sources.storage import atomic_write, make_private, sweep, temporary_path
 from midepoch.transforms.cast import common_type, converted
-from midepoch.transforms.encode import ClassCodes
 from midepoch.transforms.function import Function
 from midepoch.transforms.tokenize import Tokenize
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("midepoch")
 
-VERSION = 1
+VERSION = 2
 """Number of the layout of a folder, and of everything else that is not part of the pipeline."""
 _ROWS = 1000
 """Rows of a record batch."""
@@ -164,6 +163,7 @@ class _Writer:
     num_workers: int
     schema: pa.Schema | None = None
     rows: int = 0
+    part_rows: int = 0  # the same for all parts, whichever process writes them
     _schemas: list[pa.Schema] = field(default_factory=list)
 
     def write(self, report: Progress) -> None:
@@ -177,20 +177,24 @@ class _Writer:
                 _log.info("the cache %s is continued at row %d", self.folder, self.rows)
             report(self.rows, total)
             part: list[pa.Table] = []
-            wanted = 0
+            rows = 0
             loader.set_epoch(0)  # a state after the last row must not continue with another epoch
             for table in loader:
-                part.append(self._fitted(table))
-                wanted = wanted or _part_rows(table)
-                report(self.rows + sum(each.num_rows for each in part), total)
-                if sum(each.num_rows for each in part) >= wanted:
-                    self._finish(part, loader.state_dict())
-                    part = []
+                part.append(_copied(self._fitted(table)))
+                rows += table.num_rows
+                self.part_rows = self.part_rows or _part_rows(part[0])
+                report(self.rows + rows, total)
+                if rows >= self.part_rows:
+                    self._finish(part, rows, loader.state_dict())
+                    part, rows = [], 0
             if part:
-                self._finish(part, loader.state_dict())
+                self._finish(part, rows, loader.state_dict())
         self._unify()
-        complete = {"version": VERSION, "parts": len(self._schemas), "rows": self.rows}
-        atomic_write(self.folder / _COMPLETE, json.dumps(complete).encode())
+        self._note(_COMPLETE, {"version": VERSION, "parts": len(self._schemas), "rows": self.rows})
+
+    def _note(self, name: str, content: dict[str, Any]) -> None:
+        with _said(self.folder):
+            atomic_write(self.folder / name, json.dumps(content).encode())
 
     def _resume(self, loader: Any) -> None:
         """Continue after the last part that was finished."""
@@ -203,12 +207,13 @@ class _Writer:
                 break
             self._schemas.append(self.schema)
             self.rows, state = self.rows + about["rows"], about["state"]
+            self.part_rows = about["part_rows"]
         if state is not None:
             try:
                 loader.load_state_dict(state)
             except StateError as problem:  # of another version: begin again
                 _log.warning("the cache %s is written again: %s", self.folder, problem)
-                self.schema, self.rows, self._schemas = None, 0, []
+                self.schema, self.rows, self.part_rows, self._schemas = None, 0, 0, []
 
     def _fitted(self, table: pa.Table) -> pa.Table:
         """Return a table with the types so far, which become wider if necessary."""
@@ -235,24 +240,18 @@ class _Writer:
 
     def _with_features(self, schema: pa.Schema) -> pa.Schema:
         """Return the schema with the Hugging Face features of its columns, if there are any."""
-        leaves = self.ds.pipeline.node.leaves
-        steps = [step for leaf in leaves for step in leaf.steps if isinstance(step, Function)]
-        if not any(leaf.source.features for leaf in leaves) and not any(
-            isinstance(step.function, ClassCodes) for step in steps
-        ):
-            return schema.remove_metadata()
-        with suppress(MidepochError, ImportError):
-            return schema.with_metadata(self.ds.features.arrow_schema.metadata)
-        return schema.remove_metadata()
+        plain = schema.remove_metadata()
+        if any(leaf.source.features for leaf in self.ds.pipeline.node.leaves) or self.ds._classes():
+            with suppress(MidepochError, ImportError):
+                return plain.with_metadata(self.ds._features_of(plain).arrow_schema.metadata)
+        return plain
 
-    def _finish(self, tables: list[pa.Table], state: Any) -> None:
+    def _finish(self, tables: list[pa.Table], rows: int, state: Any) -> None:
         """Write a part, then the state after it."""
         assert self.schema is not None
         name = _part(len(self._schemas))
-        rows = sum(table.num_rows for table in tables)
         self._write(name, [_as(table, self.schema) for table in tables], self.schema)
-        note = {"rows": rows, "state": state}
-        atomic_write(self.folder / f"{name}.json", json.dumps(note).encode())
+        self._note(f"{name}.json", {"rows": rows, "part_rows": self.part_rows, "state": state})
         self.rows += rows
         self._schemas.append(self.schema)
 
@@ -260,14 +259,13 @@ class _Writer:
         path = self.folder / name
         temporary = temporary_path(path)
         try:
-            with (
-                _said(self.folder),
-                pa.OSFile(str(temporary), "wb") as file,
-                pa.ipc.new_file(file, schema) as writer,
-            ):
-                for table in tables:
-                    writer.write_table(_copied(table), max_chunksize=_ROWS)
             with _said(self.folder):
+                with temporary.open("wb") as file:
+                    with pa.ipc.new_file(file, schema) as writer:
+                        for table in tables:
+                            writer.write_table(_copied(table), max_chunksize=_ROWS)
+                    file.flush()
+                    os.fsync(file.fileno())  # the note after it must not outlive the part
                 os.replace(temporary, path)
         finally:
             with suppress(OSError):

@@ -206,7 +206,7 @@ class Dataset(Reading, Resumable):
 
         ``directory``: default: ``$MIDEPOCH_CACHE/cached``. Folders in it may be deleted at any time that no process
         reads them. ``num_workers``: worker processes to compute the rows. ``key``: a name for this version of the
-        pipeline, to find the files by instead of by the functions.
+        pipeline, to find the files by instead of by the functions and their ``fn_kwargs``.
         """
         return type(self)(cached(cast("Dataset", self), directory, num_workers, key), Cursor(self.epoch))
 

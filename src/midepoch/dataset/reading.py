@@ -104,13 +104,15 @@ class Reading(Rows):
     @property
     def features(self) -> Any:
         """The ``datasets.Features`` of a row. Columns that keep their type keep their feature (class names, …)."""
+        return self._features_of(self.schema)
+
+    def _features_of(self, schema: pa.Schema) -> Any:
         datasets = import_datasets("features are a thing of Hugging Face's")
         stored: dict[str, Any] = {}
         for leaf in reversed(self.pipeline.node.leaves):
-            schema = plain_schema(leaf.source.schema)
-            features = datasets.Features.from_arrow_schema(schema)
-            stored |= {new: (schema.field(old).type, features[old]) for new, old in leaf.head.items()}
-        schema = self.schema
+            inside = plain_schema(leaf.source.schema)
+            features = datasets.Features.from_arrow_schema(inside)
+            stored |= {new: (inside.field(old).type, features[old]) for new, old in leaf.head.items()}
         found = dict(datasets.Features.from_arrow_schema(schema.remove_metadata()))
         found |= {name: stored[name][1] for name in found if stored.get(name, (None,))[0] == schema.field(name).type}
         for name, classes in self._classes().items():
