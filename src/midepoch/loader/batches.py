@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from operator import sub
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import pyarrow as pa
 from midepoch._internal.timings import Timings
 from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.plans import Made, Plan
+from midepoch.loader.plans import Made, StepPlan
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
@@ -105,25 +105,18 @@ class BatchMaker:
     def engine(self) -> Engine:
         return self._engine
 
-    def read(self, plan: Plan, first: int, stride: int) -> Iterator[list[Read]]:
+    def read(self, plan: StepPlan, first: int, stride: int) -> Iterator[list[Read]]:
         """Yield chunks of batches, of steps first, first + stride, …"""
         shard = self._engine.leaf.shard
-        rows = -(-plan.global_batch // shard.count)
+        rows = plan.batch_rows(shard)
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps per read
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed in one call
         size, block, step = 1, 1, first  # grows from one, so that the first batch comes soon
         locates = self._whole
-        while step < len(plan):
-            steps = list(range(step, min(len(plan), step + block * stride), stride))
-            if stride == 1:
-                begin = plan.bounds(step)[0]
-                positions, before = shard.positions(begin, plan.reach(steps[-1])), shard.before(begin)
-                ends = [0, *(shard.before(plan.reach(each)) - before for each in steps)]
-            else:
-                parts = [shard.positions(plan.bounds(each)[0], plan.reach(each)) for each in steps]
-                positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
-            genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
-            chosen = self._engine.chosen(plan.epoch, positions if genuine is None else positions % plan.end)
+        while plan.has(step):
+            steps = list(takewhile(plan.has, range(step, step + block * stride, stride)))
+            positions, ends, genuine = plan.ask(steps, shard)
+            chosen = self._engine.chosen(plan.epoch, positions)
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
                 yield [
                     Read(each, b - a, located=(located, a, b), genuine=None if genuine is None else genuine - a)
@@ -134,7 +127,7 @@ class BatchMaker:
                 for i in range(0, len(steps), size):
                     j = min(i + size, len(steps))
                     own = [end - ends[i] for end in ends[i : j + 1]]
-                    self._engine.reached(plan.epoch, plan.bounds(steps[i])[0])
+                    self._engine.reached(plan.epoch, plan.first_position(steps[i]))
                     left = None if genuine is None else genuine - ends[i]
                     yield self._read(steps[i:j], own, chosen[ends[i] : ends[j]], left)
             step = steps[-1] + stride
@@ -157,18 +150,18 @@ class BatchMaker:
                 reads.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
         return reads
 
-    def _other_padding(self, plan: Plan, read: Read) -> Batch:
+    def _other_padding(self, plan: StepPlan, read: Read) -> Batch:
         """Return padding from later in the epoch, if all rows it should be made of are skipped."""
         batch = Batch({}, np.zeros(0, np.int64), np.zeros(0, np.int64), True)
-        for start in range(0, plan.end, max(1, read.asked)):
-            positions = np.arange(start, min(start + max(1, read.asked), plan.end))
+        for start in range(0, plan.rows, max(1, read.asked)):
+            positions = np.arange(start, min(start + max(1, read.asked), plan.rows))
             batch = self._engine.read(self._engine.chosen(plan.epoch, positions))
             batch = self._engine.transform(plan.epoch, batch)
             if len(batch):
                 break
         return replace(batch, places=batch.places + max(0, read.genuine or 0))  # all of them after the genuine ones
 
-    def make(self, plan: Plan, read: Read, allocate: Allocate | None = None) -> Made:
+    def make(self, plan: StepPlan, read: Read, allocate: Allocate | None = None) -> Made:
         """Transform and present one batch. The main process only has to ``finish`` it.
 
         ``allocate``: where to assemble the columns that functions return.
@@ -192,7 +185,7 @@ class BatchMaker:
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
 
-    def present(self, plan: Plan, read: Read, batch: Batch, allocate: Allocate | None = None) -> Made:
+    def present(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None = None) -> Made:
         """Present a batch after all steps."""
         cursor, skipped = plan.cursor(read.step), _skipped(read, batch)
         if not len(batch) and read.genuine is not None and not skipped:
@@ -204,11 +197,10 @@ class BatchMaker:
         self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
-    def _presented(self, plan: Plan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
+    def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         if self._options.collate_fn is None:
             return self._engine.presented(batch, self.format, allocate)
-        first, stop = plan.bounds(read.step)
-        where = f" (positions {first:,} to {stop - 1:,} of epoch {plan.epoch})"
+        where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 
 

@@ -16,7 +16,7 @@ from collections import deque
 
 from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker, Read
-from midepoch.loader.plans import Made, Plan
+from midepoch.loader.plans import Made, StepPlan
 
 _TOUCHED = 256
 """Number of batches whose pages are touched ahead after a page had to be read from disk."""
@@ -26,7 +26,7 @@ _THREADS = 4
 class DirectBatches:
     """The batches of a plan, in order."""
 
-    def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int, workers: int) -> None:
+    def __init__(self, maker: BatchMaker, plan: StepPlan, prefetch: int, workers: int) -> None:
         self._maker, self._plan, self._prefetch = maker, plan, max(1, prefetch)
         self._chunks = maker.read(plan, 0, 1)
         self._located: deque[Read] = deque(next(self._chunks, ()))

@@ -11,7 +11,7 @@ from typing import Any
 from midepoch.distributed import keyvalue, rendezvous
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
-from midepoch.loader.plans import Plan
+from midepoch.loader.plans import StepPlan
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
 from midepoch.state.format import OF_ONE_RANK
@@ -22,7 +22,7 @@ _SHIFT = 8
 """Number of loaders that one rank may have created more than another."""
 
 
-def check_equal_steps(plan: Plan, options: Options, shard: Shard) -> None:
+def check_equal_steps(plan: StepPlan, options: Options, shard: Shard) -> None:
     """Raise WorldError, on all ranks before any step, if a rank would have no batch and ``last_batch`` is None."""
     if options.last_batch is not None or not (left_out := plan.left_out(shard.count)):
         return
@@ -122,7 +122,9 @@ class RankConsistencyCheck:
 def _comparable(identity: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Return the fields that must be equal on all ranks."""
     shared = {name: value for name, value in identity.items() if name not in OF_ONE_RANK}
-    return {**shared, "last_batch": options.last_batch, "batch size": options.batch_size}
+    sizes = {} if options.sizes is None else {"batch sizes": options.sizes.text}
+    budget = {} if options.budget is None else {"batches": options.budget.text}
+    return {**shared, "last_batch": options.last_batch, "batch size": options.batch_size, **sizes, **budget}
 
 
 def _digest(comparable: Mapping[str, Any]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from midepoch.loader.batches import BatchMaker, Read
-from midepoch.loader.plans import Made, Plan
+from midepoch.loader.plans import Made, StepPlan
 from midepoch.order import Shard
 from midepoch.pipeline.groups import GroupedRows
 from midepoch.pipeline.rows import Bundles
@@ -14,18 +12,16 @@ from midepoch.pipeline.rows import Bundles
 class GroupedBatches:
     """The batches of a plan, in order. Workers make bundles ahead, and the main process assembles batches."""
 
-    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: Plan, shard: Shard, groups: int) -> None:
+    def __init__(self, maker: BatchMaker, bundles: Bundles, plan: StepPlan, shard: Shard, groups: int) -> None:
         self._maker, self._plan, self._shard, self._step = maker, plan, shard, 0
         self._rows = GroupedRows(bundles, plan.epoch, groups)
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
         plan, step = self._plan, self._step
-        if step >= len(plan):
+        if not plan.has(step):
             return None
-        positions = self._shard.positions(plan.bounds(step)[0], plan.reach(step))
-        genuine = int(np.searchsorted(positions, plan.end)) if plan.padded else None
-        wanted = positions if genuine is None else positions % plan.end
+        wanted, _, genuine = plan.ask([step], self._shard)
         if not len(wanted):
             made = Made(None, plan.cursor(step), empty=True)
         else:

@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
+from midepoch.loader.counted import Counted
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
-from midepoch.loader.plans import BatchSource, Plan, batches_of
-from midepoch.loader.settings import HINTED, HINTS, LoaderSettings
+from midepoch.loader.plans import BatchSource, StepPlan, batches_of
+from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
+from midepoch.loader.stretches import Stretch
+from midepoch.loader.token_plan import TokenPlan, make_plan
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.length import estimated_length, known_length
@@ -37,7 +40,7 @@ class _Left(NamedTuple):
 
 
 @hinted_methods(HINTS, only=HINTED)
-class Loader(LoaderSettings):
+class Loader(Counted):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -75,43 +78,22 @@ class Loader(LoaderSettings):
         self._resume_point = cursor if cursor.begun else None
         """Where a loaded state left off, until more than a look follows: naming its epoch resumes there."""
         self._looked = self._warned = False
+        self.loads = 0
+        """How often a state was loaded or iteration was stopped, which ends iterators over a number of steps."""
+        self._data_pass: Pass | None = None
         self.iterator: weakref.ref[Pass] | None = None
         self._sources = Sources(options, equal, self.meter.timings)
         self._packed = (0, 0)
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
         if spec.has_positions:
-            check_equal_steps(Plan.make(spec, options, Cursor()), options, spec.shard)
+            check_equal_steps(make_plan(spec, options, Cursor()), options, spec.shard)
         elif cursor.begun:
             check_known(cursor, Share.of(spec.lanes, spec.shard), spec.lanes)
         if cursor.begun:  # of a state that was loaded into the dataset
             self.how = "loaded"
             if ledger is not None:
                 self.begin_record(ledger, cursor, load=True)
-
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
-        spec = self._spec
-        if spec.has_positions:
-            return Plan.make(spec, self._options, Cursor()).share(spec.shard)
-        known = known_length(spec.node)
-        if known is None or not (spec.state_is_global or spec.node.is_rows):
-            raise TypeError(
-                f"the number of batches is not known before the dataset has run ({spec.node.text}). Use "
-                "estimated_len, which estimates it from the batches so far."
-            )
-        return batches_of(spec, self._options, known)
-
-    @property
-    def estimated_len(self) -> int | None:
-        """The approximate number of batches of an epoch, or None before the first batch."""
-        spec = self._spec
-        if spec.has_positions:
-            return len(self)
-        if spec.epoch_outputs:  # they were counted
-            return batches_of(spec, self._options, spec.epoch_outputs)
-        length = estimated_length(spec.node, self._where(), spec.lanes)
-        return None if length is None else max(1, round(length / (self._options.batch_size * spec.shard.count)))
 
     @property
     def packing_efficiency(self) -> float | None:
@@ -131,32 +113,26 @@ class Loader(LoaderSettings):
             f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
         )
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch, as far as it is known. Setting it calls ``set_epoch``."""
-        at = self._where()
-        return at.epoch + 1 if self._is_over(at) else at.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
-    @property
-    def position(self) -> int:
-        """The number of rows of the epoch that have been delivered to all ranks together."""
-        at = self._where()
-        return 0 if self._is_over(at) else at.position
-
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over."""
+        """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over.
+
+        With ``steps_per_epoch`` it must be the number of the next pass, which continues where the last one stopped.
+        """
         epoch = integer(epoch, "set_epoch")
+        if self._options.steps_per_epoch:
+            if epoch != self.epoch:
+                raise ValueError(
+                    f"set_epoch({epoch}): with steps_per_epoch={self._options.steps_per_epoch}, passes follow each "
+                    f"other, and the next one is {self.epoch}. Load a state to continue at another step."
+                )
+            return
         live, left = self._live(), self._left
         self._pass = self._left = None
         self.namings += 1
         if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
             self._resume_point = None
         if self.how == "fresh" and not self._cursor.begun:
-            self.origin = Cursor(epoch)  # a run that begins there, as by those who make a loader for every epoch
+            self.origin = Cursor(epoch, steps=self._cursor.steps)  # a run that begins there, as by those who make a loader for every epoch
         point = self._resume_point
         if (
             epoch != self._cursor.epoch
@@ -164,7 +140,8 @@ class Loader(LoaderSettings):
             or (self.delivered is not None and _resolved(self.delivered).epoch != epoch)
         ):
             self.delivered = None
-        self._cursor = point if point is not None and point.epoch == epoch else Cursor(epoch)
+        fresh = Cursor(epoch, steps=self._where().steps)
+        self._cursor = point if point is not None and point.epoch == epoch else fresh
         self._named = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +181,8 @@ class Loader(LoaderSettings):
         self._resumed(state, ())
 
     def _resumed(self, state: Any, allow: Collection[str]) -> states.Resumed:
-        resumed = states.load_global(state, self._spec, allow)
+        planning = self._options.planning
+        resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
         return resumed
 
@@ -226,22 +204,23 @@ class Loader(LoaderSettings):
     def _where(self) -> Cursor:
         return self._cursor if self.delivered is None else _resolved(self.delivered)
 
-    def plan(self, cursor: Cursor) -> Plan | None:
-        """Return the steps from a cursor on, or None if positions cannot be computed."""
-        return Plan.make(self._spec, self._options, cursor) if self._spec.has_positions else None
-
-    def _is_over(self, cursor: Cursor) -> bool:
-        """Return True if nothing is left of the epoch, as far as it is known."""
-        if (plan := self.plan(cursor)) is None:
-            return cursor.lanes_ended
-        return cursor.position > 0 and not len(plan)
-
     def __iter__(self) -> Iterator[Any]:
+        return Stretch(self) if self._options.steps_per_epoch else self._begin_pass()
+
+    def _begin_pass(self) -> Pass:
         self._end_iteration()
         self._draw_seed()
         batches = Pass(self, self.next_start())
         self.iterator = weakref.ref(batches)
         return batches
+
+    def data_pass(self, *, anew: bool = False) -> Pass:
+        """Return the pass over the data that passes of a number of steps share. ``anew``: begin the next one."""
+        if self._data_pass is None or anew:
+            loads = self.loads
+            self._data_pass = self._begin_pass()
+            self.loads = loads  # the iterator over steps goes on
+        return self._data_pass
 
     def next_start(self) -> Start:
         """Return the start of the next pass."""
@@ -252,7 +231,7 @@ class Loader(LoaderSettings):
             if not self._looked:
                 self._resume_point = None
             if self._looked or not self._spec.node.shuffled:
-                restart = left.start if self._looked else Cursor(at.epoch)
+                restart = left.start if self._looked else Cursor(at.epoch, steps=at.steps)
             if restart is not None and self._spec.has_positions and not self._is_over(at):
                 self.restarted(restart)
                 restart = None
@@ -261,7 +240,7 @@ class Loader(LoaderSettings):
             # After the last batch, continuing means the next epoch, not an empty one.
             if self.ledger is not None and cursor.lanes is not None:
                 self.record_end(self.ledger, cursor, cursor)
-            cursor, rolled = Cursor(cursor.epoch + 1), True
+            cursor, rolled = Cursor(cursor.epoch + 1, steps=cursor.steps), True
         self.delivered = cursor if rolled else None
         if (plan := self.plan(cursor)) is not None:
             check_equal_steps(plan, self._options, self.shard)
@@ -294,8 +273,8 @@ class Loader(LoaderSettings):
 
     def rolled_to(self, epoch: int) -> Cursor:
         """Begin another epoch."""
-        self.delivered = Cursor(epoch)
-        return Cursor(epoch)
+        self.delivered = at = Cursor(epoch, steps=self._where().steps)
+        return at
 
     def epoch_over(self, end: Cursor, rolled: bool) -> None:
         """Move to the next epoch or, after a roll-over, to the end of this one.
@@ -311,7 +290,7 @@ class Loader(LoaderSettings):
         if self._cursor.epoch not in (end.epoch, end.epoch - rolled):
             self.delivered = None  # another epoch was set while this one was iterated
             return
-        self._cursor = end if rolled else Cursor(end.epoch + 1)
+        self._cursor = end if rolled else Cursor(end.epoch + 1, steps=end.steps)
         self._resume_point = end if rolled else None
         self.delivered, self._named = end if end.position else None, False
 
@@ -337,11 +316,13 @@ class Loader(LoaderSettings):
             batch_size=self._options.batch_size,
             last_batch=self._options.last_batch,
             workers=self._options.num_workers,
+            sizes=self._options.sizes,
+            planning=self._options.planning,
             measured=self.meter,
             load=load,
         )
 
-    def open(self, cursor: Cursor, plan: Plan | None) -> BatchSource:
+    def open(self, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
         """Open the batches from a cursor on."""
         return self._sources.open(self._spec, cursor, plan)
 
@@ -363,7 +344,8 @@ class Loader(LoaderSettings):
         live = self._live()
         if live is not None:
             live.close()
-        self.iterator = self._pass = None
+        self.iterator = self._pass = self._data_pass = None
+        self.loads += 1
 
     def close(self) -> None:
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch.errors import MidepochError
+from midepoch.order.budget import Budget
+from midepoch.order.sizes import BatchSizes
+from midepoch.pipeline.planned import Planning
+from midepoch.transforms.context import ContextSlice
+from midepoch.transforms.layout import Layout
 
 _AHEAD_BYTES = 16 << 20
 
@@ -41,7 +46,7 @@ def check_continues(failure: BaseException | None, closed: bool) -> None:
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:
     """Raise ValueError if an epoch would have no batch."""
-    if options.last_batch == "drop" and 0 < rows < options.batch_size * ranks:
+    if options.budget is None and options.last_batch == "drop" and 0 < rows < options.batch_size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
             f"each of {ranks} ranks, and the last global batch is dropped if it is not full. Use smaller batches, or "
@@ -71,7 +76,10 @@ class Options:
     - None does the same, but refuses to leave a rank without a batch
 
     ``prefetch``: batches for each worker (or chunks for the reading thread). ``timeout``: seconds to wait for a worker,
-    0 for any time.
+    0 for any time. ``sizes``: batch sizes that change; ``batch_size`` is the largest then. ``planning``: batches by
+    a budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
+    of them in a step. ``steps_per_epoch``: steps of a pass, 0 for all. ``layout``: how rows of different lengths become
+    arrays. ``context``: the part of each sequence that this rank gets.
     """
 
     batch_size: int
@@ -87,6 +95,22 @@ class Options:
     device: Any = None
     worker_init_fn: Callable[[int], Any] | None = None
     timeout: float = 0
+    sizes: BatchSizes | None = None
+    planning: Planning | None = None
+    bunches: Budget | None = None
+    steps_per_epoch: int = 0
+    layout: Layout | None = None
+    context: ContextSlice | None = None
+
+    @property
+    def counts_steps(self) -> bool:
+        """True if something depends on the number of steps since the run began."""
+        return self.sizes is not None or self.steps_per_epoch > 0
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of tokens of a batch."""
+        return self.bunches if self.planning is None else self.planning.budget
 
     def __post_init__(self) -> None:
         if self.last_batch is not None and self.last_batch not in LAST_BATCH:

@@ -74,7 +74,7 @@ class Pass(HasState):
 
     def __length_hint__(self) -> Any:
         """Return the number of batches left, if it is known."""
-        if self._plan is None:
+        if self._plan is None or self._plan.end is None:
             return NotImplemented
         return 0 if self._over else max(0, self._plan.share(self._loader.shard) - self._made)
 
@@ -123,10 +123,10 @@ class Pass(HasState):
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
         shard = self._loader.shard
         if shard.count > 1 and made.skipped and self._plan is not None:
-            first, stop = self._plan.bounds(self._made - 1)
             raise MidepochError(
-                f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at positions {first:,} '
-                f"to {stop - 1:,}: it would be one step ahead of the others. Use larger batches, or shuffle by rows."
+                f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at '
+                f"{self._plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
+                "shuffle by rows."
             )
 
     def _next(self) -> Made | None:
@@ -135,7 +135,7 @@ class Pass(HasState):
         while True:
             if self._made < 2:
                 loader.compare(self.start, first=not self._made)
-            if self.source is None and (self._plan is None or len(self._plan)):
+            if self.source is None and (self._plan is None or self._plan.has(0)):
                 self.source = loader.open(self.start, self._plan)
             made = None if self.source is None else self.source.next()
             if made is not None:
@@ -203,7 +203,7 @@ class Pass(HasState):
 
     def _leave(self) -> None:
         """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
-        complete = self._plan is not None and self.delivered >= self._plan.share(self._loader.shard)
+        complete = self._plan is not None and not self._plan.has_for(self.delivered, self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:
                 self._ledger.finish(self._meter.waited, self._end())

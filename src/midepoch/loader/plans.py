@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from midepoch._internal.timings import Timings
 from midepoch.loader.options import Options
 from midepoch.order import Shard, epoch_end
+from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.spec import PipelineSpec
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class Made(NamedTuple):
@@ -35,11 +42,70 @@ class BatchSource(Protocol):
         """Stop. Return True if none of its threads and workers is still running."""
 
 
+class Asked(NamedTuple):
+    """Positions of the rows of several steps. Step i has those from ``ends[i]`` to ``ends[i + 1]``.
+
+    ``genuine``: number of positions before the padding, or None if nothing is padded.
+    """
+
+    positions: Int64Array
+    ends: list[int]
+    genuine: int | None
+
+
+class StepPlan(Protocol):
+    """The global batches from a cursor of an epoch on. Step 0 is the first of them."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def rows(self) -> int:
+        """Rows from which padding is taken."""
+
+    @property
+    def end(self) -> int | None:
+        """The position of the cursor after the last step, or None if it is not known yet."""
+
+    def has(self, step: int) -> bool:
+        """Return True if there is such a step, for some rank."""
+
+    def has_for(self, step: int, shard: Shard) -> bool:
+        """Return True if there is such a step, with a batch for this rank."""
+
+    def share(self, shard: Shard) -> int:
+        """Return the number of batches of one rank: all, unless the last one has no row for it."""
+
+    def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
+        """Return the positions of a rank for several steps, which ascend by the same number."""
+
+    def batch_rows(self, shard: Shard) -> int:
+        """Return the approximate number of rows of a batch of a rank."""
+
+    def first_position(self, step: int) -> int:
+        """Return a position such that all rows of this and later steps are after it."""
+
+    def place(self, step: int) -> str:
+        """Return where the rows of a step are, in words."""
+
+    def cursor(self, step: int) -> Cursor:
+        """Return the cursor after a step."""
+
+    @property
+    def end_cursor(self) -> Cursor:
+        """The cursor after the last step."""
+
+    def left_out(self, ranks: int) -> int:
+        """Return the number of ranks for which the last step has no row, as far as it is known."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Global batches from a position of an epoch on: batch g is the positions [start + g·B, start + (g+1)·B).
+    """Global batches of rows: batch g is the positions [start + g·B, start + (g+1)·B).
 
-    ``padded``: the last one is as large as the others, with padding after the end of the epoch.
+    ``padded``: the last one is as large as the others, with padding after the end of the epoch. ``sizes``: the batch
+    sizes of a rank, if they change: then B is that of the step. ``first_step``: number of the first step in the run, if
+    steps are counted.
     """
 
     epoch: int
@@ -47,12 +113,27 @@ class Plan:
     end: int
     global_batch: int
     padded: bool = False
+    sizes: BatchSizes | None = None
+    first_step: int | None = None
 
     @staticmethod
     def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
         """Return the plan of a rank from a cursor on."""
-        batch = options.batch_size * spec.shard.count
-        return Plan.of(cursor.epoch, cursor.position, spec.rows, batch, options.last_batch)
+        ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
+        if sizes is None:
+            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends)
+            return replace(plan, first_step=cursor.steps) if options.counts_steps else plan
+        plan = Plan(
+            cursor.epoch,
+            cursor.position,
+            spec.rows,
+            sizes.at(cursor.steps) * ranks,
+            ends == "pad",
+            BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes)),
+            cursor.steps,
+        )
+        whole = len(plan) if plan.bounds(len(plan))[0] == plan.end else max(0, len(plan) - 1)
+        return replace(plan, end=plan.bounds(whole)[0]) if ends == "drop" else plan
 
     @staticmethod
     def of(epoch: int, start: int, rows: int, global_batch: int, last_batch: str | None) -> Plan:
@@ -60,35 +141,77 @@ class Plan:
             epoch, start, epoch_end(start, rows, global_batch, last_batch == "drop"), global_batch, last_batch == "pad"
         )
 
+    @property
+    def rows(self) -> int:
+        return self.end
+
     def __len__(self) -> int:
-        return -(-(self.end - self.start) // self.global_batch)
+        if self.sizes is None or self.end <= self.start:
+            return max(0, -(-(self.end - self.start) // self.global_batch))
+        stop = self._base + self.end - self.start
+        steps = self.sizes.step_at(stop)
+        return steps + (self.sizes.before(steps) < stop) - (self.first_step or 0)
+
+    @property
+    def _base(self) -> int:
+        """Rows of the steps of the run before the first one here, by the schedule."""
+        assert self.sizes is not None
+        return self.sizes.before(self.first_step or 0)
+
+    def _first(self, step: int) -> int:
+        """Return the position at which a step begins, also after the end of the epoch."""
+        if self.sizes is None:
+            return self.start + step * self.global_batch
+        return self.start + self.sizes.before((self.first_step or 0) + step) - self._base
+
+    def has(self, step: int) -> bool:
+        return self._first(step) < self.end
+
+    def has_for(self, step: int, shard: Shard) -> bool:
+        return self.has(step) and bool(len(shard.positions(self._first(step), self.reach(step))))
 
     def bounds(self, step: int) -> tuple[int, int]:
-        first = self.start + step * self.global_batch
-        return first, min(first + self.global_batch, self.end)
+        return self._first(step), min(self._first(step + 1), self.end)
 
     def cursor(self, step: int) -> Cursor:
-        """Return the cursor after a batch."""
-        return Cursor(self.epoch, min(self.start + (step + 1) * self.global_batch, self.end))
+        steps = 0 if self.first_step is None else self.first_step + step + 1
+        return Cursor(self.epoch, min(self._first(step + 1), self.end), steps=steps)
 
     @property
     def end_cursor(self) -> Cursor:
-        """The cursor after the last batch."""
-        return Cursor(self.epoch, self.end)
+        return Cursor(self.epoch, self.end, steps=0 if self.first_step is None else self.first_step + len(self))
 
     def reach(self, step: int) -> int:
         """Return the position at which a batch ends, including its padding."""
-        return self.start + (step + 1) * self.global_batch if self.padded else self.bounds(step)[1]
+        return self._first(step + 1) if self.padded else self.bounds(step)[1]
 
     def share(self, shard: Shard) -> int:
-        """Return the number of batches of one rank: all, unless the last one has no row for it."""
-        if not len(self):
-            return 0
-        last = len(self) - 1
-        return last + bool(len(shard.positions(self.bounds(last)[0], self.reach(last))))
+        steps = len(self)
+        return steps - (steps > 0 and not self.has_for(steps - 1, shard))
+
+    def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
+        if len(steps) == 1 or steps[1] == steps[0] + 1:
+            begin = self._first(steps[0])
+            positions, before = shard.positions(begin, self.reach(steps[-1])), shard.before(begin)
+            ends = [0, *(shard.before(self.reach(each)) - before for each in steps)]
+        else:
+            parts = [shard.positions(self._first(each), self.reach(each)) for each in steps]
+            positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
+        if not self.padded:
+            return Asked(positions, ends, None)
+        return Asked(positions % self.end, ends, int(np.searchsorted(positions, self.end)))
+
+    def batch_rows(self, shard: Shard) -> int:
+        return -(-self.global_batch // shard.count)
+
+    def first_position(self, step: int) -> int:
+        return self._first(step)
+
+    def place(self, step: int) -> str:
+        first, stop = self.bounds(step)
+        return f"positions {first:,} to {stop - 1:,}"
 
     def left_out(self, ranks: int) -> int:
-        """Return the number of ranks for which the last batch has no row."""
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
 
 

@@ -13,7 +13,7 @@ from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import FedBatches, MovedBatches, Mover
 from midepoch.loader.movers import is_of_jax, mover_for
 from midepoch.loader.options import Options
-from midepoch.loader.plans import BatchSource, Plan
+from midepoch.loader.plans import BatchSource, StepPlan
 from midepoch.loader.threads import ThreadedBatches
 from midepoch.loader.workers import WorkerBatches, WorkerPool
 from midepoch.pipeline.cursor import Cursor
@@ -31,7 +31,7 @@ class Sources:
         self._bundles: BundlesHere | BundlePool | None = None
         self._mover: Mover | None = None
 
-    def open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
+    def open(self, spec: PipelineSpec, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
         """Open the batches of a rank from a cursor on. ``plan``: its steps, if positions can be computed."""
         if self._mover is None:
             self._mover = mover_for(self._options)
@@ -53,7 +53,7 @@ class Sources:
             return True
         return spec.node.has_later_functions if self._options.num_workers else spec.node.has_functions
 
-    def _open(self, spec: PipelineSpec, cursor: Cursor, plan: Plan | None) -> BatchSource:
+    def _open(self, spec: PipelineSpec, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
         options = self._options
         if plan is None:
             return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._timings)

@@ -12,7 +12,7 @@ from typing import Any
 
 from midepoch._internal.threads import join
 from midepoch.loader.batches import BatchMaker
-from midepoch.loader.plans import Made, Plan
+from midepoch.loader.plans import Made, StepPlan
 
 
 class ThreadedBatches:
@@ -22,7 +22,7 @@ class ThreadedBatches:
     memory of prefetched chunks.
     """
 
-    def __init__(self, maker: BatchMaker, plan: Plan, prefetch: int) -> None:
+    def __init__(self, maker: BatchMaker, plan: StepPlan, prefetch: int) -> None:
         self._maker, self._plan = maker, plan
         self._chunks = maker.read(plan, 0, 1)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()

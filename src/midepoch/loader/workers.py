@@ -16,7 +16,7 @@ from midepoch.loader.batches import BatchMaker
 from midepoch.loader.crew import SHORT, Crew, Job, Link, MainIsGone, receive_within, report
 from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
-from midepoch.loader.plans import Made, Plan
+from midepoch.loader.plans import Made, StepPlan
 from midepoch.loader.processes import compact
 from midepoch.pipeline.leaf import Leaf
 
@@ -26,7 +26,7 @@ class WorkerPool:
 
     def __init__(self, leaf: Leaf, options: Options) -> None:
         self._run, self._timeout = 0, options.timeout
-        self._plan: Plan
+        self._plan: StepPlan
         self._untold: deque[int] = deque()
         # Waking a worker costs 60 µs: half of what it may make ahead is requested at a time.
         self._credit_step = max(1, options.prefetch // 2)
@@ -38,12 +38,12 @@ class WorkerPool:
         """True if the workers belong to this process, not to one from which it was forked."""
         return self.crew.is_here
 
-    def begin(self, plan: Plan) -> WorkerBatches:
+    def begin(self, plan: StepPlan) -> WorkerBatches:
         """Drop unfinished batches, and make those of this plan."""
         self._run += 1
         self._plan, self._untold = plan, deque(range(len(self.crew)))
         self._tell(cores())
-        return WorkerBatches(self, len(plan))
+        return WorkerBatches(self, plan)
 
     def _tell(self, workers: int) -> None:
         """Tell some more workers to begin. The first batch comes sooner if not all compete for the cores."""
@@ -82,12 +82,12 @@ class WorkerPool:
 class WorkerBatches:
     """The batches of a plan, made by a pool."""
 
-    def __init__(self, pool: WorkerPool, steps: int) -> None:
-        self._pool, self._steps, self._next = pool, steps, 0
+    def __init__(self, pool: WorkerPool, plan: StepPlan) -> None:
+        self._pool, self._plan, self._next = pool, plan, 0
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
-        if self._next >= self._steps:
+        if not self._plan.has(self._next):
             return None
         made = self._pool.step(self._next)
         self._next += 1
@@ -95,7 +95,7 @@ class WorkerBatches:
 
     def is_ready(self, seconds: float) -> bool:
         """Return True if ``next`` does not have to wait, or after a wait of some seconds."""
-        return self._next >= self._steps or self._pool.is_ready(self._next, seconds)
+        return not self._plan.has(self._next) or self._pool.is_ready(self._next, seconds)
 
     def close(self) -> bool:
         """Leave the workers to the pool."""
@@ -120,7 +120,7 @@ class _BatchWorker:
         self._link, self._leaf, self._options, self._drawing = link, job.leaf, job.options, job.drawing
         self._run = 0
         self._slots: deque[int] = deque()
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._reports: TimingReports
 
     def live(self) -> None:
@@ -141,7 +141,7 @@ class _BatchWorker:
             except BaseException as problem:
                 self._link.send((run, None, report(problem, self._link.number)), None)
 
-    def _make(self, run: int, plan: Plan, maker: BatchMaker) -> None:
+    def _make(self, run: int, plan: StepPlan, maker: BatchMaker) -> None:
         for chunk in maker.read(plan, self._link.number, self._options.num_workers):
             for read in chunk:
                 # If a slot is free already, the batch is made in it, else it is copied there later.

@@ -16,6 +16,7 @@ PURPOSE = {
     "functions": 8,
     "collate": 9,
     "split": 10,
+    "batches": 12,
 }
 """Numbers that are a permanent part of the order: never renumber, only add."""
 

@@ -57,16 +57,32 @@ class LaneCursors:
         return all(lane.ended for lane in self.by_lane.values())
 
 
+class PlannedAt(NamedTuple):
+    """Where batches by a budget of tokens are: the position at which the window in progress begins, and its legs.
+
+    A leg is a budget, as text, and the number of its batches that were delivered. There is one for each budget that was
+    used in the window, and none before its first batch.
+    """
+
+    start: int
+    legs: tuple[tuple[str, int], ...] = ()
+
+
 class Cursor(NamedTuple):
     """An epoch, the amount of it that all shards together have consumed, and the cursor of each lane.
 
     If positions can be computed, ``position`` counts rows, the lanes follow from it, and ``lanes`` is None. Otherwise
-    ``position`` counts outputs, and ``lanes`` is None only at the beginning of an epoch.
+    ``position`` counts outputs, and ``lanes`` is None only at the beginning of an epoch. If batches are planned by a
+    budget of tokens, ``position`` counts batches, and ``planned`` says which rows those were.
+
+    ``steps``: steps delivered since the run began, counted only where something depends on it.
     """
 
     epoch: int = 0
     position: int = 0
     lanes: LaneCursors | None = None
+    planned: PlannedAt | None = None
+    steps: int = 0
 
     @property
     def begun(self) -> bool:

@@ -81,31 +81,31 @@ def check_cursor(spec: Node, cursor: Any) -> None:
 
 def _fits(spec: Node, cursor: Any) -> bool:
     for _ in spec.remembering:
-        if not (_is_list(cursor, 2) and _is_count(cursor[1])):
+        if not (_is_list(cursor, 2) and is_count(cursor[1])):
             return False
         cursor = cursor[0]
     base = spec.base
     if isinstance(base, Leaf):
-        return _is_list(cursor, 2) and all(map(_is_count, cursor)) and cursor[0] <= base.rows
+        return _is_list(cursor, 2) and all(map(is_count, cursor)) and cursor[0] <= base.rows
     if isinstance(base, Mix):
         return (
             isinstance(cursor, list)
             and (len(cursor) == 3 or (len(cursor) == 4 and _is_old(cursor[3], len(base.parts))))
-            and _is_count(cursor[0])
-            and _is_count(cursor[1])
+            and is_count(cursor[0])
+            and is_count(cursor[1])
             and _is_list(cursor[2], len(base.parts))
-            and all(_is_list(one, 3) and _is_count(one[0]) and one[1] in (FIRST, AGAIN, BORROWING) for one in cursor[2])
+            and all(_is_list(one, 3) and is_count(one[0]) and one[1] in (FIRST, AGAIN, BORROWING) for one in cursor[2])
             and all(_fits(part, one[2]) for part, one in zip(base.parts, cursor[2], strict=True))
         )
     if isinstance(base, Concat):
-        inside = _is_list(cursor, 2) and _is_count(cursor[0]) and cursor[0] < len(base.parts)
+        inside = _is_list(cursor, 2) and is_count(cursor[0]) and cursor[0] < len(base.parts)
         return inside and _fits(base.parts[cursor[0]], cursor[1])
     return _is_list(cursor, len(base.parts)) and all(map(_fits, base.parts, cursor))
 
 
 def _is_old(value: Any, parts: int) -> bool:
     """Return True for a changed mix's previous state: [position up to which it applies, [[weight, part], …]]."""
-    if not (_is_list(value, 2) and _is_count(value[0]) and isinstance(value[1], list) and value[1]):
+    if not (_is_list(value, 2) and is_count(value[0]) and isinstance(value[1], list) and value[1]):
         return False
     good = (_is_list(one, 2) and isinstance(one[0], (int, float)) and 0 <= one[0] < 1e300 for one in value[1])
     return (
@@ -119,5 +119,6 @@ def _is_list(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Return True for an integer that counts something."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

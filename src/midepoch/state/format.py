@@ -10,6 +10,12 @@ Additional fields of pipelines whose positions cannot be computed:
 - ``parts`` (text, JSON): the description of each of several sources
 - ``epoch_outputs``: outputs of the last epoch that was iterated to its end
 - ``changes`` (text, JSON): fields allowed to differ, and changes of a mix, since the run began
+
+Additional fields of loaders:
+
+- ``planned`` (text, JSON): [position at which the window in progress begins, [[budget, batches delivered], …]]. Then
+  ``position`` counts batches
+- ``steps``: steps since the run began, where something depends on their number
 """
 
 from __future__ import annotations
@@ -124,6 +130,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "global_seed": (int, type(None)),
     "arguments": (str,),
     "groups": (int,),
+    "planned": (str,),
+    "steps": (int,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -142,6 +150,8 @@ _DEFAULTS = {
     "global_seed": None,
     "arguments": "",
     "groups": 0,
+    "planned": "",
+    "steps": 0,
 }
 _MOST_LANES = 2**31
 

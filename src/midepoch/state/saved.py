@@ -10,10 +10,12 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
-from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
+from midepoch.order.budget import Budget
+from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors, PlannedAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
-from midepoch.pipeline.open import check_cursor, start
+from midepoch.pipeline.open import check_cursor, is_count, start
+from midepoch.pipeline.planned import changed_budget
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import LaneContext
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
@@ -54,13 +56,19 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
         }
     elif spec.groups:
         state["groups"] = spec.groups
+    if cursor.planned is not None:
+        state["planned"] = json.dumps([cursor.planned.start, cursor.planned.legs], separators=(",", ":"))
+    if cursor.steps:
+        state["steps"] = cursor.steps
     if spec.global_seed is not None:
         state["global_seed"] = spec.global_seed
     return state
 
 
-def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
-    """Load a state, or the list of the states of all ranks.
+def load(
+    state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Budget | None = None
+) -> Resumed:
+    """Load a state, or the list of the states of all ranks. ``budget``: that of batches which are planned.
 
     Raises StateError or CheckpointMismatchError if it does not fit, and changes nothing. Fields in ``allow`` may
     differ: differences are recorded.
@@ -79,7 +87,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
     matched = Matched(allow, changes)
     node, convert = matched.match(spec.node, _described(first, spec), "")
     if spec.has_positions:
-        cursor = _position(first, node)
+        cursor = _position(first, node, budget)
     else:
         cursor = _merged([_lanes(one) for one in parsed], first["lanes"], spec.node, changed=matched.mixed)
         if cursor.lanes is not None:
@@ -90,6 +98,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
                 # A lane may have outputs left in a changed mix. An epoch that had ended in all lanes stays ended.
                 lanes[lane] = replace(at, cursor=inner, ended=at.ended and (over or not matched.mixed))
             cursor = cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
+    cursor = cursor._replace(steps=first["steps"])
     adopted = replace(
         spec,
         node=node,
@@ -110,9 +119,11 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed
     return Resumed(cursor, adopted, worker, first["round"], first["batch"], shard)
 
 
-def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = ()) -> Resumed:
-    """Load a state that is equal on all ranks and workers."""
-    resumed = load(state, spec, allow)
+def load_global(
+    state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Budget | None = None
+) -> Resumed:
+    """Load a state that is equal on all ranks and workers. ``budget``: that of batches which are planned."""
+    resumed = load(state, spec, allow, budget)
     if resumed.worker is not None:
         worker = f"worker {resumed.worker[0]} of {resumed.worker[1]}"
         raise CheckpointMismatchError("worker", worker, None, "a state of one DataLoader worker")
@@ -147,13 +158,43 @@ def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
     return {name: found[name] for name in ("data", *CHECKED)}
 
 
-def _position(found: Mapping[str, Any], node: Node) -> Cursor:
-    if found["position"] > found["rows"]:
-        raise StateError(f"the state is damaged: position {found['position']} of {found['rows']} rows.")
+def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cursor:
+    at = _planned(found)
+    position = found["position"] if at is None else max(found["position"], at.start)
+    if position > found["rows"]:
+        raise StateError(f"the state is damaged: position {position} of {found['rows']} rows.")
     rows = sum(leaf.rows for leaf in node.leaves)
-    if found["position"] > rows:
-        raise CheckpointMismatchError("rows", found["rows"], rows, f"position {found['position']} is past the end")
-    return Cursor(found["epoch"], found["position"])
+    if position > rows:
+        raise CheckpointMismatchError("rows", found["rows"], rows, f"position {position} is past the end")
+    if budget is None:
+        if at is not None and at.legs:
+            raise CheckpointMismatchError(
+                "batches",
+                f"in a window of batches by max_tokens ({at.legs[-1][0]})",
+                "batches of a fixed number of rows",
+                "the rows delivered so far are not the first of the epoch. Resume with max_tokens, which may differ, or "
+                "save at the end of an epoch",
+            )
+        return Cursor(found["epoch"], found["position"] if at is None else at.start)
+    if at is None:
+        at = PlannedAt(found["position"])
+    for text, _ in at.legs:
+        if budget.earlier(text) is None:
+            raise changed_budget(text, budget)
+    return Cursor(found["epoch"], found["position"], planned=at if found["position"] else None)
+
+
+def _planned(found: Mapping[str, Any]) -> PlannedAt | None:
+    """Return where batches by a budget of tokens are, or None if the state has none."""
+    if not found["planned"]:
+        return None
+    listed = _json(found["planned"], list, "planned")
+    good = len(listed) == 2 and is_count(listed[0]) and isinstance(listed[1], list)
+    if good and all(isinstance(leg, list) and len(leg) == 2 for leg in listed[1]):
+        legs = tuple((text, done) for text, done in listed[1])
+        if all(isinstance(text, str) and is_count(done) for text, done in legs):
+            return PlannedAt(listed[0], legs)
+    raise StateError(f"the state is damaged: 'planned' is {found['planned']!r:.40}.")
 
 
 def _shard(found: Mapping[str, Any], spec: PipelineSpec) -> tuple[int, int]:
@@ -183,10 +224,13 @@ def _rank_to_load(found: Sequence[Mapping[str, Any]], shard: Shard) -> int:
 def _one_position(found: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if states are at one position. The end of an epoch equals the beginning of the next."""
     positions = {(one["epoch"], one["position"]) for one in found}
-    ends = {
-        (one["epoch"] + 1, 0) if one["position"] == one["rows"] else (one["epoch"], one["position"]) for one in found
-    }
+    ends = {(one["epoch"] + 1, 0) if _is_at_end(one) else (one["epoch"], one["position"]) for one in found}
     return len(positions) == 1 or len(ends) == 1
+
+
+def _is_at_end(one: Mapping[str, Any]) -> bool:
+    at = _planned(one)
+    return bool((one["position"] if at is None else at.start) == one["rows"])
 
 
 def _json(text: str, kind: type, name: str) -> Any:

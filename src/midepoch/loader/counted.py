@@ -1,0 +1,110 @@
+"""The steps of a loader, where it is, and how many batches an epoch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midepoch.loader.plans import StepPlan, batches_of
+from midepoch.loader.settings import LoaderSettings
+from midepoch.loader.token_plan import TokenPlan, make_plan
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.length import estimated_length, known_length
+
+
+class Counted(LoaderSettings):
+    """The methods of a loader that count: its position, epoch and length."""
+
+    _plan_at: tuple[Cursor, StepPlan] | None = None
+    _counts: tuple[Any, int] | None = None
+
+    def _where(self) -> Cursor:
+        """Return the cursor after the last batch delivered."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to iterate."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
+        spec = self._spec
+        if self._options.steps_per_epoch:
+            return self._options.steps_per_epoch
+        if spec.has_positions:
+            return self._batches_in_epoch()
+        known = known_length(spec.node)
+        if known is None or not (spec.state_is_global or spec.node.is_rows):
+            raise TypeError(
+                f"the number of batches is not known before the dataset has run ({spec.node.text}). Use "
+                "estimated_len, which estimates it from the batches so far."
+            )
+        return batches_of(spec, self._options, known)
+
+    def _batches_in_epoch(self) -> int:
+        """Return the number of batches of this epoch. If they depend on the lengths of rows, all have to be planned."""
+        spec, at, options = self._spec, self._where(), self._options
+        epoch, first = at.epoch + self._is_over(at), at.steps
+        if epoch == at.epoch and options.sizes is not None:  # the step at which the epoch began
+            first = options.sizes.step_at(max(0, options.sizes.before(first) - at.position // spec.shard.count))
+        key = (epoch if options.planning is not None else 0, first)
+        if self._counts is None or self._counts[0] != key:
+            self._counts = key, make_plan(spec, options, Cursor(epoch, steps=first)).share(spec.shard)
+        return self._counts[1]
+
+    @property
+    def steps(self) -> int:
+        """The number of steps since the run began, counted with ``steps_per_epoch`` and changing batch sizes."""
+        return self._where().steps
+
+    @property
+    def estimated_len(self) -> int | None:
+        """The approximate number of batches of an epoch, or None before the first batch."""
+        spec = self._spec
+        if spec.has_positions:
+            return len(self)
+        if spec.epoch_outputs:  # they were counted
+            return batches_of(spec, self._options, spec.epoch_outputs)
+        length = estimated_length(spec.node, self._where(), spec.lanes)
+        return None if length is None else max(1, round(length / (self._options.batch_size * spec.shard.count)))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, as far as it is known. Setting it calls ``set_epoch``.
+
+        With ``steps_per_epoch`` it is the number of complete passes of so many steps.
+        """
+        at = self._where()
+        if self._options.steps_per_epoch:
+            return at.steps // self._options.steps_per_epoch
+        return at.epoch + 1 if self._is_over(at) else at.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def position(self) -> int:
+        """The number of rows of the epoch that have been delivered to all ranks together."""
+        at = self._where()
+        if self._is_over(at):
+            return 0
+        plan = self.plan(at) if at.planned is not None else None
+        return plan.rows_before(at.position) if isinstance(plan, TokenPlan) else at.position
+
+    def plan(self, cursor: Cursor) -> StepPlan | None:
+        """Return the steps from a cursor on, or None if positions cannot be computed."""
+        if not self._spec.has_positions:
+            return None
+        if self._options.planning is None:
+            return make_plan(self._spec, self._options, cursor)
+        if self._plan_at is None or self._plan_at[0] != cursor:  # a window of lengths is not planned twice
+            self._plan_at = cursor, make_plan(self._spec, self._options, cursor)
+        return self._plan_at[1]
+
+    def _is_over(self, cursor: Cursor) -> bool:
+        """Return True if nothing is left of the epoch, as far as it is known."""
+        if cursor.planned is not None and self._options.last_batch != "drop":
+            return cursor.planned.start >= self._spec.rows
+        if (plan := self.plan(cursor)) is None:
+            return cursor.lanes_ended
+        return cursor.position > 0 and not plan.has(0)

@@ -1,0 +1,148 @@
+"""Steps of batches by a budget of tokens: step g of S ranks has the batches g·S to (g+1)·S of the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from midepoch._internal.progress import shown
+from midepoch.errors import WorldError
+from midepoch.loader.options import Options
+from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
+from midepoch.order import Shard
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.planned import PlannedEpoch
+from midepoch.pipeline.spec import PipelineSpec
+
+_SHOWN_ROWS = 10_000_000
+"""Rows of an epoch from which on counting its batches takes seconds."""
+
+
+class TokenPlan:
+    """The steps of all ranks from a cursor on.
+
+    The last step may have fewer batches than ranks. ``last_batch`` decides: "drop" omits it, "pad" gives marked copies
+    to the other ranks, "uneven" nothing. None deals its rows to all ranks, in smaller batches.
+    """
+
+    def __init__(self, spec: PipelineSpec, options: Options, cursor: Cursor) -> None:
+        assert options.planning is not None
+        self.epoch, self._ranks, self._last_batch = cursor.epoch, spec.shard.count, options.last_batch
+        self.rows, self._start = spec.rows, cursor.position
+        self._steps = cursor.steps if options.counts_steps else None
+        self._budget = options.planning.budget
+        self._typical = max(1, int(self._budget.tokens / max(1.0, options.planning.mean)))
+        self._epoch = PlannedEpoch.at(spec.leaf, options.planning, cursor)
+
+    @property
+    def end(self) -> int | None:
+        """The number of batches of the epoch, or None if it is not known yet."""
+        return None if (total := self._epoch.total) is None else self._end(total)
+
+    def _end(self, total: int) -> int:
+        if self._last_batch != "drop":
+            return total
+        return self._start + (total - self._start) // self._ranks * self._ranks
+
+    def count(self) -> int:
+        """Return the number of batches of the epoch, for all ranks. It plans the complete epoch."""
+        if self._epoch.total is None and self.rows >= _SHOWN_ROWS:
+            with shown("counting batches", "rows") as report:
+                return self._end(self._epoch.count(report))
+        return self._end(self._epoch.count())
+
+    def has(self, step: int) -> bool:
+        first = self._start + step * self._ranks
+        last = first + self._ranks - 1 if self._last_batch == "drop" else first
+        return self._epoch.window_of(last) is not None
+
+    def has_for(self, step: int, shard: Shard) -> bool:
+        if self._last_batch != "uneven":
+            return self.has(step)
+        return bool(len(self._own(step, shard)))
+
+    def _own(self, step: int, shard: Shard) -> list[int]:
+        """Return the batch of a rank, if there is one."""
+        first = self._start + step * self._ranks
+        numbers = shard.positions(first, first + self._ranks).tolist()
+        return [number for number in numbers if self._epoch.window_of(number) is not None]
+
+    def share(self, shard: Shard) -> int:
+        self.count()
+        assert self._epoch.total is not None
+        left = self._end(self._epoch.total) - self._start
+        steps = -(-left // self._ranks)
+        return steps - (steps > 0 and not self.has_for(steps - 1, shard))
+
+    def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
+        parts: list[Int64Array] = []
+        padding = 0
+        for step in steps:
+            if own := self._own(step, shard):
+                parts.append(self._epoch.positions(own[0]) if not self._is_short(step) else self._dealt(step, shard))
+            elif self._last_batch == "pad":
+                parts.append(self._epoch.positions(self._start + step * self._ranks))
+                padding = len(parts[-1])
+            else:
+                parts.append(self._dealt(step, shard) if self._is_short(step) else np.zeros(0, np.int64))
+        positions = np.concatenate(parts)
+        ends = np.cumsum([0, *map(len, parts)]).tolist()
+        return Asked(positions, ends, len(positions) - padding if self._last_batch == "pad" else None)
+
+    def _is_short(self, step: int) -> bool:
+        """Return True if the rows of a step are dealt anew, because there are fewer batches than ranks."""
+        last = self._start + (step + 1) * self._ranks - 1
+        return self._last_batch is None and self._epoch.window_of(last) is None
+
+    def _dealt(self, step: int, shard: Shard) -> Int64Array:
+        first = self._start + step * self._ranks
+        total = self._epoch.count()
+        rows = np.concatenate([self._epoch.positions(number) for number in range(first, total)])
+        if len(rows) < self._ranks:
+            raise WorldError(
+                f"the last step of epoch {self.epoch} has {len(rows)} row{'s' * (len(rows) != 1)} left for "
+                f"{self._ranks} ranks: those without a batch would take one step less, and the others would wait for "
+                'them. Choose the last batch: loader(…, last_batch="drop") omits the last step if it has no batch for '
+                'every rank, last_batch="pad" fills it with marked rows, last_batch="uneven" is for loops in which no '
+                "rank waits for another."
+            )
+        return rows[shard.index :: self._ranks]
+
+    def batch_rows(self, shard: Shard) -> int:  # noqa: ARG002
+        return self._typical
+
+    def first_position(self, step: int) -> int:
+        window = self._epoch.window_of(self._start + step * self._ranks)
+        return self.rows if window is None else window.start
+
+    def place(self, step: int) -> str:
+        window = self._epoch.window_of(self._start + step * self._ranks)
+        return "no position" if window is None else f"positions {window.start:,} to {window.stop - 1:,}"
+
+    def cursor(self, step: int) -> Cursor:
+        after = self._start + (step + 1) * self._ranks
+        if self._epoch.window_of(after - 1) is None:
+            after = self._epoch.count()
+        return self._counted(self._epoch.cursor(after), step + 1)
+
+    @property
+    def end_cursor(self) -> Cursor:
+        after = self.count()
+        return self._counted(self._epoch.cursor(after), -(-(after - self._start) // self._ranks))
+
+    def _counted(self, cursor: Cursor, steps: int) -> Cursor:
+        return cursor if self._steps is None else cursor._replace(steps=self._steps + steps)
+
+    def left_out(self, ranks: int) -> int:  # noqa: ARG002
+        return 0  # rows of the last step are dealt to all ranks
+
+    def rows_before(self, batches: int) -> int:
+        """Return the number of rows of the epoch in the batches before one."""
+        return self._epoch.rows_before(batches)
+
+
+def make_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> StepPlan:
+    """Return the steps of a rank from a cursor on."""
+    return Plan.make(spec, options, cursor) if options.planning is None else TokenPlan(spec, options, cursor)
+

@@ -1,0 +1,199 @@
+"""Batches by a budget of tokens: which rows of a window go together, as a function of their lengths and a key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch._native import best_fit
+from midepoch.order.bijection import Bijection
+
+Int64Array = npt.NDArray[np.int64]
+Cost = Callable[[Int64Array], float]
+"""The cost of a batch, by the lengths of its rows."""
+
+BALANCES = ("tokens", "quadratic")
+WINDOW = 10_000
+GROUP = 8
+"""Number of batches of about the same cost that follow each other, unless lanes were chosen."""
+
+
+class TooLongError(ValueError):
+    """A row does not fit into a batch. ``place``: its index in the window."""
+
+    def __init__(self, place: int, length: int) -> None:
+        super().__init__(f"a row of {length} tokens does not fit")
+        self.place, self.length = place, length
+
+
+class Batches(NamedTuple):
+    """Batch k has the rows ``places[bounds[k]:bounds[k + 1]]`` of the window."""
+
+    places: Int64Array
+    bounds: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def at(self, number: int) -> Int64Array:
+        """Return the places of a batch."""
+        return self.places[self.bounds[number] : self.bounds[number + 1]]
+
+    def sizes(self) -> Int64Array:
+        """Return the number of rows of each batch."""
+        return self.bounds[1:] - self.bounds[:-1]
+
+    def in_order(self, order: Int64Array) -> Batches:
+        """Return the batches in another order."""
+        sizes = self.sizes()[order]
+        bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
+        return Batches(self.places[np.repeat(self.bounds[:-1][order], sizes) + within], bounds)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of a batch.
+
+    ``padded``: a batch costs its rows times the longest of them, rounded up to ``multiple``. Otherwise it costs the sum
+    of their lengths, each rounded up. ``rows``: most rows of a batch, 0 for any number. ``window``: consecutive
+    positions of the epoch whose rows may go together. ``balance``: batches of about the same cost follow each other in
+    groups of ``group``; the cost is of "tokens", "quadratic", or a function of the lengths of a batch. ``length``: the
+    name of what is counted.
+    """
+
+    tokens: int
+    rows: int = 0
+    multiple: int = 1
+    padded: bool = True
+    window: int = WINDOW
+    balance: str | Cost | None = None
+    group: int = GROUP
+    length: str = ""
+
+    @property
+    def text(self) -> str:
+        """All settings, as a state compares them. Functions are known by their names."""
+        balance = self.balance
+        if callable(balance):
+            balance = f"function {getattr(balance, '__qualname__', type(balance).__name__)}"
+        group = self.group if balance else 0
+        return json.dumps(
+            [self.tokens, self.rows, self.multiple, int(self.padded), self.window, balance or "", group, self.length],
+            separators=(",", ":"),
+        )
+
+    def earlier(self, text: str) -> Budget | None:
+        """Return the budget that a text describes, with the functions of this one. None if they are different."""
+        if text == self.text:
+            return self
+        try:
+            tokens, rows, multiple, padded, window, balance, group, length = json.loads(text)
+            numbers = (tokens, rows, multiple, padded, window, group)
+            if not all(type(each) is int and 0 <= each < 2**62 for each in numbers) or not (tokens and window):
+                return None
+        except (ValueError, TypeError, RecursionError):
+            return None
+        mine = json.loads(self.text)
+        if length != mine[-1] or not isinstance(balance, str):
+            return None
+        if balance.startswith("function "):
+            if balance != mine[5]:
+                return None
+            balance = self.balance
+        elif balance and balance not in BALANCES:
+            return None
+        return Budget(
+            tokens, rows, max(1, multiple), bool(padded), window, balance or None, max(1, group or GROUP), length
+        )
+
+    def split(self, lengths: Int64Array, key: npt.NDArray[np.uint64] | None) -> Batches:
+        """Return the batches of a window of rows with these lengths, in the order of delivery.
+
+        ``key``: of the order of batches or, with ``balance``, of groups of batches. None: the longest rows come first.
+        """
+        sizes = -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
+        if len(sizes) and int(sizes.max()) > self.tokens:
+            place = int(np.argmax(sizes > self.tokens))
+            raise TooLongError(place, int(lengths[place]))
+        batches = self._by_longest(sizes) if self.padded else self._by_sum(sizes)
+        if self.balance is None:
+            return batches if key is None else batches.in_order(Bijection(len(batches), key)(np.arange(len(batches))))
+        batches = self._in_whole_groups(batches)
+        return batches.in_order(self._grouped(self.costs(batches, sizes), key))
+
+    def _by_longest(self, sizes: Int64Array) -> Batches:
+        """Cut the rows, sorted by length, into batches that are as full as possible."""
+        order = np.argsort(-sizes, kind="stable")
+        at, bounds = 0, [0]
+        longest = sizes[order]
+        while at < len(order):
+            rows = self.tokens // int(longest[at])
+            at += min(rows, self.rows) if self.rows else rows
+            bounds.append(min(at, len(order)))
+        return Batches(order, np.array(bounds, np.int64))
+
+    def _by_sum(self, sizes: Int64Array) -> Batches:
+        """Put the rows into as few batches as best-fit-decreasing finds."""
+        if not len(sizes):
+            return Batches(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        bins = best_fit(sizes, self.tokens).bins
+        order = np.lexsort((-sizes, bins))
+        counts = np.bincount(bins)
+        if self.rows:  # a batch with too many rows becomes several
+            counts = np.concatenate([_cut(int(count), self.rows) for count in counts])
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        fullest = np.argsort(-np.add.reduceat(sizes[order], bounds[:-1]), kind="stable")
+        return Batches(order, bounds).in_order(fullest)
+
+    def costs(self, batches: Batches, lengths: Int64Array) -> npt.NDArray[np.float64]:
+        """Return the cost of each batch, by the lengths of rows."""
+        sizes, starts, here = batches.sizes(), batches.bounds[:-1], lengths[batches.places]
+        if callable(self.balance):
+            return np.array([float(self.balance(lengths[batches.at(k)])) for k in range(len(batches))])
+        power = 2.0 if self.balance == "quadratic" else 1.0
+        if not len(batches):
+            return np.zeros(0)
+        if self.padded:
+            return sizes * np.maximum.reduceat(here, starts).astype(np.float64) ** power
+        return np.add.reduceat(here.astype(np.float64) ** power, starts)
+
+    def _in_whole_groups(self, batches: Batches) -> Batches:
+        """Split the last batches into more of them, so that groups are complete and no step spans two."""
+        extra, count = len(batches) % self.group, len(batches)
+        if not extra or batches.bounds[-1] - batches.bounds[count - extra] < self.group:
+            return batches
+        first = int(batches.bounds[count - extra])
+        rows = batches.places[first:]
+        dealt = [rows[number :: self.group] for number in range(self.group)]
+        counts = np.array([len(each) for each in dealt])
+        bounds = np.concatenate([batches.bounds[: count - extra + 1], first + np.cumsum(counts)])
+        return Batches(np.concatenate([batches.places[:first], *dealt]), bounds.astype(np.int64))
+
+    def _grouped(self, costs: npt.NDArray[np.float64], key: npt.NDArray[np.uint64] | None) -> Int64Array:
+        """Return an order in which batches of about the same cost are in one group, and groups are shuffled."""
+        order = np.argsort(-costs, kind="stable")
+        whole = len(order) // self.group * self.group
+        groups = order[:whole].reshape(-1, self.group)
+        if key is not None:
+            groups = groups[Bijection(len(groups), key)(np.arange(len(groups)))]
+        return np.concatenate([groups.reshape(-1), order[whole:]])
+
+
+def _cut(count: int, most: int) -> Int64Array:
+    pieces = -(-count // most)
+    return np.full(pieces, count // pieces, np.int64) + (np.arange(pieces) < count % pieces)
+
+
+def checked_balance(balance: Any) -> str | Cost | None:
+    """Return the argument ``balance`` of a loader. Raise ValueError unless it is known."""
+    if balance is None or callable(balance) or balance in BALANCES:
+        return balance  # type: ignore[no-any-return]
+    raise ValueError(
+        f"balance must be one of {', '.join(map(repr, BALANCES))}, or a function of the lengths of a batch, got {balance!r}"
+    )

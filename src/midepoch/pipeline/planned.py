@@ -1,0 +1,239 @@
+"""Batches by a budget of tokens over the positions of an epoch, window by window, from a cursor on.
+
+The batches of an epoch are numbered in the order of delivery. The cursor counts them, and says where the window in
+progress begins and how many of its batches are delivered. If the budget changed in the middle of a window, the rest of
+its rows is split anew: the cursor has one leg for each budget.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.errors import CheckpointMismatchError, ColumnError
+from midepoch.order import EpochOrder
+from midepoch.order.budget import Batches, Budget, TooLongError
+from midepoch.order.keys import derive
+from midepoch.pipeline.cursor import Cursor, PlannedAt
+from midepoch.pipeline.leaf import Leaf
+
+Int64Array = npt.NDArray[np.int64]
+
+_KEPT = 4
+"""Windows that are kept: those being read, and those of batches that were made ahead."""
+
+
+class Lengths(Protocol):
+    """The length of each row of a source."""
+
+    def of(self, rows: Int64Array) -> Int64Array: ...
+
+
+@dataclass(frozen=True, eq=False)
+class GivenLengths:
+    """Lengths that the user gave, one for each row of the dataset before the shuffle."""
+
+    values: Int64Array
+
+    def of(self, rows: Int64Array) -> Int64Array:
+        return self.values[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Planning:
+    """A budget, and the lengths by which rows are put together.
+
+    ``mean``: of the lengths. ``by_source``: they are of rows of the source, else of rows of the dataset before the
+    shuffle.
+    """
+
+    budget: Budget
+    lengths: Lengths
+    mean: float
+    by_source: bool = True
+
+
+class Window(NamedTuple):
+    """The batches of a window: positions of the epoch, in the order of delivery.
+
+    ``before``: batches of the epoch before its first one. ``done``: how many of its batches were delivered before.
+    ``legs``: those of earlier budgets.
+    """
+
+    before: int
+    start: int
+    stop: int
+    batches: Batches
+    done: int
+    legs: tuple[tuple[str, int], ...]
+
+    @property
+    def after(self) -> int:
+        """Batches of the epoch up to its end."""
+        return self.before + len(self.batches) - self.done
+
+
+class PlannedEpoch:
+    """The batches of an epoch from a cursor on, planned when they are needed. Threads may share it."""
+
+    def __init__(self, leaf: Leaf, planning: Planning, epoch: int, first: int, at: PlannedAt) -> None:
+        self._lock = threading.RLock()
+        self._leaf, self._planning, self.epoch, self._budget = leaf, planning, epoch, planning.budget
+        self._order: EpochOrder | None = None
+        self._rows = leaf.rows
+        self._found: list[tuple[int, PlannedAt]] = [(first, at)]  # beginnings of windows: batches before, and cursor
+        self._kept: OrderedDict[int, Window] = OrderedDict()
+        self.total: int | None = first if at.start >= self._rows else None
+        """Batches of the epoch, once all windows are planned."""
+
+    @staticmethod
+    def at(leaf: Leaf, planning: Planning, cursor: Cursor) -> PlannedEpoch:
+        """Return the batches from a cursor on."""
+        at = cursor.planned or PlannedAt(0)
+        return PlannedEpoch(leaf, planning, cursor.epoch, cursor.position, at)
+
+    def window_of(self, batch: int) -> Window | None:
+        """Return the window of a batch, or None if the epoch has fewer."""
+        with self._lock:
+            while self.total is None and self._found[-1][0] <= batch:
+                self._window(len(self._found) - 1)
+            if self.total is not None and batch >= self.total:
+                return None
+            return self._window(self._number(batch))
+
+    def _number(self, batch: int) -> int:
+        """Return the number of the last window that does not begin after a batch. Recent ones are found at once."""
+        number = len(self._found) - 1
+        while number > 0 and self._found[number][0] > batch:
+            number -= 1
+        return number
+
+    def count(self, report: Callable[[int, int], None] | None = None) -> int:
+        """Return the number of batches of the epoch. It plans all windows."""
+        while self.total is None:
+            with self._lock:
+                self._window(len(self._found) - 1)
+            if report is not None:
+                report(min(self._found[-1][1].start, self._rows), self._rows)
+        return self.total
+
+    def positions(self, batch: int) -> Int64Array:
+        """Return the positions of a batch."""
+        window = self.window_of(batch)
+        assert window is not None
+        return window.batches.at(batch - window.before + window.done) + window.start
+
+    def cursor(self, batches: int) -> Cursor:
+        """Return the cursor after a number of batches of the epoch."""
+        with self._lock:
+            number = self._number(batches)
+            first, at = self._found[number]
+            if first == batches:
+                return Cursor(self.epoch, batches, planned=at)
+            window = self._window(number)
+        done = window.done + batches - first
+        return Cursor(self.epoch, batches, planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done))))
+
+    def rows_before(self, batches: int) -> int:
+        """Return the number of rows of the epoch in the batches before."""
+        at = self.cursor(batches).planned
+        assert at is not None
+        if not at.legs:
+            return min(at.start, self._rows)
+        window = self._window(self._number(batches))
+        left = window.batches.bounds[-1] - window.batches.bounds[at.legs[-1][1]]
+        return int(window.stop - left)
+
+    def _window(self, number: int) -> Window:
+        if number in self._kept:
+            return self._kept[number]
+        first, at = self._found[number]
+        window = self._planned(first, at)
+        self._kept[number] = window
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        if number == len(self._found) - 1:
+            if window.stop >= self._rows:
+                self.total = window.after
+            self._found.append((window.after, PlannedAt(window.stop)))
+        return window
+
+    def _planned(self, first: int, at: PlannedAt) -> Window:
+        budgets = [(self._earlier(text), done) for text, done in at.legs]
+        window = (budgets[0][0] if budgets else self._budget).window
+        stop = at.start + window
+        if self._rows - stop < window // 2:  # the last window may be longer, so that none is very short
+            stop = self._rows
+        places = np.arange(stop - at.start, dtype=np.int64)
+        lengths = self._lengths(at.start, stop)
+        key = None if self._leaf.order.shuffle is None else derive(self._leaf.seed, self.epoch, "batches", at.start)
+        legs: list[tuple[str, int]] = []
+        done = 0
+        for budget, delivered in budgets:
+            split = self._split(budget, lengths, places, key, at.start)
+            done = min(delivered, len(split))
+            if budget is self._budget:
+                break
+            legs.append((budget.text, done))
+            places, done = np.sort(split.places[split.bounds[done] :]), 0
+        batches = self._split(self._budget, lengths, places, key, at.start)
+        return Window(first, at.start, stop, batches, done, tuple(legs))
+
+    def _split(self, budget: Budget, lengths: Int64Array, places: Int64Array, key: Any, start: int) -> Batches:
+        """Return the batches of some rows of a window, as places in the window."""
+        try:
+            found = budget.split(lengths[places], key)
+        except TooLongError as problem:
+            position = np.array([start + int(places[problem.place])])
+            row = int(self._epoch_order().chosen(position)[0])
+            raise too_long(problem.length, budget, f"row {row} of the dataset") from None
+        return Batches(places[found.places], found.bounds)
+
+    def _earlier(self, text: str) -> Budget:
+        budget = self._budget.earlier(text)
+        if budget is None:
+            raise changed_budget(text, self._budget)
+        return budget
+
+    def _lengths(self, start: int, stop: int) -> Int64Array:
+        chosen = self._epoch_order().chosen(np.arange(start, stop, dtype=np.int64))
+        planning = self._planning
+        rows = self._leaf.order.selection.source_rows(chosen) if planning.by_source else chosen
+        return planning.lengths.of(rows)
+
+    def _epoch_order(self) -> EpochOrder:
+        if self._order is None:
+            self._order = self._leaf.order.at(self.epoch, self._leaf.source.layout)
+        return self._order
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_order": None, "_kept": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+
+def too_long(length: int, budget: Budget, what: str) -> ColumnError:
+    """Return the error for a row that is longer than a batch."""
+    return ColumnError(
+        f"{what} has {length:,} tokens ({budget.length}), more than the {budget.tokens:,} of a batch. Raise max_tokens, "
+        "or shorten or filter such rows first, as with tokenize(…, truncation=True, max_length=…)."
+    )
+
+
+def changed_budget(text: str, budget: Budget) -> CheckpointMismatchError:
+    """Return the error for a state in the middle of a window of other batches, which cannot be formed here."""
+    return CheckpointMismatchError(
+        "batches",
+        text,
+        budget.text,
+        "the state is in the middle of a window of batches by max_tokens, whose lengths were counted differently: pass "
+        "the same length= and the same functions. max_tokens, bucket_window and pad_to_multiple_of may change",
+    )
