@@ -42,9 +42,11 @@ from midepoch.audit.starts import new_file, process_name, process_space
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
+from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.open import start
+from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
@@ -59,10 +61,10 @@ _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pa
 
 
 class Ending(Protocol):
-    """The plan of a pass, as far as its end is known."""
+    """The plan of a pass. ``end``: its end, or None if that is not known yet."""
 
     @property
-    def end(self) -> int: ...
+    def end(self) -> int | None: ...
 
 
 @hinted_methods({}, only=["__init__"])
@@ -133,11 +135,15 @@ class Ledger:
         workers: int,
         measured: Measured | None = None,
         load: bool = False,
+        sizes: BatchSizes | None = None,
+        planning: Planning | None = None,
     ) -> None:
         """Record that a pass begins at a cursor.
 
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.
+
+        ``sizes``: batch sizes that change. ``planning``: batches by a budget of tokens, which positions count then.
 
         ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
@@ -157,7 +163,7 @@ class Ledger:
             "ranks": shard.count,
             "epoch": cursor.epoch,
             "start": cursor.position,
-            "end": UNKNOWN if end is None else end.end,
+            "end": UNKNOWN if end is None or end.end is None else end.end,
             "rows": spec.rows,
             "global_batch": batch_size * shard.count,
             "ends": last_batch or "uneven",
@@ -167,6 +173,8 @@ class Ledger:
             "space": process_space(),
             "time": round(time.time(), 3),
             **({"load": True} if load else {}),
+            **({} if sizes is None else {"sizes": sizes.text, "first_step": cursor.steps}),
+            **({} if planning is None else {"batches": planning.budget.text, "planned": cursor.planned}),
         }
         self._lanes = None
         if end is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch.dataset import habits
 from midepoch.dataset.cached import cached
-from midepoch.dataset.reading import Reading
+from midepoch.dataset.loading import Loading
 from midepoch.iteration.iterators import BatchIterator, RowIterator
 from midepoch.iteration.state import IterationState, register_with_torch
 from midepoch.pipeline.cursor import Cursor
@@ -25,14 +25,11 @@ from midepoch.transforms import Decode, FilterExpression, Function, Step
 from midepoch.transforms.formats import check_format
 from midepoch.transforms.media.packages import installed
 
-if TYPE_CHECKING:
-    from midepoch.loader import Loader
-
 Self = TypeVar("Self", bound="Dataset")
 
 
 @hinted_methods(habits.METHODS)
-class Dataset(Reading, Resumable):
+class Dataset(Loading, Resumable):
     """Rows of one or several sources, in an order, after some steps; iterable and resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
@@ -252,89 +249,6 @@ class Dataset(Reading, Resumable):
         """Iterate batches of the current epoch as columns. The state follows as for rows."""
         here, size = self._iteration, integer(batch_size, "iter", 1)
         return here.follow(BatchIterator(here.start_from(here.begin()), here, size, drop_last_batch))
-
-    def loader(
-        self,
-        batch_size: int | None,
-        num_workers: int = 0,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        *,
-        prefetch: int | None = None,
-        pin_memory: bool = False,
-        persistent_workers: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        data_parallel: Any = None,
-        last_batch: str | None = None,
-        audit: Any = None,
-        multiprocessing_context: str | None = None,
-        collate_columns: bool = False,
-        worker_type: str = "auto",
-        device: Any = None,
-        prefetch_factor: int | None = None,
-        worker_init_fn: Callable[[int], Any] | None = None,
-        timeout: float = 0,
-    ) -> Loader:
-        """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
-
-        ``batch_size``: rows for each rank; None delivers single rows. A batch is a dict of columns, as torch tensors
-        unless ``with_format`` chose otherwise. Rank and world size are those of the shard, or given, or detected
-        (``torch.distributed``, JAX, Ray Train, the launcher). ``data_parallel``: the ranks that shard the data, if not
-        all of them do (tensor, context, pipeline parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
-
-        ``last_batch``: the treatment of the last global batch if it is not full:
-
-        - "drop" (or ``drop_last=True``): omitted
-        - "pad": filled with rows that are marked in a column ``is_padding``
-        - "uneven": delivered as it is, possibly without a row for some ranks
-        - default: delivered as it is, but an error if a rank that trains together with others would have no batch
-
-        ``collate_fn`` gets a list of rows or, with ``collate_columns``, the columns of a batch. ``prefetch``: batches
-        that each worker makes ahead; default: 2 to 8, by their size (``prefetch_factor`` is the same). ``audit``: a
-        folder (or ``midepoch.audit.Ledger``) in which deliveries are recorded, for ``midepoch audit``.
-
-        ``device``: "cuda", "cuda:1" or another torch device, or a JAX device or sharding. The next batches are copied
-        there while the model computes. ``pin_memory``: batches in page-locked memory, for copies of your own.
-        ``worker_type``: "process", "thread" (less memory, for up to about 4 workers and functions that release the
-        interpreter lock), or "auto": threads if Python has no such lock. Batches are the same.
-
-        ``worker_init_fn`` is called in each worker, with its number, before its first batch. ``timeout``: seconds after
-        which a worker that delivers nothing is an error. A thread cannot be stopped, so the error waits for its batch.
-
-        Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
-        ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
-        functions.
-        """
-        from midepoch.loader.make import make_loader
-
-        if prefetch is not None and prefetch_factor is not None:
-            raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
-        here = self._iteration
-        return make_loader(
-            self.pipeline,
-            here.start._replace(epoch=self.epoch),
-            named=here.shared.named,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            prefetch=prefetch_factor if prefetch is None else prefetch,
-            pin_memory=pin_memory,
-            persistent_workers=persistent_workers,
-            rank=rank,
-            world_size=world_size,
-            data_parallel=data_parallel,
-            last_batch=last_batch,
-            audit=audit,
-            multiprocessing_context=multiprocessing_context,
-            collate_columns=collate_columns,
-            worker_type=worker_type,
-            device=device,
-            worker_init_fn=worker_init_fn,
-            timeout=timeout,
-            dataset=self,
-        )
 
     # The cursor
 

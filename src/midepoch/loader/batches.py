@@ -78,7 +78,8 @@ class BatchMaker:
         self.timings = Timings() if timings is None else timings
         plain = options.collate_fn is None or options.collate_columns
         self.format = leaf.format or ("torch" if plain else "python")
-        as_read = not leaf.tail and options.collate_fn is None and self.format in ("numpy", "torch", "jax")
+        stacked = options.collate_fn is None and options.layout is None and self.format in ("numpy", "torch", "jax")
+        as_read = not leaf.tail and stacked
         self.decodes_only = as_read and leaf.source.fetched and only_numbers(leaf)
         """True if blocks are decoded and nothing else is done: threads do that without the interpreter lock."""
         shared = options.num_workers > 1 and not self.decodes_only
@@ -90,7 +91,7 @@ class BatchMaker:
             drawing=drawing,
         )
         self._options = options
-        self._stacks = options.collate_fn is None and self.format in ("numpy", "torch", "jax")
+        self._stacks = stacked
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
@@ -173,14 +174,14 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            return Made(columns, plan.cursor(read.step), read.asked, 0, not read.asked)
+            return Made(self._cut(columns), plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            return Made(read.columns, plan.cursor(read.step), length, missing)
+            return Made(self._cut(read.columns), plan.cursor(read.step), length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
@@ -197,9 +198,15 @@ class BatchMaker:
         self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
+    def _cut(self, columns: Any) -> Any:
+        """Return the part of every sequence that this rank gets."""
+        return columns if self._options.context is None else self._options.context.cut(columns)
+
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
+        if self._options.layout is not None:
+            return self._options.layout.arrange(batch, allocate, self.format)
         if self._options.collate_fn is None:
-            return self._engine.presented(batch, self.format, allocate)
+            return self._cut(self._engine.presented(batch, self.format, allocate))
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 

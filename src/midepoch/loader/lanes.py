@@ -14,7 +14,7 @@ from midepoch.loader.options import Options
 from midepoch.loader.plans import Made
 from midepoch.loader.present import Presenter
 from midepoch.order import Shard
-from midepoch.pipeline.chunk import Items
+from midepoch.pipeline.chunk import Bunches, Items
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, StepOutputs
 from midepoch.pipeline.rows import Bundles, BundlesHere
@@ -26,11 +26,9 @@ class LaneSteps:
 
     PADDING = object()
 
-    def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None) -> None:
+    def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
-        self._full = (
-            options.batch_size * lanes.share.shard.count
-        )  # outputs of a step, of all ranks that share the lanes
+        self._sizes, self._step, self._counts = options.sizes, first_step, options.counts_steps
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
@@ -52,9 +50,14 @@ class LaneSteps:
         return self._ready.popleft() if self._ready else self.PADDING
 
     def _take(self) -> StepOutputs | None:
-        deal = self._lanes.take(self._size)
-        if deal is None or (self._last_batch == "drop" and deal.total < self._full):
+        size = self._size if self._sizes is None else self._sizes.at(self._step)
+        deal = self._lanes.take(size)
+        full = size * self._lanes.share.shard.count  # outputs of a step, of all ranks that share the lanes
+        if deal is None or (self._last_batch == "drop" and deal.total < full):
             return None
+        self._step += 1
+        if self._counts:
+            deal.steps = self._step
         return deal
 
     def _agree(self, equal: EqualSteps) -> None:
@@ -90,7 +93,8 @@ class LaneBatches:
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
-        self._steps = LaneSteps(self._lanes, options, equal)
+        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps)
+        self._taken = cursor.steps
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
         self._measures = here and equal is None  # else workers or other ranks are waited for
@@ -106,18 +110,19 @@ class LaneBatches:
     @property
     def end(self) -> Cursor:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
-        return self._lanes.cursor().at_end()
+        return self._lanes.cursor().at_end()._replace(steps=self._taken)
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
+            self._taken += self._options.counts_steps
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.
                 return Made(self._presenter.padding(self._something(), self._epoch), self.end)
-            rows = len(deal.items)
-            if rows:
+            rows = deal.items.batches.places.size if isinstance(deal.items, Bunches) else len(deal.items)
+            if len(deal.items):
                 self._last = deal.items
                 value = self._presenter.batch(deal.items, self._epoch)
             elif self._options.last_batch == "pad":

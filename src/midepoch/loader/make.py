@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,14 @@ from midepoch.errors import WorldError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
+from midepoch.loader.shape import Shape, Shaped
 from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
 from midepoch.order import Shard
+from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.transforms.context import ContextSlice
 
 _log = logging.getLogger("midepoch")
 
@@ -39,18 +43,32 @@ def make_loader(
     last_batch: str | None,
     audit: Any,
     dataset: Any = None,
+    shape: Shape | None = None,
     **options: Any,
 ) -> Loader:
     """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
-    if batch_size is None:
+    shape = Shape() if shape is None else shape
+    rows, sizes = batch_size, None
+    if shape.max_tokens is not None:
+        rows = None if rows is None else integer(rows, "loader(batch_size=…)", 1)
+        batch_size = 1  # of batches that a budget makes
+    elif isinstance(batch_size, Mapping):
+        sizes = BatchSizes.of(batch_size)
+        batch_size = max(sizes.sizes)
+    elif batch_size is None:
         if options.get("collate_columns"):
             raise ValueError("collate_columns=True is for batches. Omit it, or choose a batch_size.")
         batch_size, options["collate_fn"] = 1, SingleRow(options.get("collate_fn"))
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
     is_shard = spec.shard.count > 1  # of which the rows are already known
+    shaped = shape.applied(spec, dataset, options.get("collate_fn") is not None, rows)
+    spec = shaped.spec
+    if rank is None and data_parallel is None:
+        rank, world_size = _without_context(shape.context(), spec.shard, rank, world_size)
     shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
+    _advise_lanes(shaped, shard)
     last_batch = last_batch_of(drop_last, last_batch)
     check_agreed(spec.seed_alone, shard.count)
     spec = replace(spec, shard=shard)
@@ -62,13 +80,20 @@ def make_loader(
     if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
         last_batch = "uneven"  # ranks that train together would wait for one without a batch
     row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
-    made_rows = batch_size if spec.has_positions and spec.base.group is None else 1024  # in one piece, by a worker
+    typical = batch_size if shaped.planning is None else shaped.planning.typical_rows
+    made_rows = typical if spec.has_positions and spec.base.group is None else 1024  # in one piece, by a worker
     ahead = ahead_for(made_rows * row_bytes) if prefetch is None else prefetch
     chosen = Options(
         batch_size=batch_size,
         num_workers=integer(num_workers, "loader(num_workers=…)"),
         prefetch=integer(ahead, "loader(prefetch=…)", 1),
         last_batch=last_batch,
+        sizes=sizes,
+        planning=shaped.planning,
+        bunches=shaped.bunches,
+        steps_per_epoch=shape.steps(),
+        layout=shaped.layout,
+        context=shaped.context,
         **options,
     )
     if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):
@@ -88,6 +113,32 @@ def make_loader(
     return Loader(
         spec, chosen, cursor, named=named, counterparts=counterparts, equal=equal, ledger=ledger, dataset=dataset
     )
+
+
+def _without_context(
+    context: ContextSlice | None, shard: Shard, rank: int | None, world_size: int | None
+) -> tuple[int | None, int | None]:
+    """Return the rank among those that shard the data, if all ranks are those of one sequence."""
+    if context is None or shard.count > 1:
+        return rank, world_size
+    world = find_world()
+    if world.size not in (1, context.size):
+        raise ValueError(
+            f"context_parallel has {context.size} ranks of {world.size}: which of them get the same rows is not known. "
+            'Pass data_parallel, such as mesh["dp"], or the rank and world_size of data parallelism.'
+        )
+    return 0, 1
+
+
+def _advise_lanes(shaped: Shaped, shard: Shard) -> None:
+    planning = shaped.planning
+    if planning is not None and planning.budget.balance is not None and planning.budget.group % shard.count:
+        group = planning.budget.group
+        _log.warning(
+            "balance: batches of about the same cost come in groups of %d, which %d ranks do not divide, so that some "
+            "steps have batches of two groups. Call with_lanes(%d) on the dataset before.",
+            group, shard.count, shard.count * max(1, group // shard.count),
+        )  # fmt: skip
 
 
 def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from midepoch.loader.collation import collated, marked
 from midepoch.loader.options import PADDING, Options
-from midepoch.pipeline.chunk import Items, RowRefs, materialize
+from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import present
 from midepoch.transforms.generators import Generators
@@ -23,6 +23,7 @@ class Presenter:
         self._options, self._generators = options, Generators(spec.node.seed, spec.global_seed or 0)
         self._pads = options.batch_size if options.last_batch == "pad" else None
         self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
+        self._arrays = self._arrays and options.layout is None
 
     def batch(self, items: Items, epoch: int) -> Any:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -41,9 +42,17 @@ class Presenter:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            return columns
+            return self._cut(columns)
         batch = materialize(items)
-        batch = batch if self._pads is None else marked(batch, np.arange(len(batch)) >= genuine)
+        if self._pads is not None:
+            bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
+            batch = marked(batch, np.arange(len(batch)) >= bounds[genuine] - bounds[0])
+        if self._options.layout is not None:
+            return self._options.layout.arrange(batch, kind=self._format)
         if self._options.collate_fn is None:
-            return present(batch, self._format)
+            return self._cut(present(batch, self._format))
         return collated(batch, self._format, self._options, self._generators, epoch)
+
+    def _cut(self, columns: Any) -> Any:
+        """Return the part of every sequence that this rank gets."""
+        return columns if self._options.context is None else self._options.context.cut(columns)

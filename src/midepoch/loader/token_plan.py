@@ -31,8 +31,7 @@ class TokenPlan:
         self.epoch, self._ranks, self._last_batch = cursor.epoch, spec.shard.count, options.last_batch
         self.rows, self._start = spec.rows, cursor.position
         self._steps = cursor.steps if options.counts_steps else None
-        self._budget = options.planning.budget
-        self._typical = max(1, int(self._budget.tokens / max(1.0, options.planning.mean)))
+        self._typical = options.planning.typical_rows
         self._epoch = PlannedEpoch.at(spec.leaf, options.planning, cursor)
 
     @property

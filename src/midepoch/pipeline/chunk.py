@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.order.budget import Batches
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
@@ -111,7 +112,31 @@ class Pieces:
         return join(parts).keep(order)
 
 
-Items = Batch | RowRefs | Pieces
+@dataclass(frozen=True)
+class Bunches:
+    """Outputs that are batches of rows each: those of bunch k are ``places[bounds[k]:bounds[k + 1]]`` of ``rows``."""
+
+    rows: Batch | RowRefs | Pieces
+    batches: Batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def slice(self, start: int, stop: int) -> Bunches:
+        places, bounds = self.batches
+        return replace(self, batches=Batches(places, bounds[start : stop + 1]))
+
+    def keep(self, numbers: Int64Array) -> Bunches:
+        return replace(self, batches=self.batches.in_order(numbers))
+
+    def read(self) -> Batch:
+        """Return the rows of all of them."""
+        places, bounds = self.batches
+        chosen = self.rows.keep(places[int(bounds[0]) : int(bounds[-1])])
+        return chosen if isinstance(chosen, Batch) else chosen.read()
+
+
+Items = Batch | RowRefs | Pieces | Bunches
 
 
 class Conform(Protocol):
@@ -124,6 +149,8 @@ def joined(parts: Sequence[Items]) -> Items:
     """Join outputs: references if all are references, one batch if all batches have columns of the same kind."""
     if len(parts) == 1:
         return parts[0]
+    if isinstance(parts[0], Bunches):
+        return _joined_bunches([part for part in parts if isinstance(part, Bunches)])
     refs = [part for part in parts if isinstance(part, RowRefs)]
     if len(refs) < len(parts):
         batches = [part.read() if isinstance(part, RowRefs) else part for part in parts]
@@ -136,6 +163,16 @@ def joined(parts: Sequence[Items]) -> Items:
         ordinals = np.concatenate(zeros)
     located = _join_located([part.located for part in refs])
     return RowRefs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema)
+
+
+def _joined_bunches(parts: Sequence[Bunches]) -> Bunches:
+    """Join batches of rows. Only the rows of these are kept."""
+    kept = [part.rows.keep(part.batches.places[int(part.batches.bounds[0]) : int(part.batches.bounds[-1])]) for part in parts]
+    rows = joined(kept)
+    assert not isinstance(rows, Bunches)
+    sizes = np.concatenate([part.batches.sizes() for part in parts])
+    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Bunches(rows, Batches(np.arange(bounds[-1]), bounds))
 
 
 def _together(parts: Sequence[Batch | Pieces]) -> Pieces:
@@ -164,6 +201,8 @@ def _join_located(parts: Sequence[dict[str, Located] | None]) -> dict[str, Locat
 
 def bytes_in(items: Items) -> int:
     """Return the approximate memory of outputs that have been read."""
+    if isinstance(items, Bunches):
+        return bytes_in(items.rows)
     if isinstance(items, RowRefs):
         return 0
     return sum(batch.nbytes for batch in (items.batches if isinstance(items, Pieces) else (items,)))

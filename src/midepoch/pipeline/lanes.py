@@ -107,6 +107,8 @@ class StepOutputs:
 
     def __init__(self, lanes: Lanes, epoch: int, before: Int64Array, taken: list[tuple[int, Pulled]]) -> None:
         self._epoch, self._before, self._taken = epoch, before, taken
+        self.steps = 0
+        """Steps since the run began, up to these outputs, if they are counted."""
         self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
         self._position = lanes.position
         self.marks = [intake.mark() for intake in lanes.intakes]
@@ -165,4 +167,4 @@ class StepOutputs:
             ended = count == self.total and not self._live[lane]
             cursors[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
         position = self._position(int(self._before.sum()) + count)
-        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes))
+        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=self.steps)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from midepoch.order.budget import Budget
 from midepoch.order.mixing import spans
 from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
@@ -86,7 +87,30 @@ class Slice:
         return f"skip[{self.start}]" if self.stop is None else f"take[{self.stop}]"
 
 
-StageSpec = Local | Rebatch | Window | Slice | PackSpec
+@dataclass(frozen=True)
+class Buckets:
+    """Batches by a budget of tokens, of the outputs in a window. Only a loader adds it, as the last stage.
+
+    ``column``: its lengths count, or its numbers if they are ``given``; then it is only for this, and is removed.
+    ``shuffled``: batches of a window are shuffled, else the longest rows come first.
+    """
+
+    budget: Budget
+    column: str
+    given: bool = False
+    shuffled: bool = True
+
+    @property
+    def size(self) -> int:
+        """The number of outputs in a group."""
+        return self.budget.window
+
+    @property
+    def text(self) -> str:
+        return f"tokens{self.budget.text.replace(',', ' ')}"
+
+
+StageSpec = Local | Rebatch | Window | Slice | PackSpec | Buckets
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,6 +58,11 @@ class Planning:
     mean: float
     by_source: bool = True
 
+    @property
+    def typical_rows(self) -> int:
+        """About the number of rows of a batch."""
+        return max(1, int(self.budget.tokens / max(1.0, self.mean)))
+
 
 class Window(NamedTuple):
     """The batches of a window: positions of the epoch, in the order of delivery.

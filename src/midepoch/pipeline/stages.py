@@ -12,10 +12,11 @@ from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.node import Local, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.node import Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row
+from midepoch.pipeline.bunches import bunches
 from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
 
 Int64Array = npt.NDArray[np.int64]
@@ -45,6 +46,8 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunCon
     flow = source(inner)
     if isinstance(spec, Slice):
         return Sliced(flow, inner, spec, count)
+    if isinstance(spec, Buckets):
+        return Bucketed(flow, inner, spec, run, count)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
         return Packed(flow, spec, inner, count, packing)
     if isinstance(spec, PackSpec):
@@ -162,6 +165,29 @@ class Grouped:
             return [taken.at(taken.count), 0] if outputs == count else [taken.at(0), skip + outputs]
 
         return Chunk(made.slice(skip, len(made)) if skip else made, at)
+
+
+class Bucketed:
+    """Windows of outputs, each turned into batches by a budget of tokens.
+
+    Cursor: [cursor before a window, delivered batches of that window].
+    """
+
+    def __init__(self, source: Flow, inner: At, spec: Buckets, run: RunContext, skip: int) -> None:
+        self._intake, self._spec, self._run, self._skip = Puller(source, inner), spec, run, skip
+
+    def pull(self) -> Chunk | None:
+        taken = self._intake.take(self._spec.budget.window)
+        if not taken.count:
+            return None
+        made = bunches(taken.items(), self._spec, self._run)
+        skip, self._skip = min(self._skip, len(made)), 0
+        count = len(made) - skip
+
+        def at(outputs: int) -> At:
+            return [taken.at(taken.count), 0] if outputs == count else [taken.at(0), skip + outputs]
+
+        return Chunk(made.slice(skip, len(made)), at)
 
 
 class Sliced:

@@ -1,0 +1,255 @@
+"""The shape of batches, from the arguments of ``Dataset.loader``: budgets of tokens, layouts, context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch._internal.checks import integer
+from midepoch.errors import ColumnError
+from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Buckets, Node
+from midepoch.pipeline.planned import GivenLengths, Lengths, Planning, too_long
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.sources.lengths import lengths_of
+from midepoch.transforms import Cast, Decode, Map
+from midepoch.transforms.context import ContextSlice
+from midepoch.transforms.layout import LAYOUTS, Layout
+
+if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
+
+_TOKENS = "input_ids"
+_HIDDEN = "__midepoch_length__"
+"""The column with the result of a function of the user that counts tokens."""
+
+
+class Shaped(NamedTuple):
+    """The pipeline with what batches need, and the settings of batches."""
+
+    spec: PipelineSpec
+    planning: Planning | None = None
+    bunches: Budget | None = None
+    layout: Layout | None = None
+    context: ContextSlice | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The arguments, unchecked."""
+
+    max_tokens: Any = None
+    length: Any = None
+    layout: Any = None
+    multiple: Any = None
+    pad_values: Any = None
+    window: Any = None
+    balance: Any = None
+    context_parallel: Any = None
+    cp_layout: Any = None
+    steps_per_epoch: Any = None
+
+    def steps(self) -> int:
+        """Return the number of steps of a pass, or 0 for all of an epoch."""
+        return 0 if self.steps_per_epoch is None else integer(self.steps_per_epoch, "loader(steps_per_epoch=…)", 1)
+
+    def context(self) -> ContextSlice | None:
+        """Return the part of every sequence that this rank gets."""
+        if self.context_parallel is None:
+            if self.cp_layout is not None:
+                raise ValueError("cp_layout is for context_parallel=(rank, size). Give both or neither.")
+            return None
+        return ContextSlice.of(self.context_parallel, self.cp_layout or "contiguous")
+
+    def applied(self, spec: PipelineSpec, dataset: Dataset, collated: bool, most_rows: int | None) -> Shaped:
+        """Return the pipeline and settings. ``collated``: a function of the user makes the batch."""
+        context = self.context()
+        self._check(context, collated)
+        layout = self._layout(spec, collated, context)
+        if self.max_tokens is None:
+            return Shaped(spec, layout=layout, context=context if layout is None else None)
+        budget = self._budget(spec, layout, context, most_rows)
+        shaped = Shaped(spec, layout=layout, context=context if layout is None else None)
+        lengths = self._known_lengths(spec, dataset)
+        if lengths is None:
+            return self._at_run_time(shaped, dataset, budget)
+        known, mean, longest, by_source = lengths
+        if (most := -(-longest // budget.multiple) * budget.multiple) > budget.tokens:
+            raise too_long(most, budget, "a row of the data")
+        return shaped._replace(planning=Planning(budget, known, mean, by_source))
+
+    def _check(self, context: ContextSlice | None, collated: bool) -> None:
+        if self.max_tokens is None:
+            for name, value in (("bucket_window", self.window), ("balance", self.balance)):
+                if value is not None:
+                    raise ValueError(f"{name} is for batches by tokens: add max_tokens, or omit it.")
+        if collated and (self.layout is not None or context is not None or self.pad_values is not None):
+            raise ValueError(
+                "layout, pad_values and context_parallel arrange the batch themselves. Omit them, or collate_fn."
+            )
+
+    def _layout(self, spec: PipelineSpec, collated: bool, context: ContextSlice | None) -> Layout | None:
+        kind = self.layout
+        if kind is not None and kind not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {kind!r}")
+        arrays = spec.format in (None, "numpy", "torch", "jax")
+        if kind is None and not collated and arrays:
+            wanted = (self.max_tokens, self.multiple, self.pad_values)
+            kind = "padded" if any(each is not None for each in wanted) else None
+        if kind is None:
+            return None
+        if not arrays:
+            raise ValueError(f"layout={kind!r} makes arrays, but the format is {spec.format!r}. Omit one of them.")
+        values = {} if self.pad_values is None else self.pad_values
+        if not isinstance(values, Mapping):
+            raise TypeError(f"pad_values takes a dict of columns and values, got {values!r:.60}")
+        return Layout(kind, self._token_column(spec), self._multiple, tuple(values.items()), context)
+
+    @property
+    def _multiple(self) -> int:
+        return 1 if self.multiple is None else integer(self.multiple, "loader(pad_to_multiple_of=…)", 1)
+
+    def _token_column(self, spec: PipelineSpec) -> str:
+        """Return the column whose lengths are those of the rows."""
+        known = spec.node.known.columns
+        if isinstance(self.length, str):
+            kind = known[self.length].kind if self.length in known else None
+            if kind is None or not _is_number(kind):
+                return self.length
+        if known and _TOKENS not in known and spec.node.known.certain:
+            raise ColumnError(
+                f"max_tokens and layout need the column of tokens: length={_TOKENS!r} by default, but there are "
+                f"{', '.join(map(repr, known))}. Pass length= with one of them, or a collate_fn that makes the batch."
+            )
+        return _TOKENS
+
+    def _budget(
+        self, spec: PipelineSpec, layout: Layout | None, context: ContextSlice | None, most_rows: int | None
+    ) -> Budget:
+        tokens = integer(self.max_tokens, "loader(max_tokens=…)", 1)
+        window = WINDOW if self.window is None else integer(self.window, "loader(bucket_window=…)", 1)
+        padded = layout is None or layout.kind == "padded"
+        multiple = lcm(self._multiple, 1 if context is None else context.multiple())
+        if not padded:  # all rows together are padded, or each for itself
+            by_document = context is not None and context.layout == "per_document"
+            tokens, multiple = tokens // multiple * multiple, context.multiple() if context and by_document else 1
+        if tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} is less than pad_to_multiple_of={multiple}")
+        return Budget(
+            tokens,
+            most_rows or 0,
+            multiple,
+            padded,
+            window,
+            checked_balance(self.balance),
+            spec.lanes if spec.lanes_chosen and spec.lanes > 1 else GROUP,
+            self._name(),
+        )
+
+    def _name(self) -> str:
+        length = _TOKENS if self.length is None else self.length
+        if isinstance(length, str):
+            return length
+        return f"function {getattr(length, '__qualname__', type(length).__name__)}" if callable(length) else "given"
+
+    def _known_lengths(self, spec: PipelineSpec, dataset: Dataset) -> tuple[Lengths, float, int, bool] | None:
+        """Return lengths that are known before anything runs, with their mean and the longest. None if there are none."""
+        length = _TOKENS if self.length is None else self.length
+        if callable(length):
+            return None
+        if not isinstance(length, str):
+            return _given(np.asarray(length), spec)
+        name = unchanged_column(spec, length)
+        if name is None:
+            return None
+        kind = spec.base.source.schema.field(name).type
+        if _is_number(kind):
+            return _given(_numbers(dataset, length), spec)
+        found = lengths_of(spec.base.source, name, skip_corrupt=spec.base.on_error == "skip")
+        return found, found.total / max(1, len(found)), found.longest, True
+
+    def _at_run_time(self, shaped: Shaped, dataset: Dataset, budget: Budget) -> Shaped:
+        """Return the pipeline with a stage that forms the batches, after the rows are made."""
+        spec, length = shaped.spec, _TOKENS if self.length is None else self.length
+        if callable(length):
+            counted = dataset.map(_Count(length, self._name()), seed_globals=False)
+            spec = replace(spec, node=counted.pipeline.node)
+            stage = Buckets(budget, _HIDDEN, given=True, shuffled=spec.node.shuffled)
+        elif isinstance(length, str):
+            kind = spec.node.known.columns[length].kind if length in spec.node.known.columns else None
+            known = spec.node.known_columns
+            if known is not None and length not in known:
+                raise ColumnError(f"loader(length={length!r}): there is no such column. There are: {', '.join(known)}.")
+            given = kind is not None and _is_number(kind)
+            stage = Buckets(budget, length, given=given, shuffled=spec.node.shuffled)
+        else:
+            raise ValueError(
+                "loader(length=…): a number for each row is for datasets whose rows have positions. Pass the name of a "
+                "column, or a function of a row."
+            )
+        node = spec.node
+        return shaped._replace(spec=replace(spec, node=Node(node.base, (*node.stages, stage))), bunches=budget)
+
+
+@dataclass(frozen=True)
+class _Count:
+    """The map that calls a function of the user for the length of each row."""
+
+    function: Any
+    name: str
+
+    def __call__(self, row: Any) -> dict[str, int]:
+        found = self.function(row)
+        if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 0:
+            raise TypeError(f"loader(length=…) must return a number of tokens, it returned {found!r:.60}")
+        return {_HIDDEN: int(found)}
+
+
+def unchanged_column(spec: PipelineSpec, name: str) -> str | None:
+    """Return the name in the source of a column that no function can have changed. None if there is none."""
+    if not spec.has_positions:
+        return None
+    leaf: Leaf = spec.base
+    for step in leaf.tail:
+        if isinstance(step, Map) and (made := step.outputs) is not None:
+            if name in made or name in step.remove_columns:
+                return None
+        elif not isinstance(step, (Cast, Decode)) or getattr(step, "column", name) == name:
+            return None
+    return leaf.head.get(name)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind))
+
+
+def _numbers(dataset: Dataset, name: str) -> npt.NDArray[Any]:
+    """Return the numbers of a column, one for each row before the shuffle."""
+    leaf = dataset.pipeline.base
+    unshuffled = replace(leaf, order=replace(leaf.order, shuffle=None))
+    spec = replace(PipelineSpec.of(unshuffled), format="numpy")
+    fresh = type(dataset)(spec).select_columns(name)
+    parts = [np.asarray(batch[name]) for batch in fresh.iter(100_000)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _given(numbers: npt.NDArray[Any], spec: PipelineSpec) -> tuple[Lengths, float, int, bool] | None:
+    if not spec.has_positions:
+        return None
+    if numbers.ndim != 1 or len(numbers) != spec.rows or (len(numbers) and numbers.dtype.kind not in "iu"):
+        raise ValueError(
+            f"loader(length=…) takes one whole number for each of the {spec.rows:,} rows of the dataset, before any "
+            f"shuffle, got {numbers.dtype} of shape {numbers.shape}."
+        )
+    if len(numbers) and numbers.min() < 0:
+        raise ValueError(f"loader(length=…): the length of row {int(np.argmin(numbers))} is {numbers.min()}.")
+    lengths = numbers.astype(np.int64)
+    longest = int(lengths.max()) if len(lengths) else 0
+    return GivenLengths(lengths), float(lengths.mean()) if len(lengths) else 1.0, longest, False
