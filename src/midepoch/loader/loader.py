@@ -17,14 +17,13 @@ from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
-from midepoch.loader.plans import BatchSource, StepPlan, batches_of
+from midepoch.loader.plans import BatchSource, StepPlan
 from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
-from midepoch.loader.token_plan import TokenPlan, make_plan
+from midepoch.loader.token_plan import make_plan
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
-from midepoch.pipeline.length import estimated_length, known_length
 from midepoch.pipeline.spec import PipelineSpec, check_known
 from midepoch.state import saved as states
 
@@ -132,7 +131,9 @@ class Loader(Counted):
         if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
             self._resume_point = None
         if self.how == "fresh" and not self._cursor.begun:
-            self.origin = Cursor(epoch, steps=self._cursor.steps)  # a run that begins there, as by those who make a loader for every epoch
+            self.origin = Cursor(
+                epoch, steps=self._cursor.steps
+            )  # a run that begins there, as by those who make a loader for every epoch
         point = self._resume_point
         if (
             epoch != self._cursor.epoch

@@ -16,8 +16,8 @@ from midepoch.errors import WorldError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
-from midepoch.loader.shape import Shape, Shaped
 from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
+from midepoch.loader.shape import Shape, Shaped
 from midepoch.order import Shard
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
@@ -132,8 +132,10 @@ def _without_context(
 
 def _advise_lanes(shaped: Shaped, shard: Shard) -> None:
     planning = shaped.planning
-    if planning is not None and planning.budget.balance is not None and planning.budget.group % shard.count:
-        group = planning.budget.group
+    if shard.index or planning is None or planning.budget.balance is None:
+        return
+    group = planning.budget.group
+    if group % shard.count:
         _log.warning(
             "balance: batches of about the same cost come in groups of %d, which %d ranks do not divide, so that some "
             "steps have batches of two groups. Call with_lanes(%d) on the dataset before.",

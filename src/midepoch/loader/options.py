@@ -76,8 +76,8 @@ class Options:
     - None does the same, but refuses to leave a rank without a batch
 
     ``prefetch``: batches for each worker (or chunks for the reading thread). ``timeout``: seconds to wait for a worker,
-    0 for any time. ``sizes``: batch sizes that change; ``batch_size`` is the largest then. ``planning``: batches by
-    a budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
+    0 for any time. ``sizes``: batch sizes that change; ``batch_size`` is the largest then. ``planning``: batches by a
+    budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
     of them in a step. ``steps_per_epoch``: steps of a pass, 0 for all. ``layout``: how rows of different lengths become
     arrays. ``context``: the part of each sequence that this rank gets.
     """

@@ -15,7 +15,7 @@ from midepoch._internal.checks import integer
 from midepoch.errors import ColumnError
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Buckets, Node
+from midepoch.pipeline.node import HIDDEN, Buckets, Node
 from midepoch.pipeline.planned import GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources.lengths import lengths_of
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from midepoch.dataset import Dataset
 
 _TOKENS = "input_ids"
-_HIDDEN = "__midepoch_length__"
-"""The column with the result of a function of the user that counts tokens."""
 
 
 class Shaped(NamedTuple):
@@ -160,7 +158,7 @@ class Shape:
         return f"function {getattr(length, '__qualname__', type(length).__name__)}" if callable(length) else "given"
 
     def _known_lengths(self, spec: PipelineSpec, dataset: Dataset) -> tuple[Lengths, float, int, bool] | None:
-        """Return lengths that are known before anything runs, with their mean and the longest. None if there are none."""
+        """Return lengths that are known before anything runs, their mean and the longest. None if there are none."""
         length = _TOKENS if self.length is None else self.length
         if callable(length):
             return None
@@ -181,7 +179,7 @@ class Shape:
         if callable(length):
             counted = dataset.map(_Count(length, self._name()), seed_globals=False)
             spec = replace(spec, node=counted.pipeline.node)
-            stage = Buckets(budget, _HIDDEN, given=True, shuffled=spec.node.shuffled)
+            stage = Buckets(budget, HIDDEN, given=True, shuffled=spec.node.shuffled)
         elif isinstance(length, str):
             kind = spec.node.known.columns[length].kind if length in spec.node.known.columns else None
             known = spec.node.known_columns
@@ -209,7 +207,7 @@ class _Count:
         found = self.function(row)
         if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 0:
             raise TypeError(f"loader(length=…) must return a number of tokens, it returned {found!r:.60}")
-        return {_HIDDEN: int(found)}
+        return {HIDDEN: int(found)}
 
 
 def unchanged_column(spec: PipelineSpec, name: str) -> str | None:

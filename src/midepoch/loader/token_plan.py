@@ -144,4 +144,3 @@ class TokenPlan:
 def make_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> StepPlan:
     """Return the steps of a rank from a cursor on."""
     return Plan.make(spec, options, cursor) if options.planning is None else TokenPlan(spec, options, cursor)
-

@@ -121,32 +121,35 @@ class Budget:
         if len(sizes) and int(sizes.max()) > self.tokens:
             place = int(np.argmax(sizes > self.tokens))
             raise TooLongError(place, int(lengths[place]))
-        batches = self._by_longest(sizes) if self.padded else self._by_sum(sizes)
+        batches = self._cut(sizes, self.tokens)
         if self.balance is None:
             return batches if key is None else batches.in_order(Bijection(len(batches), key)(np.arange(len(batches))))
-        batches = self._in_whole_groups(batches)
+        batches = self._in_whole_groups(batches, sizes)
         return batches.in_order(self._grouped(self.costs(batches, sizes), key))
 
-    def _by_longest(self, sizes: Int64Array) -> Batches:
+    def _cut(self, sizes: Int64Array, tokens: int) -> Batches:
+        return self._by_longest(sizes, tokens) if self.padded else self._by_sum(sizes, tokens)
+
+    def _by_longest(self, sizes: Int64Array, tokens: int) -> Batches:
         """Cut the rows, sorted by length, into batches that are as full as possible."""
         order = np.argsort(-sizes, kind="stable")
         at, bounds = 0, [0]
         longest = sizes[order]
         while at < len(order):
-            rows = self.tokens // int(longest[at])
+            rows = tokens // int(longest[at])
             at += min(rows, self.rows) if self.rows else rows
             bounds.append(min(at, len(order)))
         return Batches(order, np.array(bounds, np.int64))
 
-    def _by_sum(self, sizes: Int64Array) -> Batches:
+    def _by_sum(self, sizes: Int64Array, tokens: int) -> Batches:
         """Put the rows into as few batches as best-fit-decreasing finds."""
         if not len(sizes):
             return Batches(np.zeros(0, np.int64), np.zeros(1, np.int64))
-        bins = best_fit(sizes, self.tokens).bins
+        bins = best_fit(sizes, tokens).bins
         order = np.lexsort((-sizes, bins))
         counts = np.bincount(bins)
         if self.rows:  # a batch with too many rows becomes several
-            counts = np.concatenate([_cut(int(count), self.rows) for count in counts])
+            counts = np.concatenate([_parts(int(count), self.rows) for count in counts])
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         fullest = np.argsort(-np.add.reduceat(sizes[order], bounds[:-1]), kind="stable")
         return Batches(order, bounds).in_order(fullest)
@@ -163,17 +166,23 @@ class Budget:
             return sizes * np.maximum.reduceat(here, starts).astype(np.float64) ** power
         return np.add.reduceat(here.astype(np.float64) ** power, starts)
 
-    def _in_whole_groups(self, batches: Batches) -> Batches:
-        """Split the last batches into more of them, so that groups are complete and no step spans two."""
-        extra, count = len(batches) % self.group, len(batches)
-        if not extra or batches.bounds[-1] - batches.bounds[count - extra] < self.group:
-            return batches
-        first = int(batches.bounds[count - extra])
+    def _in_whole_groups(self, batches: Batches, sizes: Int64Array) -> Batches:
+        """Split the last batches into more of them, of equal costs: groups are complete, and no step spans two."""
+        count = len(batches)
+        kept = count - count % self.group
+        first = int(batches.bounds[kept])
         rows = batches.places[first:]
-        dealt = [rows[number :: self.group] for number in range(self.group)]
-        counts = np.array([len(each) for each in dealt])
-        bounds = np.concatenate([batches.bounds[: count - extra + 1], first + np.cumsum(counts)])
-        return Batches(np.concatenate([batches.places[:first], *dealt]), bounds.astype(np.int64))
+        if kept == count or len(rows) < self.group:
+            return batches
+        low, high = int(sizes[rows].max()), self.tokens
+        while low < high:  # the largest budget with which they become a group
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(self._cut(sizes[rows], middle)) >= self.group else (low, middle - 1)
+        parts = self._cut(sizes[rows], low)
+        if len(parts) != self.group:
+            return batches
+        bounds = np.concatenate([batches.bounds[:kept], first + parts.bounds])
+        return Batches(np.concatenate([batches.places[:first], rows[parts.places]]), bounds)
 
     def _grouped(self, costs: npt.NDArray[np.float64], key: npt.NDArray[np.uint64] | None) -> Int64Array:
         """Return an order in which batches of about the same cost are in one group, and groups are shuffled."""
@@ -185,7 +194,7 @@ class Budget:
         return np.concatenate([groups.reshape(-1), order[whole:]])
 
 
-def _cut(count: int, most: int) -> Int64Array:
+def _parts(count: int, most: int) -> Int64Array:
     pieces = -(-count // most)
     return np.full(pieces, count // pieces, np.int64) + (np.arange(pieces) < count % pieces)
 
@@ -194,6 +203,5 @@ def checked_balance(balance: Any) -> str | Cost | None:
     """Return the argument ``balance`` of a loader. Raise ValueError unless it is known."""
     if balance is None or callable(balance) or balance in BALANCES:
         return balance  # type: ignore[no-any-return]
-    raise ValueError(
-        f"balance must be one of {', '.join(map(repr, BALANCES))}, or a function of the lengths of a batch, got {balance!r}"
-    )
+    names = ", ".join(map(repr, BALANCES))
+    raise ValueError(f"balance must be one of {names}, or a function of the lengths of a batch, got {balance!r}")

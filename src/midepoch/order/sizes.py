@@ -43,7 +43,9 @@ class BatchSizes:
     @staticmethod
     def of_text(text: str) -> BatchSizes:
         """Return the schedule that a text describes."""
-        return BatchSizes.of({int(step): int(size) for step, _, size in (one.partition(":") for one in text.split(","))})
+        return BatchSizes.of(
+            {int(step): int(size) for step, _, size in (one.partition(":") for one in text.split(","))}
+        )
 
     def at(self, step: int) -> int:
         """Return the batch size of a step."""

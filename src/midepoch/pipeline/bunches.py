@@ -11,8 +11,8 @@ import pyarrow as pa
 from midepoch.errors import ColumnError
 from midepoch.order.budget import TooLongError
 from midepoch.order.keys import derive
-from midepoch.pipeline.chunk import Bunches, Items, Pieces, RowRefs, materialize
-from midepoch.pipeline.node import Buckets
+from midepoch.pipeline.chunk import Bunches, Items, Pieces, materialize
+from midepoch.pipeline.node import HIDDEN, Buckets
 from midepoch.pipeline.planned import too_long
 from midepoch.transforms import Batch, RunContext
 from midepoch.transforms.arrow_values import flat_numbers
@@ -28,13 +28,13 @@ def bunches(items: Items, spec: Buckets, run: RunContext) -> Bunches:
         for number in np.unique(items.which).tolist():
             own = np.flatnonzero(items.which == number)
             lengths[own] = _lengths(items.batches[number].keep(items.places[own]), spec)
-        rows: Batch | Pieces | RowRefs = items
+        rows: Batch | Pieces = items
         numbers = np.concatenate([batch.rows for batch in items.batches])
     else:
         rows = materialize(items)
         lengths, numbers = _lengths(rows, spec), rows.rows
-    if spec.given:
-        rows = rows.changed(lambda batch: _without(batch, spec.column)) if isinstance(rows, Pieces) else _without(rows, spec.column)
+    if spec.column == HIDDEN:
+        rows = rows.changed(_without) if isinstance(rows, Pieces) else _without(rows)
     key = None
     if spec.shuffled:
         key = derive(run.seed, run.epoch, "batches", _first(rows, numbers))
@@ -46,14 +46,14 @@ def bunches(items: Items, spec: Buckets, run: RunContext) -> Bunches:
     return Bunches(rows, made)
 
 
-def _first(rows: Batch | Pieces | RowRefs, numbers: Int64Array) -> int:
+def _first(rows: Batch | Pieces, numbers: Int64Array) -> int:
     """Return a number of the first output of a window: there are no positions by which to know it."""
     ordinal = 0 if not isinstance(rows, Batch) or rows.ordinals is None else int(rows.ordinals[0])
     return (int(numbers[0]) + ordinal * 0x9E3779B97F4A7C15) & (2**64 - 1)
 
 
-def _without(batch: Batch, column: str) -> Batch:
-    return batch.with_columns({name: values for name, values in batch.columns.items() if name != column})
+def _without(batch: Batch) -> Batch:
+    return batch.with_columns({name: values for name, values in batch.columns.items() if name != HIDDEN})
 
 
 def _lengths(batch: Batch, spec: Buckets) -> Int64Array:
@@ -76,9 +76,9 @@ def lengths_in(name: str, column: Any) -> Int64Array:
         if pa.types.is_fixed_size_list(kind):
             return np.where(flat_numbers(column.is_valid()), kind.list_size, 0).astype(np.int64)
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            return flat_numbers(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+            return np.asarray(flat_numbers(pc.fill_null(pc.list_value_length(column), 0)), np.int64)
         if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
-            return flat_numbers(pc.fill_null(pc.binary_length(column), 0)).astype(np.int64)
+            return np.asarray(flat_numbers(pc.fill_null(pc.binary_length(column), 0)), np.int64)
     elif isinstance(column, np.ndarray) and column.ndim > 1:
         return np.full(len(column), column.shape[1], np.int64)
     elif all(value is None or hasattr(value, "__len__") for value in column):

@@ -129,10 +129,19 @@ class Bunches:
     def keep(self, numbers: Int64Array) -> Bunches:
         return replace(self, batches=self.batches.in_order(numbers))
 
-    def read(self) -> Batch:
-        """Return the rows of all of them."""
+    def with_ordinals(self, number: int) -> Bunches:
+        """Number the rows as ``Batch.with_ordinals`` does."""
+        return replace(self, rows=self.rows.with_ordinals(number))
+
+    @property
+    def chosen(self) -> Batch | RowRefs | Pieces:
+        """The rows of all of them, in their order."""
         places, bounds = self.batches
-        chosen = self.rows.keep(places[int(bounds[0]) : int(bounds[-1])])
+        return self.rows.keep(places[int(bounds[0]) : int(bounds[-1])])
+
+    def read(self) -> Batch:
+        """Read the rows of all of them."""
+        chosen = self.chosen
         return chosen if isinstance(chosen, Batch) else chosen.read()
 
 
@@ -153,7 +162,7 @@ def joined(parts: Sequence[Items]) -> Items:
         return _joined_bunches([part for part in parts if isinstance(part, Bunches)])
     refs = [part for part in parts if isinstance(part, RowRefs)]
     if len(refs) < len(parts):
-        batches = [part.read() if isinstance(part, RowRefs) else part for part in parts]
+        batches = [part if isinstance(part, (Batch, Pieces)) else part.read() for part in parts]
         plain = [batch for batch in batches if isinstance(batch, Batch)]
         return join(plain) if len(plain) == len(batches) and alike(plain) else _together(batches)
     leaves, rows = (np.concatenate(arrays) for arrays in zip(*((p.leaves, p.rows) for p in refs), strict=True))
@@ -167,8 +176,7 @@ def joined(parts: Sequence[Items]) -> Items:
 
 def _joined_bunches(parts: Sequence[Bunches]) -> Bunches:
     """Join batches of rows. Only the rows of these are kept."""
-    kept = [part.rows.keep(part.batches.places[int(part.batches.bounds[0]) : int(part.batches.bounds[-1])]) for part in parts]
-    rows = joined(kept)
+    rows = joined([part.chosen for part in parts])
     assert not isinstance(rows, Bunches)
     sizes = np.concatenate([part.batches.sizes() for part in parts])
     bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

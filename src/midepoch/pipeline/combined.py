@@ -50,7 +50,7 @@ def conformer(base: Mix | Concat, number: int) -> Callable[[Items], Items]:
     def conform(items: Items) -> Items:
         if isinstance(items, RowRefs):
             return replace(items, schema=schema, located=items.located if as_read else None)
-        return items.changed(schema.conform) if isinstance(items, Pieces) else schema.conform(items)
+        return items.changed(schema.conform) if isinstance(items, Pieces) else schema.conform(materialize(items))
 
     return conform
 

@@ -87,11 +87,15 @@ class Slice:
         return f"skip[{self.start}]" if self.stop is None else f"take[{self.stop}]"
 
 
+HIDDEN = "__midepoch_length__"
+"""The column with the result of a function of the user that counts tokens. It is removed with the stage."""
+
+
 @dataclass(frozen=True)
 class Buckets:
     """Batches by a budget of tokens, of the outputs in a window. Only a loader adds it, as the last stage.
 
-    ``column``: its lengths count, or its numbers if they are ``given``; then it is only for this, and is removed.
+    ``column``: its lengths count, or its numbers if they are ``given``.
     ``shuffled``: batches of a window are shuffled, else the longest rows come first.
     """
 

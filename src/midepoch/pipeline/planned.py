@@ -228,8 +228,8 @@ class PlannedEpoch:
 def too_long(length: int, budget: Budget, what: str) -> ColumnError:
     """Return the error for a row that is longer than a batch."""
     return ColumnError(
-        f"{what} has {length:,} tokens ({budget.length}), more than the {budget.tokens:,} of a batch. Raise max_tokens, "
-        "or shorten or filter such rows first, as with tokenize(…, truncation=True, max_length=…)."
+        f"{what} has {length:,} tokens ({budget.length}), more than the {budget.tokens:,} of a batch. Raise "
+        "max_tokens, or shorten or filter such rows first, as with tokenize(…, truncation=True, max_length=…)."
     )
 
 

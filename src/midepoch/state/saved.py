@@ -65,9 +65,7 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
     return state
 
 
-def load(
-    state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Budget | None = None
-) -> Resumed:
+def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Budget | None = None) -> Resumed:
     """Load a state, or the list of the states of all ranks. ``budget``: that of batches which are planned.
 
     Raises StateError or CheckpointMismatchError if it does not fit, and changes nothing. Fields in ``allow`` may
@@ -119,9 +117,7 @@ def load(
     return Resumed(cursor, adopted, worker, first["round"], first["batch"], shard)
 
 
-def load_global(
-    state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Budget | None = None
-) -> Resumed:
+def load_global(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Budget | None = None) -> Resumed:
     """Load a state that is equal on all ranks and workers. ``budget``: that of batches which are planned."""
     resumed = load(state, spec, allow, budget)
     if resumed.worker is not None:
@@ -172,8 +168,8 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cu
                 "batches",
                 f"in a window of batches by max_tokens ({at.legs[-1][0]})",
                 "batches of a fixed number of rows",
-                "the rows delivered so far are not the first of the epoch. Resume with max_tokens, which may differ, or "
-                "save at the end of an epoch",
+                "the rows delivered so far are not the first of the epoch. Resume with max_tokens, which may differ, "
+                "or save at the end of an epoch",
             )
         return Cursor(found["epoch"], found["position"] if at is None else at.start)
     if at is None:

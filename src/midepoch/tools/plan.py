@@ -214,7 +214,7 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
 
 
 def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
-    epoch, position, _ = known.cursor
+    epoch, position = known.cursor[:2]
     notes = list(known.notes)
     size = options.batch_size * ranks
     plan = Plan.of(epoch, position, known.rows, size, options.last_batch)

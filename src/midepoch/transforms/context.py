@@ -321,7 +321,7 @@ def _joined_places(bounds: Int64Array, padded: Int64Array, size: int, local: int
     chunk, inside = position // step, position % step
     in_tail = chunk >= size
     rank = np.where(in_tail, 2 * size - 1 - chunk, chunk)
-    return rank * local + padded[document] // size + in_tail * step + inside
+    return np.asarray(rank * local + padded[document] // size + in_tail * step + inside, np.int64)
 
 
 def _numpy(ends: Any) -> Int64Array:
