@@ -1,0 +1,328 @@
+"""Context parallelism: the part of every sequence for one of several ranks, and the way back.
+
+========================  ==========================================================================
+``contiguous``            rank r of n has the r-th of n equal parts
+``head_tail``             the sequence is cut into 2n chunks, rank r has chunks r and 2n-1-r: with causal
+                          attention, every rank has the same work
+``per_document``          every document is padded to a multiple of 2n tokens and cut like ``head_tail``, so that
+                          every rank has an equal part of each document
+========================  ==========================================================================
+
+``position_ids`` and ``segment_ids`` are those of the whole sequence. Bounds of documents come in up to three columns:
+
+- ``cu_seqlens``: of the local part, with an entry for each document of the whole sequence. It may have no token here.
+- ``cu_seqlens_global``: of the whole sequence, without padding of documents.
+- ``cu_seqlens_padded``: of the whole sequence with the padding of ``per_document``.
+
+A model that shifts labels inside its own part would miss the token after the end of that part. Therefore
+``shift_labels`` is made from ``labels`` before the sequence is cut: it has the label of the *next* token, and -100 at
+the end of every row or document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch._internal.imports import loaded
+from midepoch._internal.recycled import empty
+from midepoch.distributed.context import context_rank
+from midepoch.errors import ColumnError, MapError
+from midepoch.transforms.arrow_values import stacked
+from midepoch.transforms.packing import IGNORED, LABELS
+
+Int64Array = npt.NDArray[np.int64]
+Values = npt.NDArray[Any]
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "Values | None"]
+
+CP_LAYOUTS = ("contiguous", "head_tail", "per_document")
+SHIFTED = "shift_labels"
+BOUNDS = ("cu_seqlens", "cu_seqlens_global", "cu_seqlens_padded", "max_seqlen", "max_seqlen_global")
+
+
+def pad_for(name: str, dtype: np.dtype[Any], pads: Mapping[str, int | float]) -> int | float:
+    """Return the value for padding of a column: as given, -100 for labels, otherwise 0. Shifted labels are labels."""
+    value = pads.get(name, 0)
+    if name in (LABELS, SHIFTED):
+        value = pads.get(name, pads.get(LABELS, IGNORED))
+    if dtype.kind in "iu" and not _fits(value, np.iinfo(dtype)):
+        raise ColumnError(
+            f"padding of {value} does not fit into column {name!r}, which is {dtype}. Map the column to a wider type, "
+            "or give another value for its padding."
+        )
+    return value
+
+
+def _fits(value: int | float, limits: Any) -> bool:
+    return bool(limits.min <= value <= limits.max) and float(value).is_integer()
+
+
+def room(shape: tuple[int, ...], dtype: np.dtype[Any], allocate: Allocate | None) -> Values:
+    """Return an uninitialised array, in the given memory if it has room."""
+    found = None if allocate is None else allocate(shape, dtype)
+    return empty(shape, dtype) if found is None else found
+
+
+def round_up(number: Any, multiple: int) -> Any:
+    """Return a number, or an array of numbers, rounded up to multiples."""
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ContextSlice:
+    """Part of every sequence that rank ``rank`` of ``size`` gets."""
+
+    rank: int
+    size: int
+    layout: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        if self.layout not in CP_LAYOUTS:
+            raise ValueError(f"cp_layout must be one of {', '.join(map(repr, CP_LAYOUTS))}, got {self.layout!r}")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"the rank of context_parallel must be in [0, {self.size}), got {self.rank}")
+
+    @staticmethod
+    def of(given: Any, layout: str = "contiguous") -> ContextSlice:
+        """Return the part of this process. ``given``: (rank, size), a process group, or a mesh of one dimension."""
+        return ContextSlice(*context_rank(given), layout)
+
+    def multiple(self) -> int:
+        """Return the number of which the length of every sequence must be a multiple."""
+        return self.size if self.layout == "contiguous" else 2 * self.size
+
+    def cut(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        tokens: Sequence[str] | None = None,
+        pads: Mapping[str, int | float] | None = None,
+        multiple: int = 1,
+        allocate: Allocate | None = None,
+    ) -> dict[str, Any]:
+        """Return the columns with this rank's part of every sequence. Columns without tokens are unchanged.
+
+        - ``columns``: arrays of shape [rows, tokens], or of shape [tokens] with ``cu_seqlens`` and ``segment_ids``.
+        - ``tokens``: columns with a value for each token, by default those whose shape is that of the sequences.
+        - ``pads``: values for the padding of ``per_document``, by default -100 for labels and 0 otherwise.
+        - ``multiple``: sequences that ``per_document`` has padded get a length that is a multiple of this.
+        """
+        names = _token_columns(columns, tokens)
+        varlen = np.ndim(columns[names[0]]) == 1
+        whole = {name: np.atleast_2d(np.asarray(columns[name])) for name in names}
+        rows, length = whole[names[0]].shape
+        if LABELS in whole and SHIFTED not in whole:
+            ignored = pad_for(SHIFTED, whole[LABELS].dtype, pads or {})
+            whole[SHIFTED] = shifted(whole[LABELS], whole.get("segment_ids"), ignored)
+        if "position_ids" not in whole:
+            whole["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        bounds = _bounds(columns, whole, varlen, by_segments=self.layout == "per_document")
+        added: dict[str, list[Values]] = {}
+        if self.layout == "per_document" and bounds is not None:
+            places, padded = self._document_places(bounds, length, lcm(multiple, self.multiple()))
+            added["cu_seqlens"] = [ends // self.size for ends in padded]
+            added["cu_seqlens_padded"] = padded
+        else:
+            chunks = self._chunks(length)
+            places = np.concatenate([np.arange(start, stop) for start, stop in chunks])
+            places = places + np.arange(rows)[:, None] * length
+            if bounds is not None:
+                added["cu_seqlens"] = [_inside(ends, chunks) for ends in bounds]
+        out = {name: column for name, column in columns.items() if name not in BOUNDS or bounds is None}
+        missing = places < 0 if places.size and places.min() < 0 else None
+        for name, values in whole.items():
+            pad = 0 if missing is None else pad_for(name, values.dtype, pads or {})
+            out[name] = _take(values, places[0] if varlen else places, missing, pad, allocate)
+        if bounds is None:
+            return out
+        added["cu_seqlens_global"] = bounds
+        for name, each in added.items():
+            ends = [row.astype(np.int32) for row in each]
+            out[name] = ends[0] if varlen else stacked(ends)
+        if "max_seqlen" in columns:
+            out["max_seqlen"] = _longest(added["cu_seqlens"])
+            out["max_seqlen_global"] = _longest(added.get("cu_seqlens_padded", bounds))
+        return out
+
+    def _chunks(self, length: int) -> list[tuple[int, int]]:
+        """Return the parts of a sequence that this rank has, in ascending order."""
+        if length % self.multiple():
+            raise ValueError(
+                f"context parallelism over {self.size} ranks with the layout {self.layout!r} needs sequences of a "
+                f"multiple of {self.multiple()} tokens, got {length}. Pack or pad them to such a length."
+            )
+        step = length // self.multiple()
+        if self.layout == "contiguous":
+            return [(self.rank * step, (self.rank + 1) * step)]
+        tail = 2 * self.size - 1 - self.rank
+        return [(self.rank * step, (self.rank + 1) * step), (tail * step, (tail + 1) * step)]
+
+    def _document_places(
+        self, bounds: list[Int64Array], length: int, multiple: int
+    ) -> tuple[Int64Array, list[Int64Array]]:
+        """Return the places of this rank's tokens in the flat arrays, -1 for padding, and the bounds with padding."""
+        rounded = [round_up(np.diff(ends), 2 * self.size) for ends in bounds]
+        padded = [np.append(0, np.cumsum(sizes)) for sizes in rounded]
+        width = round_up(max((int(ends[-1]) for ends in padded), default=0), multiple) // self.size
+        places = np.full((len(bounds), width), -1, np.int64)
+        for row, (ends, sizes) in enumerate(zip(bounds, rounded, strict=True)):
+            steps = sizes // (2 * self.size)
+            local, document = _numbered(2 * steps)
+            step = steps[document]
+            in_tail = local >= step
+            position = np.where(in_tail, 2 * self.size - 2 - self.rank, self.rank) * step + local
+            found = row * length + ends[document] + position
+            places[row, : len(found)] = np.where(position < np.diff(ends)[document], found, -1)
+        return places, padded
+
+
+def whole(
+    parts: Sequence[Any],
+    columns: Mapping[str, Any],
+    layout: str,
+    *,
+    length: int | None = None,
+    pad: int | float = 0,
+) -> Any:
+    """Return an array with a value for each token of the whole sequences from the parts of all ranks.
+
+    - ``parts``: numpy arrays or torch tensors in the order of the ranks, of shape [rows, tokens, …] or [tokens, …].
+    - ``columns``: the batch of any of the ranks, for the bounds of its documents.
+    - ``layout``: the layout with which the sequences were cut.
+    - ``length``: tokens of the result in every row. By default, padding of ``per_document`` is dropped, other padding
+      is kept.
+    - ``pad``: value for tokens that are in no part.
+    """
+    if layout not in CP_LAYOUTS:
+        raise ValueError(f"cp_layout must be one of {', '.join(map(repr, CP_LAYOUTS))}, got {layout!r}")
+    size, varlen = len(parts), columns["position_ids"].ndim == 1
+    axis = 0 if varlen else 1
+    local = int(parts[0].shape[axis])
+    if any(tuple(part.shape) != tuple(parts[0].shape) for part in parts):
+        raise ValueError(f"the parts must have one shape, got {[tuple(part.shape) for part in parts]}")
+    if layout == "per_document" and "cu_seqlens_padded" in columns:
+        bounds, padded = ([_numpy(columns[n])] if varlen else list(map(_numpy, columns[n])) for n in BOUNDS[1:3])
+        found = [_joined_places(*ends, size, local) for ends in zip(bounds, padded, strict=True)]
+    else:
+        found = [_joined_chunks(size, local, layout)] * (1 if varlen else int(parts[0].shape[0]))
+    length = max(map(len, found), default=0) if length is None else length
+    places = np.full((len(found), length), -1, np.int64)
+    for row, each in zip(places, found, strict=True):
+        row[: len(each)] = each[:length]
+    torch = loaded("torch")
+    numbers = np.arange(len(found))[:, None]
+    missing = places < 0
+    if torch is not None and isinstance(parts[0], torch.Tensor):
+        joined: Any = torch.cat(list(parts), dim=axis)
+        places, numbers, missing = (torch.from_numpy(each).to(joined.device) for each in (places, numbers, missing))
+    else:
+        joined = np.concatenate([np.asarray(part) for part in parts], axis=axis)
+    out = joined[places[0]] if varlen else joined[numbers, places]
+    out[missing[0] if varlen else missing] = pad
+    return out
+
+
+def shifted(labels: Values, segments: Values | None, ignored: int | float = IGNORED) -> Values:
+    """Return the label of the next token for each token, ``ignored`` at the end of a row or segment and at padding."""
+    out = np.full(labels.shape, ignored, labels.dtype)
+    if segments is None:
+        out[:, :-1] = labels[:, 1:]
+    else:
+        same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        np.copyto(out[:, :-1], labels[:, 1:], where=same)
+    return out
+
+
+def _token_columns(columns: Mapping[str, Any], tokens: Sequence[str] | None) -> list[str]:
+    """Return the names of the columns with a value for each token, and check that they have one shape."""
+    if tokens is None:
+        varlen = np.ndim(columns.get("segment_ids", 0)) == 1
+        arrays = {n: c for n, c in columns.items() if isinstance(c, np.ndarray) and n not in BOUNDS}
+        if varlen:
+            total = len(columns["segment_ids"])
+            tokens = [n for n, c in arrays.items() if c.shape == (total,) and c.dtype.kind in "biuf"]
+            if total == len(columns["cu_seqlens"]) - 1:
+                raise ValueError(f"every one of the {total} documents has one token: pass tokens= to cut().")
+        else:
+            tokens = [n for n, c in arrays.items() if c.ndim == 2 and c.dtype.kind in "biuf"]
+    if not tokens:
+        raise ColumnError(f"context parallelism: no column of sequences. There are: {', '.join(columns)}.")
+    shapes = {name: np.shape(columns[name]) for name in tokens}
+    if len(set(shapes.values())) > 1:
+        text = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items())
+        raise ColumnError(
+            f"context parallelism: sequences of one batch have one length, got {text}. Remove or rename the others."
+        )
+    return list(tokens)
+
+
+def _bounds(
+    columns: Mapping[str, Any], whole: Mapping[str, Values], varlen: bool, by_segments: bool
+) -> list[Int64Array] | None:
+    """Return the bounds of the documents in each row, from 0 to the end of the last one. None: unknown."""
+    if "cu_seqlens" in columns:
+        given = [columns["cu_seqlens"]] if varlen else columns["cu_seqlens"]
+        return [np.asarray(ends, np.int64) for ends in given]
+    if not by_segments or "segment_ids" not in whole:
+        return None
+    found = []
+    for row, segments in enumerate(whole["segment_ids"]):
+        sizes = np.bincount(np.maximum(segments, 0))[1:]
+        expected = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        if not np.array_equal(segments[: len(expected)], expected) or segments[len(expected) :].any():
+            raise MapError(
+                f"segment_ids of row {row} of the batch must be 1, 2, … in ascending order, with 0 for padding at the "
+                "end, for the layout 'per_document'."
+            )
+        found.append(np.append(0, np.cumsum(sizes)))
+    return found
+
+
+def _inside(ends: Int64Array, chunks: list[tuple[int, int]]) -> Int64Array:
+    """Return bounds in the whole sequence as bounds in its chunks one after the other."""
+    return sum((np.clip(ends, start, stop) - start for start, stop in chunks), np.zeros(len(ends), np.int64))
+
+
+def _longest(bounds: list[Int64Array]) -> int:
+    return max((int(np.diff(ends).max()) for ends in bounds if len(ends) > 1), default=0)
+
+
+def _take(values: Values, places: Int64Array, missing: Any, pad: int | float, allocate: Allocate | None) -> Values:
+    out = room(places.shape, values.dtype, allocate)
+    np.take(values.reshape(-1), places, out=out, mode="clip")
+    if missing is not None:
+        out[missing.reshape(places.shape)] = pad
+    return out
+
+
+def _numbered(sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return for each item of groups of these sizes its place in its group, and its group."""
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    return np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes), groups
+
+
+def _joined_chunks(size: int, local: int, layout: str) -> Int64Array:
+    """Return the places of a sequence's tokens in the parts of all ranks one after the other."""
+    if layout == "contiguous":
+        return np.arange(size * local)
+    halves = np.arange(size * local).reshape(size, 2, local // 2)
+    return np.concatenate([halves[:, 0], halves[::-1, 1]]).reshape(-1)
+
+
+def _joined_places(bounds: Int64Array, padded: Int64Array, size: int, local: int) -> Int64Array:
+    """Return the places of the tokens of documents in the parts of all ranks one after the other."""
+    position, document = _numbered(np.diff(bounds))
+    step = (np.diff(padded) // (2 * size))[document]
+    chunk, inside = position // step, position % step
+    in_tail = chunk >= size
+    rank = np.where(in_tail, 2 * size - 1 - chunk, chunk)
+    return rank * local + padded[document] // size + in_tail * step + inside
+
+
+def _numpy(ends: Any) -> Int64Array:
+    return np.asarray(ends.cpu() if hasattr(ends, "cpu") else ends, np.int64)
