@@ -321,7 +321,8 @@ def _joined_places(bounds: Int64Array, padded: Int64Array, size: int, local: int
     chunk, inside = position // step, position % step
     in_tail = chunk >= size
     rank = np.where(in_tail, 2 * size - 1 - chunk, chunk)
-    return rank * local + padded[document] // size + in_tail * step + inside
+    places: Int64Array = rank * local + padded[document] // size + in_tail * step + inside
+    return places
 
 
 def _numpy(ends: Any) -> Int64Array:
