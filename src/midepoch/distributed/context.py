@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from midepoch._internal.imports import loaded
@@ -25,9 +24,10 @@ def context_rank(context_parallel: Any) -> World:
             raise ValueError(f"the rank of context_parallel must be in [0, {size}), got {rank}")
         return World(rank, size)
     if is_process_group(context_parallel):
-        if sys.modules["torch.distributed"].get_rank(context_parallel) < 0:
-            raise WorldError("this process is not in the process group given as context_parallel.")
         return part_of(context_parallel)
+    outside = getattr(getattr(loaded("torch.distributed"), "GroupMember", None), "NON_GROUP_MEMBER", None)
+    if outside is not None and context_parallel is outside:  # new_group returns it to those that it leaves out
+        raise WorldError("this process is not in the process group given as context_parallel.")
     mesh_type = getattr(loaded("torch.distributed.device_mesh"), "DeviceMesh", None)
     if mesh_type is not None and isinstance(context_parallel, mesh_type):
         if len(context_parallel.shape) != 1:

@@ -180,14 +180,15 @@ class PlannedEpoch:
         key = None if self._leaf.order.shuffle is None else derive(self._leaf.seed, self.epoch, "batches", at.start)
         legs: list[tuple[str, int]] = []
         done = 0
+        if budgets and budgets[-1][0] is self._budget:
+            done = budgets.pop()[1]
         for budget, delivered in budgets:
             split = self._split(budget, lengths, places, key, at.start)
-            done = min(delivered, len(split))
-            if budget is self._budget:
-                break
-            legs.append((budget.text, done))
-            places, done = np.sort(split.places[split.bounds[done] :]), 0
+            count = min(delivered, len(split))
+            legs.append((budget.text, count))
+            places = np.sort(split.places[split.bounds[count] :])
         batches = self._split(self._budget, lengths, places, key, at.start)
+        done = min(done, len(batches))
         return Window(first, at.start, stop, batches, done, tuple(legs))
 
     def _split(self, budget: Budget, lengths: Int64Array, places: Int64Array, key: Any, start: int) -> Batches:

@@ -40,6 +40,9 @@ Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "Values | None"]
 
+Rooms = Callable[[int, int, np.dtype[Any]], tuple[Values, Values]]
+"""Returns an uninitialised array for a column, and the same memory as a table of rows."""
+
 CP_LAYOUTS = ("contiguous", "head_tail", "per_document")
 SHIFTED = "shift_labels"
 BOUNDS = ("cu_seqlens", "cu_seqlens_global", "cu_seqlens_padded", "max_seqlen", "max_seqlen_global")
@@ -114,30 +117,33 @@ class ContextSlice:
         """
         names = _token_columns(columns, tokens)
         varlen = np.ndim(columns[names[0]]) == 1
-        whole = {name: np.atleast_2d(np.asarray(columns[name])) for name in names}
-        rows, length = whole[names[0]].shape
-        if LABELS in whole and SHIFTED not in whole:
-            ignored = pad_for(SHIFTED, whole[LABELS].dtype, pads or {})
-            whole[SHIFTED] = shifted(whole[LABELS], whole.get("segment_ids"), ignored)
-        if "position_ids" not in whole:
-            whole["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
-        bounds = _bounds(columns, whole, varlen, by_segments=self.layout == "per_document")
+        uncut = {name: np.atleast_2d(np.asarray(columns[name])) for name in names}
+        rows, length = uncut[names[0]].shape
+        if LABELS in uncut and SHIFTED not in uncut:
+            ignored = pad_for(SHIFTED, uncut[LABELS].dtype, pads or {})
+            uncut[SHIFTED] = shifted(uncut[LABELS], uncut.get("segment_ids"), ignored)
+        if "position_ids" not in uncut:
+            uncut["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        bounds = _bounds(columns, uncut, varlen, by_segments=self.layout == "per_document")
+
+        def rooms(count: int, width: int, dtype: np.dtype[Any]) -> tuple[Values, Values]:
+            found = room((width,) if varlen else (count, width), dtype, allocate)
+            return found, found.reshape(count, width)
+
         added: dict[str, list[Values]] = {}
         if self.layout == "per_document" and bounds is not None:
             places, padded = self._document_places(bounds, length, lcm(multiple, self.multiple()))
             added["cu_seqlens"] = [ends // self.size for ends in padded]
             added["cu_seqlens_padded"] = padded
+            filled = {name: pad_for(name, values.dtype, pads or {}) for name, values in uncut.items()}
+            parts = {n: _gathered(values, places, filled[n], rooms) for n, values in uncut.items()}
         else:
             chunks = self._chunks(length)
-            places = np.concatenate([np.arange(start, stop) for start, stop in chunks])
-            places = places + np.arange(rows)[:, None] * length
+            parts = {n: _joined(values, chunks, rooms) for n, values in uncut.items()}
             if bounds is not None:
                 added["cu_seqlens"] = [_inside(ends, chunks) for ends in bounds]
         out = {name: column for name, column in columns.items() if name not in BOUNDS or bounds is None}
-        missing = places < 0 if places.size and places.min() < 0 else None
-        for name, values in whole.items():
-            pad = 0 if missing is None else pad_for(name, values.dtype, pads or {})
-            out[name] = _take(values, places[0] if varlen else places, missing, pad, allocate)
+        out |= parts
         if bounds is None:
             return out
         added["cu_seqlens_global"] = bounds
@@ -262,16 +268,16 @@ def _token_columns(columns: Mapping[str, Any], tokens: Sequence[str] | None) -> 
 
 
 def _bounds(
-    columns: Mapping[str, Any], whole: Mapping[str, Values], varlen: bool, by_segments: bool
+    columns: Mapping[str, Any], uncut: Mapping[str, Values], varlen: bool, by_segments: bool
 ) -> list[Int64Array] | None:
     """Return the bounds of the documents in each row, from 0 to the end of the last one. None: unknown."""
     if "cu_seqlens" in columns:
         given = [columns["cu_seqlens"]] if varlen else columns["cu_seqlens"]
         return [np.asarray(ends, np.int64) for ends in given]
-    if not by_segments or "segment_ids" not in whole:
+    if not by_segments or "segment_ids" not in uncut:
         return None
     found = []
-    for row, segments in enumerate(whole["segment_ids"]):
+    for row, segments in enumerate(uncut["segment_ids"]):
         sizes = np.bincount(np.maximum(segments, 0))[1:]
         expected = np.repeat(np.arange(1, len(sizes) + 1), sizes)
         if not np.array_equal(segments[: len(expected)], expected) or segments[len(expected) :].any():
@@ -292,11 +298,18 @@ def _longest(bounds: list[Int64Array]) -> int:
     return max((int(np.diff(ends).max()) for ends in bounds if len(ends) > 1), default=0)
 
 
-def _take(values: Values, places: Int64Array, missing: Any, pad: int | float, allocate: Allocate | None) -> Values:
-    out = room(places.shape, values.dtype, allocate)
-    np.take(values.reshape(-1), places, out=out, mode="clip")
-    if missing is not None:
-        out[missing.reshape(places.shape)] = pad
+def _joined(values: Values, chunks: list[tuple[int, int]], rooms: Rooms) -> Values:
+    """Return the chunks of every row one after the other."""
+    out, table = rooms(len(values), sum(stop - start for start, stop in chunks), values.dtype)
+    np.concatenate([values[:, start:stop] for start, stop in chunks], axis=1, out=table)
+    return out
+
+
+def _gathered(values: Values, places: Int64Array, pad: int | float, rooms: Rooms) -> Values:
+    """Return the values at these places, and padding where a place is negative."""
+    out, table = rooms(places.shape[0], places.shape[1], values.dtype)
+    np.take(values.reshape(-1), places, out=table, mode="clip")
+    table[places < 0] = pad
     return out
 
 
@@ -321,7 +334,8 @@ def _joined_places(bounds: Int64Array, padded: Int64Array, size: int, local: int
     chunk, inside = position // step, position % step
     in_tail = chunk >= size
     rank = np.where(in_tail, 2 * size - 1 - chunk, chunk)
-    return np.asarray(rank * local + padded[document] // size + in_tail * step + inside, np.int64)
+    places: Int64Array = rank * local + padded[document] // size + in_tail * step + inside
+    return places
 
 
 def _numpy(ends: Any) -> Int64Array:

@@ -294,6 +294,6 @@ def _from_torch(name: str, value: Any, dimensions: int) -> Any:
         return value.detach().cpu().numpy()
     except TypeError:
         raise ColumnError(
-            f"column {name!r} is {value.dtype}, which numpy does not have. Map it to another type, or name it in "
-            "other=."
+            f"column {name!r} is {value.dtype}, which numpy does not have. "
+            "Map it to another type, or name it in other=."
         ) from None

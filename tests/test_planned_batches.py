@@ -1,0 +1,402 @@
+"""Batches by tokens, changing batch sizes, passes of a number of steps: one list, and the rules that hold for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import midepoch
+from data import write_arrow
+from midepoch import CheckpointMismatchError
+from midepoch.testing import assert_resumes_exactly
+
+ROWS = 150
+
+
+def table() -> pa.Table:
+    lengths = np.minimum(np.random.default_rng(5).lognormal(2.5, 0.8, ROWS).astype(int), 60)
+    tokens = [None if i == 7 else list(range(i, i + length)) for i, length in enumerate(lengths.tolist())]
+    return pa.table(
+        {
+            "id": np.arange(ROWS),
+            "input_ids": pa.array(tokens, pa.list_(pa.int32())),
+            "count": [0 if each is None else len(each) for each in tokens],
+            "text": ["x" * int(length) for length in lengths],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("planned")
+    for i in range(3):
+        write_arrow(made / f"{i}.arrow", table().slice(i * 50, 50), 20)
+    pq.write_table(table(), made / "all.parquet", row_group_size=20)
+    return made
+
+
+@pytest.fixture
+def open_ds(folder: Path) -> Callable[[], midepoch.Dataset]:
+    return lambda: midepoch.from_files(str(folder / "*.arrow"))
+
+
+def tokenized(row: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": [ord(each) for each in row["text"]]}
+
+
+def half(row: dict[str, Any]) -> int:
+    return len(row["text"]) // 2
+
+
+def odd(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 2)
+
+
+def tenfold(lengths: np.ndarray[Any, Any]) -> float:
+    return float((lengths**1.5).sum())
+
+
+LOADERS: dict[str, Callable[..., midepoch.Loader]] = {
+    "padded": lambda ds, **kw: ds.shuffle(seed=1).loader(max_tokens=200, bucket_window=40, **kw),
+    "in order": lambda ds, **kw: ds.loader(max_tokens=150, bucket_window=40, pad_to_multiple_of=8, **kw),
+    "one window": lambda ds, **kw: ds.shuffle(seed=1).loader(max_tokens=200, **kw),
+    "varlen": lambda ds, **kw: ds.shuffle(seed=1).loader(max_tokens=100, bucket_window=40, layout="varlen", **kw),
+    "most rows": lambda ds, **kw: ds.shuffle(seed=1).loader(5, max_tokens=200, bucket_window=40, **kw),
+    "balanced": lambda ds, **kw: (
+        ds.shuffle(seed=1).with_lanes(6).loader(max_tokens=100, bucket_window=75, balance="quadratic", **kw)
+    ),
+    "balanced by a function": lambda ds, **kw: (
+        ds.shuffle(seed=1).with_lanes(6).loader(max_tokens=100, bucket_window=75, balance=tenfold, **kw)
+    ),
+    "numbers": lambda ds, **kw: (
+        ds.remove_columns("input_ids")
+        .shuffle(seed=1)
+        .loader(max_tokens=200, bucket_window=40, length="count", collate_fn=as_columns, **kw)
+    ),
+    "mapped": lambda ds, **kw: (
+        ds.shuffle(seed=1)
+        .map(tokenized)
+        .select_columns(["id", "input_ids"])
+        .loader(max_tokens=200, bucket_window=40, **kw)
+    ),
+    "function": lambda ds, **kw: (
+        ds.remove_columns("input_ids")
+        .shuffle(seed=1)
+        .loader(max_tokens=100, bucket_window=40, length=half, collate_fn=as_columns, **kw)
+    ),
+    "filtered": lambda ds, **kw: ds.shuffle(seed=1).filter(odd).loader(max_tokens=200, bucket_window=20, **kw),
+    "mixed": lambda ds, **kw: (
+        midepoch.mix([ds.slice(0, 100).shuffle(seed=1), ds.slice(100).map(tokenized)], [0.6, 0.4], seed=2, stop="all")
+        .select_columns(["id", "input_ids"])
+        .loader(max_tokens=200, bucket_window=30, **kw)
+    ),
+    "sizes": lambda ds, **kw: ds.shuffle(seed=1).loader({0: 2, 5: 3, 12: 7}, length="input_ids", layout="padded", **kw),
+    "sizes of lanes": lambda ds, **kw: (
+        ds.shuffle(seed=1).filter(odd).select_columns("id").loader({0: 2, 5: 3, 12: 7}, **kw)
+    ),
+    "steps": lambda ds, **kw: ds.shuffle(seed=1).select_columns("id").loader(8, steps_per_epoch=7, **kw),
+    "steps of lanes": lambda ds, **kw: (
+        ds.shuffle(seed=1).filter(odd).select_columns("id").loader(8, steps_per_epoch=7, **kw)
+    ),
+    "steps of tokens": lambda ds, **kw: ds.shuffle(seed=1).loader(
+        max_tokens=200, bucket_window=40, steps_per_epoch=7, **kw
+    ),
+}
+BY_POSITION = [
+    "padded",
+    "in order",
+    "one window",
+    "varlen",
+    "most rows",
+    "balanced",
+    "balanced by a function",
+    "numbers",
+]
+AT_RUN_TIME = ["mapped", "function", "filtered", "mixed"]
+
+
+def as_columns(rows: list[Any]) -> dict[str, Any]:
+    return {"id": np.array([row["id"] for row in rows]), "keys": sorted(rows[0])}
+
+
+def ids(batch: Any) -> list[int]:
+    return [int(each) for each in batch["id"]]
+
+
+def epoch_of(loader: midepoch.Loader) -> list[list[int]]:
+    return [ids(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_resumes_exactly_with_any_workers(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    make = lambda **kw: LOADERS[name](open_ds(), **kw)  # noqa: E731
+    assert (
+        assert_resumes_exactly(make, resume_with=[make], tail=4, epochs=2, steps=[0, 1, 2, 3, 6, 7, 8, 13, 20, 21]) > 5
+    )
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_do_not_depend_on_workers(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    expected = epoch_of(LOADERS[name](open_ds()))
+    with LOADERS[name](open_ds(), num_workers=2) as loader:
+        assert epoch_of(loader) == expected
+    with LOADERS[name](open_ds(), num_workers=2, worker_type="thread") as loader:
+        assert epoch_of(loader) == expected
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_batches_do_not_depend_on_the_world(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    """Batch k is that of rank k mod S."""
+    expected = epoch_of(LOADERS[name](open_ds()))
+    for world in (2, 3, 5):
+        ranks = [epoch_of(LOADERS[name](open_ds(), rank=rank, world_size=world)) for rank in range(world)]
+        assert [ranks[k % world][k // world] for k in range(len(expected))] == expected
+        lengths = [len(LOADERS[name](open_ds(), rank=rank, world_size=world)) for rank in range(world)]
+        assert lengths == list(map(len, ranks))
+
+
+@pytest.mark.parametrize("name", [*BY_POSITION, "sizes"])
+def test_every_row_once_over_changing_worlds(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    seen: list[int] = []
+    state: Any = None
+    for world, steps in ((2, 3), (3, 1), (1, 2), (4, None)):
+        loaders = [LOADERS[name](open_ds(), rank=rank, world_size=world) for rank in range(world)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        if steps is None:
+            seen += [each for loader in loaders for batch in epoch_of(loader) for each in batch]
+            break
+        for _ in range(steps):
+            seen += [each for loader in loaders for each in ids(next(loader))]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(each == states[0] for each in states)
+        state = json.loads(json.dumps(states[0]))
+        assert len(json.dumps(state)) < 1024
+    assert sorted(seen) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("name", AT_RUN_TIME)
+def test_every_row_once_over_changing_worlds_of_lanes(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    expected = sorted(each for batch in epoch_of(LOADERS[name](open_ds())) for each in batch)
+    seen: list[int] = []
+    states: Any = None
+    for world, steps in ((2, 2), (1, 1), (2, None)):
+        loaders = [LOADERS[name](open_ds(), rank=rank, world_size=world, last_batch="uneven") for rank in range(world)]
+        for loader in loaders:
+            if states is not None:
+                loader.load_state_dict(states)
+        if steps is None:
+            seen += [each for loader in loaders for batch in epoch_of(loader) for each in batch]
+            break
+        for _ in range(steps):
+            seen += [each for loader in loaders for each in ids(next(loader))]
+        states = [loader.state_dict() for loader in loaders]
+    if name != "mixed":  # a mix repeats its shorter part
+        assert sorted(seen) == expected
+    assert set(seen) == set(expected)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"max_tokens": 90},
+    {"max_tokens": 400},
+    {"max_tokens": 200, "bucket_window": 25},
+    {"max_tokens": 200, "pad_to_multiple_of": 16},
+    {"max_tokens": 200, "balance": "tokens"},
+    {"max_tokens": 200, "layout": "varlen"},
+    {"batch_size": 3, "max_tokens": 200},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_the_budget_may_change_in_the_middle_of_a_window(
+    change: dict[str, Any], open_ds: Callable[[], midepoch.Dataset]
+) -> None:
+    """As after running out of memory: no row is lost or repeated, and the change may be repeated in one window."""
+    ds = open_ds().shuffle(seed=3)
+    first, options = ds.loader(max_tokens=200, bucket_window=75), {"bucket_window": 75, **change}
+    seen = [each for _ in range(3) for each in ids(next(first))]
+    second = ds.loader(**options)
+    second.load_state_dict(first.state_dict())
+    seen += [each for _ in range(2) for each in ids(next(second))]
+    third = ds.loader(max_tokens=200, bucket_window=75)
+    third.load_state_dict(second.state_dict())
+    state = third.state_dict()
+    assert json.loads(state["planned"])[1] and len(json.dumps(state)) < 1024
+    again = ds.loader(max_tokens=200, bucket_window=75)
+    again.load_state_dict(state)
+    rest = epoch_of(third)
+    assert rest == epoch_of(again)
+    assert sorted(seen + [each for batch in rest for each in batch]) == list(range(ROWS))
+
+
+def test_plain_and_planned_batches_continue_each_other(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    ds = open_ds().shuffle(seed=3)
+    plain = ds.loader(10)
+    seen = [each for _ in range(3) for each in ids(next(plain))]
+    planned = ds.loader(max_tokens=200, bucket_window=40)
+    planned.load_state_dict(plain.state_dict())
+    assert planned.position == 30
+    seen += ids(next(planned))
+    with pytest.raises(CheckpointMismatchError, match="not the first of the epoch"):
+        ds.loader(10).load_state_dict(planned.state_dict())
+    with pytest.raises(CheckpointMismatchError, match="not the first of the epoch"):
+        open_ds().shuffle(seed=3).load_state_dict(planned.state_dict())
+    seen += [each for batch in epoch_of(planned) for each in batch]
+    assert sorted(seen) == list(range(ROWS))
+    later = ds.loader(10)
+    later.load_state_dict(planned.state_dict())
+    assert ids(next(later)) == ids(next(iter(_at_epoch(ds.loader(10), 1))))
+
+
+def _at_epoch(loader: midepoch.Loader, epoch: int) -> midepoch.Loader:
+    loader.set_epoch(epoch)
+    return loader
+
+
+@pytest.mark.parametrize("name", ["padded", "varlen", "mapped", "filtered"])
+def test_every_batch_is_within_the_budget(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    budget = 100 if name == "varlen" else 200
+    for batch in LOADERS[name](open_ds()):
+        assert batch["input_ids"].numel() <= budget
+        if name != "varlen":
+            assert batch["attention_mask"].shape == batch["input_ids"].shape
+            assert int(batch["attention_mask"].sum(1).max()) == batch["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("ends", ["drop", "pad", "uneven"])
+def test_the_last_step(ends: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    total = len(LOADERS["padded"](open_ds()))
+    ranks = [list(LOADERS["padded"](open_ds(), rank=r, world_size=4, last_batch=ends)) for r in range(4)]
+    assert total % 4
+    steps = {len(rank) for rank in ranks}
+    assert steps == {"drop": {total // 4}, "pad": {total // 4 + 1}, "uneven": {total // 4, total // 4 + 1}}[ends]
+    genuine = [
+        each for rank in ranks for batch in rank for each, row in zip(ids(batch), _marks(batch), strict=True) if not row
+    ]
+    assert len(genuine) == len(set(genuine))
+    assert (len(genuine) == ROWS) == (ends != "drop")
+
+
+def _marks(batch: Any) -> list[bool]:
+    return batch["is_padding"].tolist() if "is_padding" in batch else [False] * len(batch["id"])
+
+
+def test_cost_is_balanced_over_ranks(tmp_path: Path) -> None:
+    lengths = np.minimum(np.random.default_rng(1).lognormal(5.5, 1, 20_000).astype(np.int64) + 1, 8192)
+    write_arrow(tmp_path / "a.arrow", pa.table({"id": np.arange(len(lengths))}), 1000)
+    ds = midepoch.from_files(str(tmp_path / "a.arrow")).shuffle(seed=1)
+
+    def costs(**options: Any) -> Any:
+        loaders = [
+            ds.loader(
+                max_tokens=16_384,
+                length=lengths,
+                collate_fn=as_columns,
+                rank=r,
+                world_size=8,
+                last_batch="drop",
+                **options,
+            )
+            for r in range(8)
+        ]
+        return np.array([[len(b["id"]) * lengths[b["id"]].max() for b in loader] for loader in loaders])
+
+    for window in (10_000, 20_000):
+        balanced = costs(balance="tokens", bucket_window=window)
+        assert float((balanced.max(0) / balanced.mean(0) - 1).mean()) <= 0.01
+        assert 1 - lengths.sum() / balanced.sum() <= 0.03
+    plain = costs()
+    assert float((plain.max(0) / plain.mean(0) - 1).mean()) > 0.02
+
+
+def test_a_pass_has_the_steps_that_were_asked_for(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    loader = open_ds().shuffle(seed=1).select_columns("id").loader(8, steps_per_epoch=7)
+    plain = open_ds().shuffle(seed=1).select_columns("id").loader(8)
+    expected = [ids(batch) for _ in range(3) for batch in plain]
+    assert len(loader) == 7
+    found = [epoch_of(loader) for _ in range(6)]
+    assert [len(one) for one in found] == [7] * 6 and sum(found, []) == expected[:42]
+    assert loader.epoch == 6 and loader.steps == 42
+    loader.set_epoch(6)
+    with pytest.raises(ValueError, match="passes follow each other"):
+        loader.set_epoch(2)
+    for batch in loader:
+        assert ids(batch) == expected[42]
+        break
+    assert epoch_of(loader) == expected[43:49]  # the rest of that pass
+
+
+def test_batch_sizes_grow_with_the_steps_of_the_run(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    ds = open_ds().shuffle(seed=1).select_columns("id")
+    loader = ds.loader({0: 10, 4: 20, 20: 30})
+    sizes = [[len(batch) for batch in epoch_of(loader)] for _ in range(3)]
+    assert sizes[0] == [10, 10, 10, 10, 20, 20, 20, 20, 20, 10] and sizes[1] == [20] * 7 + [10]
+    assert sizes[2] == [20, 20, 30, 30, 30, 20] and loader.steps == 24
+    assert len(ds.loader({0: 10, 4: 20, 20: 30})) == 10
+    ranks = [ds.loader({0: 5, 4: 10}, rank=rank, world_size=2) for rank in range(2)]
+    first = [ids(next(rank)) for rank in ranks for _ in range(5)]
+    assert sorted(map(len, first)) == [5] * 8 + [10] * 2
+    resumed = ds.loader({0: 5, 4: 10})
+    resumed.load_state_dict(ranks[0].state_dict())
+    rest = epoch_of(resumed)
+    assert {len(batch) for batch in rest} == {10}
+    assert sorted(sum(first + rest, [])) == list(range(ROWS))
+    with pytest.raises(ValueError, match="first step is 0"):
+        ds.loader({5: 3})
+    with pytest.raises(TypeError, match="dict of first steps"):
+        ds.loader({0: "8"})
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"max_tokens": 20}, midepoch.ColumnError, "has 60 tokens"),
+    ({"max_tokens": 0}, ValueError, "max_tokens"),
+    ({"max_tokens": 200, "length": "tokens"}, midepoch.ColumnError, "there is no such column"),
+    ({"max_tokens": 200, "length": [1, 2]}, ValueError, "one whole number for each of the 150 rows"),
+    ({"max_tokens": 200, "balance": "cost"}, ValueError, "balance must be one of"),
+    ({"max_tokens": 200, "layout": "dense"}, ValueError, "layout must be one of"),
+    ({"max_tokens": 200, "layout": "varlen", "collate_fn": as_columns}, ValueError, "Omit them, or collate_fn"),
+    ({"batch_size": 8, "balance": "tokens"}, ValueError, "add max_tokens"),
+    ({"batch_size": 8, "bucket_window": 10}, ValueError, "add max_tokens"),
+    ({"batch_size": 8, "cp_layout": "head_tail"}, ValueError, "context_parallel"),
+    ({"batch_size": 8, "steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
+    ({}, TypeError, "needs batch_size"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "text"), WRONG, ids=str)
+def test_wrong_arguments_are_explained(
+    options: dict[str, Any], kind: type[Exception], text: str, open_ds: Callable[[], midepoch.Dataset]
+) -> None:
+    with pytest.raises(kind, match=text):
+        open_ds().shuffle(seed=1).loader(**options)
+
+
+def test_a_state_of_other_lengths_is_refused(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    ds = open_ds().shuffle(seed=1)
+    loader = ds.loader(max_tokens=200, bucket_window=40)
+    next(loader)
+    other = ds.loader(max_tokens=200, bucket_window=40, length="count")
+    with pytest.raises(CheckpointMismatchError, match="same length="):
+        other.load_state_dict(loader.state_dict())
+    lanes = ds.map(tokenized)
+    first = lanes.loader(max_tokens=200, bucket_window=40)
+    next(first)
+    for allow in ((), ("pipeline",)):
+        with pytest.raises(CheckpointMismatchError, match="pipeline"):
+            lanes.loader(max_tokens=100, bucket_window=40).load_state_dict(first.state_dict(), allow=allow)
+    damaged = {**loader.state_dict(), "planned": "[3]"}
+    with pytest.raises(midepoch.StateError, match="damaged"):
+        ds.loader(max_tokens=200).load_state_dict(damaged)
+
+
+def test_parquet_has_the_batches_of_arrow(folder: Path, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    same = midepoch.from_files(str(folder / "all.parquet")).shuffle(seed=1, scope="rows")
+    assert epoch_of(LOADERS["padded"](same)) == epoch_of(LOADERS["padded"](open_ds().shuffle(seed=1, scope="rows")))
