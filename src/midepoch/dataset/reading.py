@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.progress import shown
@@ -21,7 +22,18 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Local
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.read.blocks import plain_schema
-from midepoch.transforms import Batch, Function, Map, RenameColumns, present
+from midepoch.sources.lengths import lengths_of
+from midepoch.transforms import (
+    Batch,
+    Cast,
+    ColumnStep,
+    Decode,
+    Function,
+    Map,
+    RenameColumns,
+    Step,
+    present,
+)
 from midepoch.transforms.cast import common_type
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.encode import ClassCodes
@@ -35,6 +47,7 @@ Self = TypeVar("Self", bound="Reading")
 _LOOK = 64
 """Number of rows to run for the columns of a map: the first ones may be skipped."""
 _BATCH = 10_000
+_PIECE = 1 << 20
 
 
 class Reading(Rows):
@@ -194,6 +207,29 @@ class Reading(Rows):
             found = pc.unique(pa.chunked_array(chunks, kind))
         return [] if found is None else found.to_pylist()
 
+    def lengths(self, column: str) -> npt.NDArray[np.int64]:
+        """Return the length of a column in each row, before any shuffle, over all shards.
+
+        Lists count their items, text and bytes the bytes as stored (UTF-8, not characters). A null has length 0. The
+        lengths are read once and kept beside the index. The column must come unchanged from the files.
+        """
+        spec = self.pipeline
+        if not spec.has_positions:
+            raise TypeError(
+                f"lengths: this dataset has no positions ({spec.node.text}). Call lengths on a dataset that it was "
+                "made from, or cache() this one first."
+            )
+        if self._columns is not None:
+            check_columns([column], self._columns, "lengths")
+        leaf = spec.base
+        found = lengths_of(leaf.source, _unchanged(leaf, column), skip_corrupt=leaf.on_error == "skip")
+        selection = leaf.order.selection
+        lengths = np.empty(len(selection), np.int64)
+        for start in range(0, len(lengths), _PIECE):
+            rows = np.arange(start, min(start + _PIECE, len(lengths)), dtype=np.int64)
+            lengths[start : start + _PIECE] = found.of(selection.source_rows(rows))
+        return lengths
+
     def to_pandas(self) -> pd.DataFrame:
         """Return all rows as a pandas frame, in memory. For a part of them: ``ds.take(1000).to_pandas()``."""
         tables = list(self._tables(self.pipeline))
@@ -227,6 +263,33 @@ class Reading(Rows):
                 yield table
                 done += table.num_rows
                 report(done, total)
+
+
+def _unchanged(leaf: Leaf, column: str) -> str:
+    """Return the name of a column in the source. Raise ColumnError if a step may have changed its values."""
+    name = column
+    for step in reversed(leaf.tail):
+        if isinstance(step, RenameColumns):
+            name = {new: old for old, new in step.mapping}.get(name, name)
+            continue
+        written: Sequence[str] | None = ()
+        if isinstance(step, Cast):
+            written = [each for each, _ in step.types]
+        elif isinstance(step, Decode):
+            written = [step.column]
+        elif not isinstance(step, ColumnStep):
+            written = step.outputs if isinstance(step, Map) else None
+        if written is None or name in written:
+            raise ColumnError(
+                f"lengths: {_described(step)} may change column {column!r}, so that its lengths in the files are not "
+                "those of the rows. Call lengths before that step, or cache() the dataset first."
+            )
+    check_columns([name], list(leaf.head), "lengths")
+    return leaf.head[name]
+
+
+def _described(step: Step) -> str:
+    return step.call if isinstance(step, Function) else step.name if isinstance(step, Decode) else "cast"
 
 
 class Column(Sequence[Any]):
