@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ _RUN = 1 << 18
 """Rows of mapped blocks that are one task of a thread, so that the task itself (50 µs) is a small part of it."""
 _THREADS_LOCAL, _THREADS_REMOTE = 4, 16  # at least: reading waits for the disk, or for the store
 _DECODING_BYTES = 512 << 20
+_MAPPED_FILES = 64
 _log = logging.getLogger("midepoch")
 
 
@@ -57,6 +58,10 @@ class Measured:
             max((part.longest for part in parts), default=0),
             sum(part.unreadable for part in parts),
         )
+
+
+Measure = Callable[[int, int], Measured]
+"""Function ``measure(first, stop)`` that returns the lengths of a range of blocks. It raises CorruptBlockError."""
 
 
 def smallest_dtype(longest: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -108,10 +113,12 @@ def measured_blocks(source: Source, column: str, *, skip_corrupt: bool) -> Itera
 
     Raise CorruptBlockError for a damaged block, unless ``skip_corrupt`` is set, and other errors of the data.
     """
-    measure = partial(_readable, source, column, skip_corrupt)
     if source.access is None:
+        files = lru_cache(_MAPPED_FILES)(partial(_mapping, source))  # a mapping of its own for each task costs 0.4 ms
+        measure = partial(_readable, source, skip_corrupt, partial(_mapped, source, column, files))
         yield from _ordered(measure, _runs(source), max(_THREADS_LOCAL, cores()))
         return
+    measure = partial(_readable, source, skip_corrupt, partial(_fetched, source, column))
     blocks = len(source.layout.block_starts) - 1
     least = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
     block_bytes = max(1.0, source.rows * source.bytes_per_row / max(1, blocks))
@@ -141,15 +148,15 @@ def _runs(source: Source) -> list[tuple[int, int]]:
     return list(zip(firsts, [*firsts[1:], len(starts) - 1], strict=True)) if firsts else []
 
 
-def _readable(source: Source, column: str, skip_corrupt: bool, run: tuple[int, int]) -> Measured:
+def _readable(source: Source, skip_corrupt: bool, measure: Measure, run: tuple[int, int]) -> Measured:
     """Return the lengths of a range of blocks. Those of damaged blocks are 0 with ``skip_corrupt``, else an error."""
     first, stop = run
     try:
-        return (_mapped if source.access is None else _fetched)(source, column, first, stop)
+        return measure(first, stop)
     except CorruptBlockError as problem:
         if stop - first > 1:  # find the damaged block
-            parts = [_readable(source, column, skip_corrupt, (block, block + 1)) for block in range(first, stop)]
-            return Measured.join(parts)
+            blocks = range(first, stop)
+            return Measured.join([_readable(source, skip_corrupt, measure, (block, block + 1)) for block in blocks])
         if not skip_corrupt:
             raise
         rows = int(source.layout.block_starts[stop] - source.layout.block_starts[first])
@@ -157,26 +164,38 @@ def _readable(source: Source, column: str, skip_corrupt: bool, run: tuple[int, i
         return Measured((np.zeros(rows, "<u1"),), rows, 0, 0, rows)
 
 
-def _mapped(source: Source, column: str, first: int, stop: int) -> Measured:
-    starts, builder = source.layout.block_starts, _Builder(source.schema.field(column).type)
-    file: _MappedFile | None = None
-    for block in range(first, stop):
-        number = int(source.file_blocks.searchsorted(block, side="right")) - 1
-        if file is None or file.number != number:
-            file = _MappedFile(source, column, number)
+def _mapping(source: Source, number: int) -> pa.Buffer:
+    """Map a file."""
+    file = source.files[number]
+    try:
+        buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
+    except FileNotFoundError:
+        raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
+    if buffer.size != file.size:
+        raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
+    return buffer
+
+
+def _mapped(source: Source, column: str, files: Callable[[int], pa.Buffer], first: int, stop: int) -> Measured:
+    starts = source.layout.block_starts[first : stop + 1].tolist()
+    offsets = source.offsets[first:stop].tolist()
+    numbers = (source.file_blocks.searchsorted(np.arange(first, stop), side="right") - 1).tolist()
+    builder, file = _Builder(source.schema.field(column).type), _MappedFile(source, column, numbers[0], files)
+    for i, (offset, number) in enumerate(zip(offsets, numbers, strict=True)):
+        if file.number != number:
+            file = _MappedFile(source, column, number, files)
         try:
-            builder.add(file.column(int(source.offsets[block]), int(starts[block + 1] - starts[block])))
-            if block == stop - 1:
-                return builder.finish()
+            builder.add(file.column(offset, starts[i + 1] - starts[i]))
+            if i == len(offsets) - 1:
+                builder.flush()
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
             if not is_damage(problem, file.size):
                 raise
             raise CorruptBlockError(
-                f"the record batch at byte {source.offsets[block]} of {file.path} (rows {starts[block]} to "
-                f"{starts[block + 1] - 1} of the data) cannot be read: {problem}. Restore the file, or pass "
-                'on_error="skip" to leave it out.'
+                f"the record batch at byte {offset} of {file.path} (rows {starts[i]} to {starts[i + 1] - 1} of the "
+                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to leave it out.'
             ) from None
-    raise AssertionError("unreachable: a run has blocks")
+    return builder.measured
 
 
 def _fetched(source: Source, column: str, first: int, stop: int) -> Measured:
@@ -185,24 +204,18 @@ def _fetched(source: Source, column: str, first: int, stop: int) -> Measured:
         try:
             for chunk in source.fetch(block, [column]).column(0).chunks:
                 builder.add(chunk)
+            builder.flush()
         except pa.ArrowInvalid as problem:
             raise CorruptBlockError(f"{source.place(int(source.layout.block_starts[block]))}: {problem}") from None
-    return builder.finish()
+    return builder.measured
 
 
 class _MappedFile:
     """One column of the record batches of a mapped file. Only the pages of its offsets are read."""
 
-    def __init__(self, source: Source, column: str, number: int) -> None:
-        self.number, self._file = number, source.files[number]
-        self.path = self._file.path
-        try:
-            self._buffer = retried(lambda: pa.memory_map(self.path).read_buffer(), self.path)
-        except FileNotFoundError:
-            raise DataNotFoundError(f"{self.path} was removed after the dataset was opened.") from None
-        self.size = self._buffer.size
-        if self.size != self._file.size:
-            raise changed(self.path, f"it has {self.size} bytes and had {self._file.size}")
+    def __init__(self, source: Source, column: str, number: int, files: Callable[[int], pa.Buffer]) -> None:
+        self.number, self._file, self._buffer = number, source.files[number], files(number)
+        self.path, self.size = self._file.path, self._buffer.size
         self._schema, self._number = source.schema, source.schema.get_field_index(column)
         self._reader: BatchReader | None = None
         if any(holds_dictionary(each.type) for each in source.schema):
@@ -217,58 +230,116 @@ class _MappedFile:
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(self._buffer.slice(offset)), self._schema)
         if batch.num_rows != rows:
             raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {rows}")
-        column = batch.column(self._number)
-        column.validate()
-        return column
+        return batch.column(self._number)
 
 
 class _Builder:
-    """Builder of Measured. Lengths of small blocks are collected in one array, and made compact together."""
+    """Builder of Measured. Lengths of small blocks are collected in one array, then checked and made compact together.
+
+    Offsets are in order if no difference is negative and none has overflowed. Overflows are off by 2³² (or 2⁶⁴), and
+    so is then the sum of the differences. It is computed only if the lengths are so long that it could be: usually,
+    the offsets are read once, and the longest length is all that is looked at.
+    """
 
     def __init__(self, kind: pa.DataType) -> None:
-        kind = _storage(kind)
-        wide = np.dtype("<i8") if pt.is_large_list_view(kind) else np.dtype("<i4")
-        self._room = np.empty(_PIECE, _offset_dtype(kind) or wide)
-        self._filled = self._rows = self._total = self._longest = 0
+        self._encoded = _storage(kind) != kind
+        self._kind = _storage(kind)
+        self._offsets = _offset_dtype(self._kind)
+        self._nested = bool(pt.is_nested(self._kind))
+        wide = np.dtype("<i8") if pt.is_large_list_view(self._kind) else np.dtype("<i4")
+        self._room = np.empty(_PIECE, self._offsets or wide)
+        self._filled = self._sum = self._rows = self._total = self._longest = 0
         self._pieces: list[Compact] = []
+
+    @property
+    def measured(self) -> Measured:
+        """Everything that was added and flushed."""
+        return Measured(tuple(self._pieces), self._rows, self._total, self._longest)
 
     def add(self, column: pa.Array) -> None:
         """Add the lengths of a column. Raise ``pa.ArrowInvalid`` if its offsets are damaged."""
-        column, rows, done = _stored(column), len(column), 0
-        if not rows:
+        if self._encoded:
+            column = _stored(column)
+        if self._offsets is None or column.null_count:
+            self._add_sizes(self._sizes(column))
+        elif len(column):
+            self._add_ends(self._ends(column), self._items(column))
+
+    def flush(self) -> None:
+        """Complete a piece. Raise ``pa.ArrowInvalid`` if some of its offsets are damaged."""
+        if not self._filled:
             return
-        nulls = _nulls(column) if column.null_count else None
-        offsets = _offset_dtype(column.type) is not None
-        values = _ends(column) if offsets else _sizes(column)
-        self._total += int(values[-1]) - int(values[0]) if offsets else int(values.sum(dtype=np.int64))
-        while done < rows:
-            stop = min(rows, done + _PIECE - self._filled)
-            part = self._room[self._filled : self._filled + stop - done]
-            if offsets:
-                np.subtract(values[done + 1 : stop + 1], values[done:stop], out=part)
-            else:
-                part[:] = values[done:stop]
-            if nulls is not None:
-                self._total -= int(part[nulls[done:stop]].sum(dtype=np.int64))
-                part[nulls[done:stop]] = 0
-            self._filled, done = self._filled + stop - done, stop
-            if self._filled == _PIECE:
-                self._flush()
-
-    def finish(self) -> Measured:
-        """Return everything that was added. Raise ``pa.ArrowInvalid`` if some offsets are damaged."""
-        if self._filled:
-            self._flush()
-        return Measured(tuple(self._pieces), self._rows, self._total, self._longest)
-
-    def _flush(self) -> None:
-        # As an unsigned number, a negative length is larger than any other: one pass checks the lengths.
-        lengths = self._room[: self._filled].view(f"<u{self._room.itemsize}")
-        longest = int(lengths.max())
-        if longest > np.iinfo(self._room.dtype).max:
-            raise pa.ArrowInvalid("its offsets decrease")
+        lengths = self._room[: self._filled].view(f"<u{self._room.itemsize}")  # negative ones become the longest
+        longest, width = int(lengths.max()), lengths.itemsize
+        if longest >= 1 << 8 * width - 1:
+            raise pa.ArrowInvalid("its offsets are not in order")
+        if longest * self._filled >= 1 << 8 * width and (width == 8 or int(lengths.sum(dtype=np.int64)) != self._sum):
+            raise pa.ArrowInvalid("its offsets are not in order")
         self._pieces.append(lengths.astype(smallest_dtype(longest)))
-        self._longest, self._rows, self._filled = max(self._longest, longest), self._rows + self._filled, 0
+        self._longest, self._total = max(self._longest, longest), self._total + self._sum
+        self._rows, self._filled, self._sum = self._rows + self._filled, 0, 0
+
+    def _add_ends(self, ends: npt.NDArray[Any], items: int) -> None:
+        start, rows = 0, len(ends) - 1
+        while start < rows:
+            stop = min(rows, start + self._free())
+            first, last = int(ends[start]), int(ends[stop])
+            if not 0 <= first <= last <= items:
+                raise pa.ArrowInvalid("its offsets point outside its data")
+            np.subtract(ends[start + 1 : stop + 1], ends[start:stop], out=self._next(stop - start))
+            self._sum += last - first
+            start = stop
+
+    def _add_sizes(self, sizes: npt.NDArray[Any]) -> None:
+        start = 0
+        while start < len(sizes):
+            stop = min(len(sizes), start + self._free())
+            part = sizes[start:stop]
+            self._next(stop - start)[:] = part
+            self._sum += int(part.sum(dtype=np.int64))
+            start = stop
+
+    def _free(self) -> int:
+        """Return the number of rows that the room can take. A full piece is completed."""
+        if self._filled == len(self._room):
+            self.flush()
+        return len(self._room) - self._filled
+
+    def _next(self, rows: int) -> npt.NDArray[Any]:
+        """Return the room for these rows."""
+        self._filled += rows
+        return self._room[self._filled - rows : self._filled]
+
+    def _ends(self, column: pa.Array) -> npt.NDArray[Any]:
+        assert self._offsets is not None
+        return _part(column.buffers()[1], self._offsets, column.offset, len(column) + 1)
+
+    def _items(self, column: pa.Array) -> int:
+        if self._nested:
+            return len(column.values)
+        data = column.buffers()[2]
+        return 0 if data is None else int(data.size)
+
+    def _sizes(self, column: pa.Array) -> npt.NDArray[Any]:
+        """Return the length of each row as a new array, for columns with nulls and for layouts without offsets."""
+        column.validate()
+        rows, start = len(column), column.offset
+        if self._offsets is not None:
+            ends = self._ends(column)
+            if rows and not 0 <= int(ends.min()) <= int(ends.max()) <= self._items(column):
+                raise pa.ArrowInvalid("its offsets point outside its data")
+            sizes = np.diff(ends)
+        elif (constant := constant_length(self._kind)) is not None:
+            sizes = np.full(rows, constant, self._room.dtype)
+        elif self._nested:  # a view of lists: offsets, sizes
+            sizes = _part(column.buffers()[2], self._room.dtype, start, rows).copy()
+        else:  # a view of text: 16 bytes each, the length first
+            sizes = _part(column.buffers()[1], self._room.dtype, 4 * start, 4 * rows)[::4].copy()
+        if rows and sizes.min() < 0:
+            raise pa.ArrowInvalid("its offsets are not in order")
+        if column.null_count:
+            sizes[_nulls(column)] = 0
+        return sizes
 
 
 def _stored(column: pa.Array) -> pa.Array:
@@ -280,29 +351,6 @@ def _nulls(column: pa.Array) -> npt.NDArray[np.bool_]:
     bits = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
     nulls: npt.NDArray[np.bool_] = bits[column.offset : column.offset + len(column)] == 0
     return nulls
-
-
-def _ends(column: pa.Array) -> npt.NDArray[Any]:
-    """Return the offsets of a column, one more than rows. None is negative, so that no difference overflows."""
-    buffers, dtype = column.buffers(), _offset_dtype(column.type)
-    assert dtype is not None
-    nested = pt.is_nested(column.type)
-    items = len(column.values) if nested else 0 if buffers[2] is None else buffers[2].size
-    ends = _part(buffers[1], dtype, column.offset, len(column) + 1)
-    if int(ends.view(f"<u{dtype.itemsize}").max()) > items:
-        raise pa.ArrowInvalid("its offsets point outside its data")
-    return ends
-
-
-def _sizes(column: pa.Array) -> npt.NDArray[Any]:
-    """Return the lengths of a column that stores them, or that has a constant one."""
-    kind, rows = column.type, len(column)
-    if (constant := constant_length(kind)) is not None:
-        return np.full(rows, constant, np.int32)
-    if pt.is_list_view(kind) or pt.is_large_list_view(kind):
-        dtype = np.dtype("<i8" if pt.is_large_list_view(kind) else "<i4")
-        return _part(column.buffers()[2], dtype, column.offset, rows)
-    return _part(column.buffers()[1], np.dtype("<i4"), 4 * column.offset, 4 * rows)[::4]  # 16 bytes, the length first
 
 
 def _part(buffer: pa.Buffer | None, dtype: np.dtype[Any], start: int, count: int) -> npt.NDArray[Any]:
