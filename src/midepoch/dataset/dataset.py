@@ -13,7 +13,7 @@ from midepoch._internal.hints import hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch.dataset import habits
 from midepoch.dataset.cached import cached
-from midepoch.dataset.reading import Reading
+from midepoch.dataset.sampling import Sampling
 from midepoch.iteration.iterators import BatchIterator, RowIterator
 from midepoch.iteration.state import IterationState, register_with_torch
 from midepoch.pipeline.cursor import Cursor
@@ -32,7 +32,7 @@ Self = TypeVar("Self", bound="Dataset")
 
 
 @hinted_methods(habits.METHODS)
-class Dataset(Reading, Resumable):
+class Dataset(Sampling, Resumable):
     """Rows of one or several sources, in an order, after some steps; iterable and resumable.
 
     Iterating yields the rows of the current epoch (``set_epoch``), each a dict. ``iter()`` starts at the beginning of
@@ -120,8 +120,7 @@ class Dataset(Reading, Resumable):
         if not isinstance(spec.node.base, Leaf):
             parts.append(f"{len(spec.node.base.parts)} parts")
         if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
-            window = f", window={shuffle.window}" if shuffle.scope == "window" else ""
-            parts.append(f"shuffled by {shuffle.scope} (seed={shuffle.seed}{window})")
+            parts.append(shuffle.text)
         if spec.lanes > 1 and not spec.has_positions:
             parts.append(f"{spec.lanes} lanes")
         if spec.shard.count > 1:
@@ -144,7 +143,7 @@ class Dataset(Reading, Resumable):
         fields = ", ".join(f"{field.name} ({field.type})" for field in self._schema_before_running)[:2000]
         shown = {
             "rows": f"{_count(about, spec.has_positions)} in {self.num_files:,} files",
-            "order": f"shuffled by {shuffle.scope}, seed {shuffle.seed}" if shuffle is not None else None,
+            "order": shuffle.text if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
             "columns": fields,

@@ -16,6 +16,8 @@ PURPOSE = {
     "functions": 8,
     "collate": 9,
     "split": 10,
+    "weighted": 11,
+    "weighted once": 12,
 }
 """Numbers that are a permanent part of the order: never renumber, only add."""
 
