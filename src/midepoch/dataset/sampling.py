@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from midepoch._internal.checks import integer
 from midepoch._internal.progress import shown
@@ -84,6 +83,8 @@ class Sampling(Reading):
                 f"sort: {_named(by)} contains {values.type}, which has no order. length=True sorts by the number of "
                 "values of a list."
             )
+        import pyarrow.compute as pc
+
         rows = pc.sort_indices(values, sort_keys=[("", "descending" if reverse else "ascending")])
         leaf = self.pipeline.base
         order = replace(leaf.order, selection=selection.select(rows.to_numpy().astype(np.int64)), shuffle=None)
@@ -147,6 +148,8 @@ def _numbers(values: pa.ChunkedArray, column: str) -> npt.NDArray[np.float64]:
 
 
 def _lengths(values: pa.ChunkedArray, by: Any) -> pa.ChunkedArray:
+    import pyarrow.compute as pc
+
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return pc.utf8_length(values)

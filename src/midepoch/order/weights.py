@@ -171,7 +171,7 @@ class AliasTable:
 def checked(weights: Any) -> Float64Array:
     """Return weights as a new array. Raise TypeError or ValueError unless they are finite, not negative, not all 0."""
     try:
-        found = np.array(weights, dtype=np.float64)
+        found = np.asarray(weights, dtype=np.float64) + 0.0  # a copy, in which -0.0 is 0.0
     except (TypeError, ValueError) as problem:
         raise TypeError(f"weights must be numbers, got {weights!r:.60}") from problem
     if found.ndim != 1:
@@ -181,7 +181,6 @@ def checked(weights: Any) -> Float64Array:
         raise ValueError(f"weights must be finite and not negative, got {found[bad[0]]} for row {bad[0]}")
     if not found.any():
         raise ValueError(f"at least one of the {len(found)} weights must be positive")
-    found += 0.0  # -0.0 becomes 0.0
     return found
 
 
