@@ -125,7 +125,10 @@ class Sampling(Reading):
     def _results(self, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedArray:
         """Return what a function returns for each row, by their numbers."""
         if not callable(function):
-            raise TypeError(f"sort: expected the name of a column or a function of a row, got {function!r:.60}")
+            raise TypeError(
+                f"sort: expected the name of a column or a function of a row, got {function!r:.60}. To sort by several "
+                "columns, sort by the last one first: rows of equal values keep their order."
+            )
         ds = self._in_order("python")
         values = []
         with shown("sorting", "rows") as report:

@@ -1,8 +1,8 @@
 """Draws of rows by weight, each a function of the seed, the epoch and the position.
 
 Every result is the same on every architecture. Probabilities are integers, and their sums are exact. Floating-point
-numbers go through single operations that IEEE 754 defines to the last bit; the logarithm is computed here, because
-those of C libraries differ.
+numbers are only combined by single operations that IEEE 754 defines to the last bit. The logarithm is computed here,
+because those of C libraries differ.
 """
 
 from __future__ import annotations
