@@ -100,6 +100,11 @@ PIPELINES: dict[str, Pipeline] = {
     "split": lambda ds: ds.train_test_split(0.3, seed=2)["train"].shuffle(seed=2, scope="window", window=2),
     "cached": lambda ds: ds.filter(odd).map(double).cache().shuffle(seed=1),
     "transform": lambda ds: ds.shuffle(seed=1).class_encode_column("text").with_transform(noisy_batch),
+    "weighted": lambda ds: ds.weighted(np.arange(ROWS) % 5, seed=1),
+    "weighted once": lambda ds: ds.weighted("id", replacement=False, num_samples=33, seed=1).map(double),
+    "weighted noise": lambda ds: ds.weighted("id", num_samples=50, seed=1).map(noise, with_generator=True),
+    "balanced": lambda ds: ds.balanced("text", seed=2).map(group_sum, batched=True, batch_size=4),
+    "sort": lambda ds: ds.sort("tokens", length=True, reverse=True).map(noise, with_generator=True),
     "map": lambda ds: ds.shuffle(seed=1).map(double),
     "batched map": lambda ds: ds.shuffle(seed=1).map(group_sum, batched=True, batch_size=5),
     "two batched maps": lambda ds: ds.map(group_sum, batched=True, batch_size=4).map(
@@ -120,6 +125,7 @@ PIPELINES: dict[str, Pipeline] = {
     "batched filter": lambda ds: ds.shuffle(seed=1).filter(odd_of_group, batched=True, batch_size=4),
     "expression": lambda ds: ds.shuffle(seed=1).filter(pc.field("id") > 11),
     "skipping filter": lambda ds: ds.shuffle(seed=1).filter(odd_or_fails, on_error="skip"),
+    "weighted filter": lambda ds: ds.weighted("id", seed=1).filter(odd).map(noise, with_generator=True),
     "flat map": lambda ds: ds.shuffle(seed=1).flat_map(some_copies),
     "to any": lambda ds: ds.map(group_sum, batched=True, batch_size=5).map(halves, True, 4, one_to_one=False),
     "batch": lambda ds: ds.shuffle(seed=1).select_columns("id").batch(3).with_format("python"),
@@ -135,6 +141,9 @@ PIPELINES: dict[str, Pipeline] = {
     "concat": lambda ds: midepoch.concat([ds.shuffle(seed=1).filter(odd), other(ds)]),
     "zip": lambda ds: midepoch.zip(
         [ds.shuffle(seed=1).filter(odd), other(ds).rename_columns({"id": "b", "text": "c"}).select_columns(["b", "c"])]
+    ),
+    "weighted mix": lambda ds: midepoch.mix(
+        [ds.weighted("id", seed=1).filter(odd), other(ds).weighted(np.arange(20), replacement=False, seed=2)], seed=5
     ),
     "packed mix": lambda ds: midepoch.mix([ds.shuffle(seed=1), other(ds)], seed=5, stop="all").pack(
         16, column="tokens"

@@ -150,7 +150,7 @@ def test_any_history_is_told_as_it_was(small_files: list[str], tmp_path_factory:
 def _before(run: Simulation, key: tuple[int, int], begun: tuple[int, int]) -> bool:
     epoch, row = key
     order = run.ds.pipeline.order.at(epoch, run.ds.pipeline.source.layout)
-    return (epoch, int(order.positions(np.array([row]))[0])) < begun
+    return (epoch, int(order.positions_of(row)[0])) < begun
 
 
 @given(

@@ -170,7 +170,7 @@ def test_order_is_pinned_for_ever() -> None:
 def test_positions_undo_chosen(case: tuple[Order, Layout, int]) -> None:
     order, layout, epoch = case
     here, positions = order.at(epoch, layout), np.arange(len(order))
-    assert np.array_equal(here.positions(here.chosen(positions)), positions)
+    assert [here.positions_of(row).tolist() for row in here.chosen(positions).tolist()] == [[p] for p in positions]
 
 
 @pytest.mark.parametrize("rows", [1, 4096, 4097, 10**6, 10**9, 2**33])
@@ -178,5 +178,5 @@ def test_a_row_is_found_at_once_among_very_many(rows: int) -> None:
     """Small ones by table, large ones by undoing the rounds, and above 2**32 without tables of hashes."""
     order = Order(Selection.of_ranges([(0, rows)]), Shuffle(7, "rows"), lanes=min(rows, 48))
     here = order.at(3, Layout(np.array([0, rows]), np.array([0, rows])))
-    positions = np.unique(np.random.default_rng(0).integers(0, rows, 1000))
-    assert np.array_equal(here.positions(here.chosen(positions)), positions)
+    positions = np.unique(np.random.default_rng(0).integers(0, rows, 100))
+    assert [here.positions_of(row).tolist() for row in here.chosen(positions).tolist()] == [[p] for p in positions]

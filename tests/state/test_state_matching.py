@@ -57,6 +57,7 @@ DIFFERENT = {
     "rows": 41,
     "selection": "1:41",
     "scope": "files",
+    "weights": "40 weights 0123456789abcdef",
     "seed": 2,
     "window": 9,
     "pipeline": "map,map",

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from midepoch.audit.lanes import LaneTrack, LeafPlace, places
 from midepoch.audit.orders import KnownOrder
@@ -78,6 +79,7 @@ class LaneRun:
         self.order = order
         self._tree, self._sources = order.tree, order.sources
         self._rows = [source.rows for source in order.sources]
+        self._found: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
 
     def owner(self, one: Generation, lane: int) -> LaneTrack | None:
         """Return the record of a lane: of the ranks that share it, that of the one with the most steps."""
@@ -296,11 +298,16 @@ class LaneRun:
             if each.leaf != source:
                 continue
             each = self._with_groups(one, lane, each, stop, later)
-            position = int(self._sources[source].at(each.epoch).positions(np.array([row]))[0])
-            inside = each.first <= position // each.lane.count < each.first + each.touched
-            if position % each.lane.count == each.lane.index and inside:
+            positions = self._positions_of(row, source, each.epoch)
+            own = positions[positions % each.lane.count == each.lane.index] // each.lane.count
+            if ((own >= each.first) & (own < each.first + each.touched)).any():
                 return True
         return False
+
+    def _positions_of(self, row: int, source: int, epoch: int) -> npt.NDArray[np.int64]:
+        if (row, source, epoch) not in self._found:
+            self._found = {(row, source, epoch): self._sources[source].at(epoch).positions_of(row)}
+        return self._found[row, source, epoch]
 
 
 def _part(begins: tuple[tuple[str, int], ...], ends: tuple[tuple[str, int], ...]) -> str:

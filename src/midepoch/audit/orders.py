@@ -1,7 +1,7 @@
 """The order of the rows of a run, stored beside the ledger: enough to find the row at a position years later.
 
-It takes a few hundred bytes for each source and, for shuffles by window or file, the first rows of blocks or files. The
-data itself is not needed.
+It takes a few hundred bytes for each source. Shuffles by window or file also store the first rows of blocks or files.
+Draws by weight store the weights: up to 8 bytes a row. The data itself is not needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from midepoch.audit.lanes import may_drop, tree_of
 from midepoch.errors import StateError
-from midepoch.order import EpochOrder, Layout, Order, Selection
+from midepoch.order import EpochOrder, Layout, Order, Selection, Weighted
 from midepoch.pipeline.identity import leaf_identity
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
@@ -54,7 +54,7 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
     path = folder / f"{order_name(spec)}{SUFFIX}"
     if path.exists() and path.stat().st_size:
         return
-    arrays: dict[str, Int64Array] = {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
     about: dict[str, Any] = dict(spec.identity)
     if spec.has_positions:
         arrays = _arrays(spec.leaf)
@@ -75,11 +75,13 @@ def save_order(folder: Path, spec: PipelineSpec) -> None:
     os.replace(temporary, path)  # by all ranks, equal
 
 
-def _arrays(leaf: Leaf) -> dict[str, Int64Array]:
+def _arrays(leaf: Leaf) -> dict[str, npt.NDArray[Any]]:
     order, source = leaf.order, leaf.source
-    arrays = {"file_starts": _steps(source.layout.file_starts)}
+    arrays: dict[str, npt.NDArray[Any]] = {"file_starts": _steps(source.layout.file_starts)}
     if order.shuffle is not None and order.shuffle.scope == "window":
         arrays["block_starts"] = _steps(source.layout.block_starts)
+    if isinstance(order.shuffle, Weighted):
+        arrays["weights"] = order.shuffle.weights
     if order.selection.picks is not None:
         arrays["picks"] = order.selection.picks
     else:
@@ -103,19 +105,26 @@ class KnownSource:
     def __init__(self, about: dict[str, Any], arrays: Mapping[str, Int64Array]) -> None:
         self.about, self._arrays = about, arrays
         """Data, rows, selection, scope, seed, …"""
+        self._last: tuple[int, EpochOrder] | None = None
 
     @property
     def rows(self) -> int:
         """Rows of an epoch."""
         return int(self.about["rows"])
 
+    @property
+    def numbered(self) -> int:
+        """Number of the rows that have a number in the dataset. Draws by weight may be more or fewer."""
+        return len(self.order.selection)
+
     @cached_property
     def order(self) -> Order:
         """The order: the row at each position of an epoch."""
+        weights = self._arrays.get("weights")
         if "picks" in self._arrays:
-            return order_of(self.about, Selection(picks=self._arrays["picks"]))
+            return order_of(self.about, Selection(picks=self._arrays["picks"]), weights)
         ranges = [(int(a), int(b)) for a, b in self._arrays["ranges"]]
-        return order_of(self.about, Selection.of_ranges(ranges))
+        return order_of(self.about, Selection.of_ranges(ranges), weights)
 
     @cached_property
     def layout(self) -> Layout:
@@ -124,8 +133,10 @@ class KnownSource:
         return Layout(np.cumsum(self._arrays.get("block_starts", self._arrays["file_starts"])), files)
 
     def at(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
-        return self.order.at(epoch, self.layout)
+        """Return the order of an epoch. The last one is kept: that of draws without replacement is sorted."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = (epoch, self.order.at(epoch, self.layout))
+        return self._last[1]
 
     @property
     def source_rows(self) -> int:

@@ -281,27 +281,27 @@ class Run:
             sources = self.order.sources
             if not 0 <= source < len(sources):
                 raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
-            if not 0 <= row < sources[source].rows:
-                raise DataNotFoundError(f"there is no row {row}: source {source} has {sources[source].rows:,} rows.")
+            if not 0 <= row < (rows := sources[source].numbered):
+                raise DataNotFoundError(f"there is no row {row}: source {source} has {rows:,} rows.")
             passes = zip(self.generations, self._first_steps, strict=False)
             return [
                 each
                 for number, (one, first) in enumerate(passes)
                 for each in self.lanes_of(one).steps_of_row(one, first, row, source, self.generations[number + 1 :])
             ]
-        rows = self.generations[0].rows
+        rows = self.order.source.numbered
         if not 0 <= row < rows:
             raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
         deliveries = []
-        places: dict[tuple[str, int], int] = {}
+        places: dict[tuple[str, int], list[int]] = {}
         for number, one in enumerate(self.generations):
             order, epoch, ranks = one.shape.order, one.shape.epoch, one.shape.ranks
             if (order, epoch) not in places:
-                places[order, epoch] = int(self._orders[order].source.at(epoch).positions(np.array([row]))[0])
-            position = places[order, epoch]
-            if one.shape.start <= position < one.reached(position % ranks):
-                step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
-                deliveries.append(Delivery(step, epoch, position, position % ranks, row))
+                places[order, epoch] = self._orders[order].source.at(epoch).positions_of(row).tolist()
+            for position in places[order, epoch]:
+                if one.shape.start <= position < one.reached(position % ranks):
+                    step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
+                    deliveries.append(Delivery(step, epoch, position, position % ranks, row))
         return deliveries
 
     def overlap(self, other: Run, report: Report | None = None) -> Overlap:

@@ -140,6 +140,8 @@ def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> An
         raise ValueError("the data was filtered or partitioned, and --data does not contain how. Use --dataset.")
     if re.fullmatch(r"\d+:\d+", one["selection"]) is None:
         raise ValueError("rows were selected in a way that --data does not contain. Use --dataset.")
+    if one.get("weights"):
+        raise ValueError("rows were drawn by weights, which --data does not contain. Use --dataset.")
     ds = open_data(paths, storage=storage)
     start, stop = map(int, one["selection"].split(":"))
     if stop <= len(ds):

@@ -17,7 +17,7 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.iteration.state import IterationState
 from midepoch.open import from_files, load_dataset
 from midepoch.order import Shard
-from midepoch.order.shuffle import UnitShuffle
+from midepoch.order.shuffle import Shuffle, UnitShuffle
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.spec import PipelineSpec
@@ -225,7 +225,7 @@ def _file_places(pipeline: PipelineSpec, epoch: int) -> tuple[Any, Any]:
     order, layout = pipeline.order, pipeline.source.layout
     bounds = order.selection.boundaries(layout.file_starts)
     owners = np.searchsorted(layout.file_starts, order.selection.source_rows(bounds[:-1]), side="right") - 1
-    if order.shuffle is None or order.shuffle.scope != "files":
+    if not isinstance(order.shuffle, Shuffle) or order.shuffle.scope != "files":
         return bounds, owners
     units = UnitShuffle(order.shuffle, epoch, bounds, "files")
     return units.starts, owners[units.permuted]

@@ -117,8 +117,7 @@ class Dataset(Loading, Resumable):
         if not isinstance(spec.node.base, Leaf):
             parts.append(f"{len(spec.node.base.parts)} parts")
         if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
-            window = f", window={shuffle.window}" if shuffle.scope == "window" else ""
-            parts.append(f"shuffled by {shuffle.scope} (seed={shuffle.seed}{window})")
+            parts.append(shuffle.text)
         if spec.lanes > 1 and not spec.has_positions:
             parts.append(f"{spec.lanes} lanes")
         if spec.shard.count > 1:
@@ -141,7 +140,7 @@ class Dataset(Loading, Resumable):
         fields = ", ".join(f"{field.name} ({field.type})" for field in self._schema_before_running)[:2000]
         shown = {
             "rows": f"{_count(about, spec.has_positions)} in {self.num_files:,} files",
-            "order": f"shuffled by {shuffle.scope}, seed {shuffle.seed}" if shuffle is not None else None,
+            "order": shuffle.text if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",
             "columns": fields,

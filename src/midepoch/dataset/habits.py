@@ -47,8 +47,10 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "loader": {
         "shuffle": "Shuffle the dataset: ds.shuffle(seed=…).loader(…). The order changes every epoch.",
-        "sampler": "The order belongs to the dataset: ds.shuffle(seed=…), ds.select(indices), ds.slice(a, b). Ranks "
-        "are detected, which replaces DistributedSampler.",
+        "sampler": "The order belongs to the dataset: ds.shuffle(seed=…) for RandomSampler, ds.weighted(weights, "
+        "num_samples=…) for WeightedRandomSampler, ds.weighted(np.ones(len(ds))) for RandomSampler(replacement=True), "
+        "ds.select(indices).shuffle(seed=…) for SubsetRandomSampler. Ranks are detected, which replaces "
+        "DistributedSampler.",
         "batch_sampler": "Batches are batch_size rows of the dataset's order: ds.shuffle(seed=…), or "
         "ds.select(indices) for an order of your own. ds.batch(n) and ds.pack(n) combine rows before.",
         "generator": "The order comes from ds.shuffle(seed=…), and random functions from map(with_generator=True).",
@@ -74,6 +76,24 @@ METHODS: dict[str, dict[str, str]] = {
         "stratify_by_column": "Rows are drawn without regard to a column. For equal shares of classes, draw "
         "numbers of rows for each class from np.array(ds['label'][:]), and use ds.select(numbers).",
         "generator": _SEEDED,
+        **_STORED,
+    },
+    "weighted": {
+        "generator": _SEEDED,
+        "weight": "Did you mean weights=?",
+        "weights missing": "For example ds.weighted('weight', seed=0), by the name of a column.",
+    },
+    "balanced": {
+        "generator": _SEEDED,
+        "column missing": "For example ds.balanced('label', seed=0).",
+        "replacement": "Rows of rare classes have to be repeated. Use ds.weighted(weights, replacement=False).",
+    },
+    "sort": {
+        "column": "Did you mean by=?",
+        "column_names": "Did you mean by=?",
+        "key": "A function of a row is the first argument. For lengths use length=True.",
+        "null_placement": "Null comes last: omit it.",
+        "kind": "The sort is stable: omit it.",
         **_STORED,
     },
     "with_format": {
@@ -134,7 +154,6 @@ ATTRIBUTES = {
     "add_item": "Use midepoch.concat([ds, other]).",
     "flatten": "Use map to choose the fields: map(lambda row: {'a': row['s']['a']}).",
     "flatten_indices": "Rows are computed, so there are no indices to flatten: omit it.",
-    "sort": "Before any shuffle: ds.select(np.argsort(np.array(ds['length']))), by the values of one column.",
     "repeat": "A loader has any number of epochs: iterate it again, or next(loader) without end.",
     "prefetch": "ds.loader(batch_size, prefetch=…).",
     "collate": "ds.loader(batch_size, collate_fn=…).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from midepoch.dataset.reading import Reading
+from midepoch.dataset.sampling import Sampling
 
 if TYPE_CHECKING:
     from midepoch.loader import Loader
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 UNSET: Any = object()
 
 
-class Loading(Reading):
+class Loading(Sampling):
     """The method of a dataset that makes batches."""
 
     def loader(

@@ -11,7 +11,7 @@ import numpy as np
 from midepoch._internal.checks import integer
 from midepoch.dataset.steps import Steps
 from midepoch.distributed.seeds import check_agreed, draw_seed
-from midepoch.order import Selection, Shard, Shuffle
+from midepoch.order import Selection, Shard, Shuffle, Weighted
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import check_seed, derive
 from midepoch.pipeline.leaf import Leaf
@@ -106,7 +106,13 @@ class Rows(Steps):
                 f"Call {what}() before the steps that change the number of rows, or cache() the rows, which numbers "
                 "them. take() and skip() also work without."
             )
-        return self.pipeline.base.order.selection
+        order = self.pipeline.base.order
+        if isinstance(order.shuffle, Weighted):
+            raise ValueError(
+                f"{what}: rows are drawn by weights, one for each row. Call {what}() before weighted() or balanced(). "
+                "num_samples= sets the number of draws."
+            )
+        return order.selection
 
     def _with_selection(self: Self, selection: Selection) -> Self:
         leaf = self.pipeline.base
@@ -130,16 +136,28 @@ class Rows(Steps):
         """
         if not self.pipeline.has_positions:
             return self._shuffle_outputs(seed, scope, window)
-        spec, leaf, drawn, agreed = self.pipeline, self.pipeline.base, seed is None, False
-        if seed is None:
-            seed, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
-        check_agreed(drawn and not agreed, spec.shard.count)
+        leaf = self.pipeline.base
+        if isinstance(leaf.order.shuffle, Weighted):
+            raise ValueError(
+                "shuffle: rows are drawn by weights, which is a random order already. Omit shuffle(), or call it "
+                "instead of weighted() or balanced()."
+            )
+        chosen, drawn, agreed = self._seed(seed)
         defaults = frozenset(name for name, value in (("scope", scope), ("window", window)) if value is None)
         scope = scope or self._default_scope or ("window" if leaf.source.fetched else "rows")
         aligned = leaf.source.fetched and scope == "window"
         window = leaf.source.window_in_cache if window is None else window
-        order = replace(leaf.order, shuffle=Shuffle(seed, scope, window, aligned))
+        order = replace(leaf.order, shuffle=Shuffle(chosen, scope, window, aligned))
         return self._with_leaf(replace(leaf, order=order, seed_drawn=drawn, seed_agreed=agreed, defaults=defaults))
+
+    def _seed(self, seed: int | None) -> tuple[int, bool, bool]:
+        """Return the seed of an order, drawn if None, with ``seed_drawn`` and ``seed_agreed`` of its leaf."""
+        if seed is not None:
+            return seed, False, False
+        leaf = self.pipeline.base
+        chosen, agreed = draw_seed(f"{leaf.source.fingerprint}/{leaf.order.selection.text}")
+        check_agreed(not agreed, self.pipeline.shard.count)
+        return chosen, True, agreed
 
     def _shuffle_outputs(self: Self, seed: int | None, scope: str | None, window: int | None) -> Self:
         if seed is None or scope not in (None, "window"):

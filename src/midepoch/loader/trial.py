@@ -47,7 +47,7 @@ def _run(engine: Engine, leaf: Leaf, options: Options) -> None:
     """Run all functions on the first rows, one by one. Errors are raised again in their turn, with the batch."""
     plain = options.collate_fn is None or options.collate_columns
     kind = leaf.format or ("torch" if plain else "python")
-    for row in engine.chosen(0, np.arange(min(_ROWS, len(leaf.order.selection)))):
+    for row in engine.chosen(0, np.arange(min(_ROWS, len(leaf.order)))):
         with contextlib.suppress(Exception, SystemExit, GeneratorExit):
             batch = engine.transform(0, engine.read(np.array([row])))
             if options.collate_fn is not None and len(batch):

@@ -3,7 +3,7 @@
 PURE. Numpy and ``midepoch.errors`` only: no I/O, no pyarrow, no clock, no global state. Everything in this package is a
 function of its arguments. A resume calls the same functions with the saved position.
 
-    position ──lanes──► sequence index ──shuffle──► chosen row ──selection──► row of the source
+    position ──lanes──► sequence index ──shuffle or draw──► chosen row ──selection──► row of the source
 
 ``Order`` is the frozen description. ``EpochOrder`` binds it to a layout of blocks and an epoch, with a few precomputed
 arrays.
@@ -14,5 +14,18 @@ from midepoch.order.epoch import EpochOrder, Layout, Order, Uses
 from midepoch.order.selection import Selection
 from midepoch.order.shard import Shard, epoch_end
 from midepoch.order.shuffle import SCOPES, Shuffle
+from midepoch.order.weights import Weighted
 
-__all__ = ["SCOPES", "Bijection", "EpochOrder", "Layout", "Order", "Selection", "Shard", "Shuffle", "Uses", "epoch_end"]
+__all__ = [
+    "SCOPES",
+    "Bijection",
+    "EpochOrder",
+    "Layout",
+    "Order",
+    "Selection",
+    "Shard",
+    "Shuffle",
+    "Uses",
+    "Weighted",
+    "epoch_end",
+]

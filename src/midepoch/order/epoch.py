@@ -10,8 +10,12 @@ import numpy.typing as npt
 
 from midepoch.order.selection import Selection
 from midepoch.order.shuffle import RowShuffle, Shuffle, UnitShuffle, WindowShuffle
+from midepoch.order.weights import DrawnOnce, Draws, Weighted
 
 Int64Array = npt.NDArray[np.int64]
+
+_MOST_DRAWN = 1 << 20
+"""Draws of an epoch up to which the blocks they use are computed (0.1 s). Beyond, any block may be used at any time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,31 +53,50 @@ class _Permute(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Selection, shuffle and lanes: everything that determines the row at a position of an epoch."""
+    """Selection, shuffle and lanes: everything that determines the row at a position of an epoch.
+
+    A draw by weights takes the place of the shuffle.
+    """
 
     selection: Selection
-    shuffle: Shuffle | None = None
+    shuffle: Shuffle | Weighted | None = None
     lanes: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.lanes, bool) or not isinstance(self.lanes, int) or self.lanes < 1:
             raise ValueError(f"lanes must be an integer of at least 1, got {self.lanes!r}")
+        if isinstance(self.shuffle, Weighted) and len(self.shuffle.weights) != len(self.selection):
+            raise ValueError(
+                f"expected {len(self.selection)} weights, one for each row, got {len(self.shuffle.weights)}"
+            )
 
     def __len__(self) -> int:
-        return len(self.selection)
+        return self.shuffle.samples if isinstance(self.shuffle, Weighted) else len(self.selection)
+
+    @property
+    def repeats(self) -> bool:
+        """True if a row may come more than once an epoch."""
+        return isinstance(self.shuffle, Weighted) and self.shuffle.replacement
 
     def at(self, epoch: int, layout: Layout) -> EpochOrder:
         return EpochOrder(self, epoch, layout)
 
 
 class EpochOrder:
-    """Order of one epoch. Creating it is free for scope "rows" and takes one pass over the blocks for "window"."""
+    """Order of one epoch. Creating it is free for scope "rows" and takes one pass over the blocks for "window".
+
+    Draws by weights without replacement sort all rows.
+    """
 
     def __init__(self, order: Order, epoch: int, layout: Layout) -> None:
         self._order, self._n, self._layout = order, len(order), layout
         shuffle = order.shuffle
         self._permute: _Permute | None = None
+        self._drawn: Draws | DrawnOnce | None = None
         if shuffle is None or not self._n:
+            return
+        if isinstance(shuffle, Weighted):
+            self._drawn = shuffle.at(epoch)
             return
         if shuffle.scope == "rows":
             self._permute = RowShuffle(shuffle, epoch, self._n)
@@ -92,11 +115,13 @@ class EpochOrder:
 
     def uses(self) -> Uses:
         """Return the positions at which each block is read."""
+        if self._drawn is not None and self._n <= _MOST_DRAWN:
+            return self._drawn_uses()
         runs = self._order.selection.boundaries(self._layout.block_starts)
         first_rows = self._order.selection.source_rows(runs[:-1])
         blocks = np.searchsorted(self._layout.block_starts, first_rows, side="right") - 1
         starts = runs[:-1].copy()
-        if isinstance(self._permute, RowShuffle):
+        if isinstance(self._permute, RowShuffle) or self._drawn is not None:
             zeros = np.zeros(len(blocks), dtype=np.int64)
             return Uses(blocks, zeros, zeros + self._n - 1, zeros - 1)
         if isinstance(self._permute, UnitShuffle):
@@ -111,6 +136,15 @@ class EpochOrder:
             starts = windows[np.searchsorted(windows, starts, side="right") - 1]
             stops = windows[np.searchsorted(windows, stops - 1, side="right")]
         return self._in_lanes(blocks, starts, stops)
+
+    def _drawn_uses(self) -> Uses:
+        """Return the positions at which each block is read, by drawing the entire epoch."""
+        rows = self.rows(np.arange(self._n, dtype=np.int64))
+        used = np.searchsorted(self._layout.block_starts, rows, side="right") - 1
+        blocks, first = np.unique(used, return_index=True)
+        last = self._n - 1 - np.unique(used[::-1], return_index=True)[1]
+        order = np.argsort(first, kind="stable")
+        return Uses(blocks[order], first[order], last[order], np.full(len(blocks), -1))
 
     def _in_lanes(self, blocks: Int64Array, starts: Int64Array, stops: Int64Array) -> Uses:
         """Convert ranges of the sequence to ranges of positions, one for each lane that they touch."""
@@ -144,14 +178,20 @@ class EpochOrder:
         lane = np.searchsorted(self.lane_starts, sequence, side="right") - 1
         return (sequence - self.lane_starts[lane]) * self._order.lanes + lane
 
-    def positions(self, chosen: Int64Array) -> Int64Array:
-        """Map chosen rows to their positions: the inverse of ``chosen``."""
-        sequence = chosen if self._permute is None else self._permute.inverse(chosen)
-        return sequence if self._order.lanes == 1 else self._in_lane(sequence)
+    def positions_of(self, chosen: int) -> Int64Array:
+        """Return the positions of a chosen row: one, or any number if rows are drawn by weights."""
+        if self._drawn is not None:
+            sequence = self._drawn.find(chosen)
+        else:
+            row = np.array([chosen], dtype=np.int64)
+            sequence = row if self._permute is None else self._permute.inverse(row)
+        return np.sort(self._in_lane(sequence))
 
     def chosen(self, positions: Int64Array) -> Int64Array:
         """Map positions to chosen rows: the row numbers of the dataset before the shuffle."""
         sequence = self.sequence(positions)
+        if self._drawn is not None:
+            return self._drawn(sequence)
         return sequence if self._permute is None else self._permute(sequence)
 
     def rows(self, positions: Int64Array) -> Int64Array:

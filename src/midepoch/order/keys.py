@@ -16,7 +16,9 @@ PURPOSE = {
     "functions": 8,
     "collate": 9,
     "split": 10,
-    "batches": 12,
+    "weighted": 11,
+    "weighted once": 12,
+    "batches": 13,
 }
 """Numbers that are a permanent part of the order: never renumber, only add."""
 

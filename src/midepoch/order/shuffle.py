@@ -38,6 +38,12 @@ class Shuffle:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window must be a number of blocks of at least 1, got {self.window!r}")
 
+    @property
+    def text(self) -> str:
+        """The order in words."""
+        window = f", window={self.window}" if self.scope == "window" else ""
+        return f"shuffled by {self.scope} (seed={self.seed}{window})"
+
 
 class RowShuffle:
     """One permutation of all rows."""

@@ -73,6 +73,7 @@ class Engine:
         self._process = os.getpid()
         self.generators = Generators(leaf.seed, leaf.global_seed or 0, leaf.path, drawing=drawing)
         self._epoch: tuple[int, EpochOrder] | None = None
+        self._numbers = len(leaf.order.selection) if leaf.order.repeats else 0
         self._starts = leaf.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
         self._expects = leaf.source.fetched
@@ -94,8 +95,23 @@ class Engine:
         return self._epoch[1]
 
     def chosen(self, epoch: int, positions: Int64Array) -> Int64Array:
-        """Return the row numbers, before shuffling, at positions of an epoch."""
-        return self.order(epoch).chosen(positions)
+        """Return the row numbers, before shuffling, at positions of an epoch.
+
+        If rows are drawn with replacement, they are ids of draws: row + position * rows. A row that is drawn twice is
+        then read twice, and random functions draw other numbers for it.
+        """
+        rows = self.order(epoch).chosen(positions)
+        return rows + positions * self._numbers if self._numbers else rows
+
+    def draws(self, chosen: Int64Array) -> Int64Array | None:
+        """Return numbers that distinguish draws of the same row, or None if a row comes only once an epoch."""
+        return chosen // self._numbers if self._numbers else None
+
+    def _source_rows(self, chosen: Int64Array) -> Int64Array:
+        return self.leaf.order.selection.source_rows(self._row_numbers(chosen))
+
+    def _row_numbers(self, chosen: Int64Array) -> Int64Array:
+        return chosen % self._numbers if self._numbers else chosen
 
     def reached(self, epoch: int, position: int) -> None:
         """Note that rows from this position on are read next, so that the blocks that follow can be prefetched."""
@@ -138,7 +154,7 @@ class Engine:
         Pieces stop before a block that cannot be read, unless it is the first: the good rows before it are delivered
         first.
         """
-        rows = self.leaf.order.selection.source_rows(chosen)
+        rows = self._source_rows(chosen)
         first, count = int(rows[0]), len(rows)
         if count < MIN_RUN or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
             return [(self.read(chosen), count)]
@@ -193,7 +209,7 @@ class Engine:
         """Return the locations of rows in memory, or None unless all columns are plain numbers without nulls."""
         if self._decoded or any(self._nullable.values()):
             return None
-        located = self._open_reader().locate(self.leaf.order.selection.source_rows(chosen))
+        located = self._open_reader().locate(self._source_rows(chosen))
         return located and {name: located[source_name] for name, source_name in self.leaf.head.items()}
 
     def check(self) -> None:
@@ -203,7 +219,7 @@ class Engine:
 
     def read(self, chosen: Int64Array) -> Batch:
         """Read rows, before any step."""
-        return self._batch(self._open_reader().read(self.leaf.order.selection.source_rows(chosen)), chosen)
+        return self._batch(self._open_reader().read(self._source_rows(chosen)), chosen)
 
     def _batch(self, rows: Rows, chosen: Int64Array) -> Batch:
         leaf = self.leaf
@@ -213,7 +229,8 @@ class Engine:
         self.skipped += len(chosen) - len(places)
         columns: dict[str, Any] = dict(zip(self._names, rows.batch.columns, strict=True))
         columns.update(self._encoded(rows))
-        return Batch(columns, chosen if rows.kept is None else chosen[places], places, rows.owned, self._nullable)
+        kept = chosen if rows.kept is None else chosen[places]
+        return Batch(columns, self._row_numbers(kept), places, rows.owned, self._nullable, self.draws(kept))
 
     def _encoded(self, found: Rows) -> dict[str, Encoded]:
         """Return the columns that ``datasets`` has to decode."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from midepoch.order import Shuffle, Weighted
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node
 
 if TYPE_CHECKING:
     from midepoch.pipeline.spec import PipelineSpec
 
-DEFAULTS = {"selection": "", "scope": "none", "seed": None, "window": None, "aligned": False, "arguments": ""}
+DEFAULTS = {
+    "selection": "",
+    "scope": "none",
+    "seed": None,
+    "window": None,
+    "aligned": False,
+    "weights": "",
+    "arguments": "",
+}
 """Values that are omitted from the description of a part."""
 
 
@@ -28,7 +37,7 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
     return {
         "data": node.digest,
         "rows": sum(leaf.rows for leaf in node.leaves),
-        **DEFAULTS,
+        **{name: value for name, value in DEFAULTS.items() if name != "weights"},
         "lanes": spec.lanes,
         "pipeline": node.text,
         "arguments": node.arguments,
@@ -39,17 +48,18 @@ def identity(spec: PipelineSpec) -> dict[str, Any]:
 def leaf_identity(leaf: Leaf) -> dict[str, Any]:
     """Return the fields with which the rows of one source are compared."""
     shuffle = leaf.order.shuffle
-    return {
+    fields = {
         "data": leaf.source.fingerprint,
         "rows": leaf.rows,
         "selection": leaf.order.selection.text,
         "scope": shuffle.scope if shuffle else "none",
         "seed": shuffle.seed if shuffle else None,
-        "window": shuffle.window if shuffle and shuffle.scope == "window" else None,
+        "window": shuffle.window if isinstance(shuffle, Shuffle) and shuffle.scope == "window" else None,
         "lanes": leaf.order.lanes,
-        "aligned": bool(shuffle and shuffle.aligned),
+        "aligned": isinstance(shuffle, Shuffle) and shuffle.aligned,
         "pipeline": leaf.text,
     }
+    return fields | ({"weights": shuffle.digest} if isinstance(shuffle, Weighted) else {})
 
 
 def describe(node: Node) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from midepoch.order import Weighted
 from midepoch.order.budget import Budget
 from midepoch.order.mixing import spans
 from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
@@ -411,7 +412,9 @@ class Node:
             shuffle = self.base.order.shuffle
             seed = None if shuffle is None or self.base.seed_drawn else shuffle.seed
             what += [self.base.source.fingerprint, self.base.order.selection.text]
-            if shuffle is not None:
+            if isinstance(shuffle, Weighted):
+                what += [shuffle.scope, shuffle.digest, str(shuffle.samples), str(seed)]
+            elif shuffle is not None:
                 # Default windows depend on the size of the cache, not on the data.
                 window = self.base.source.window if "window" in self.base.defaults else shuffle.window
                 what += [shuffle.scope, str(window), str(seed)]

@@ -297,7 +297,7 @@ class LazyRows:
         engine.reached(self._epoch, int(positions[0]))
         chosen = engine.chosen(self._epoch, positions)
         leaves = np.full(len(chosen), self._leaf)
-        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen))
+        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen), engine.draws(chosen))
 
         def table(outputs: Int64Array, _: bool) -> Int64Array:
             return np.stack([first + outputs, np.zeros(len(outputs), np.int64)], axis=1)

@@ -26,18 +26,19 @@ from typing import Any
 
 from midepoch._internal.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
-from midepoch.order import Order, Selection, Shuffle
+from midepoch.order import Order, Selection, Shuffle, Weighted
 
 VERSION = 1
 KEY = "midepoch"
 
 CAUSES = {
     "data": "the contents of the files have changed since it was saved (moved or renamed files would be accepted)",
-    "rows": "the split, slice, take, skip or select has changed since it was saved",
+    "rows": "the split, slice, take, skip, select or num_samples has changed since it was saved",
     "selection": "the split, slice, take, skip or select has changed since it was saved",
-    "scope": "shuffle() was added, removed or given another scope",
+    "scope": "shuffle() or weighted() was added, removed or given another scope",
     "aligned": "the files are mapped now and were fetched when it was saved, or vice versa",
-    "seed": "shuffle() was given another seed",
+    "weights": "weighted() or balanced() was given other weights",
+    "seed": "shuffle() or weighted() was given another seed",
     "window": "shuffle() was given another window",
     "pipeline": "a map or another step was added, removed, moved, or given other parameters that move rows",
     "arguments": "a filter was given another expression, or a function other fn_kwargs",
@@ -71,8 +72,14 @@ def changes_in(text: str) -> list[str]:
     return [str(one) for one in changes]
 
 
-def order_of(belongs: Mapping[str, Any], selection: Selection) -> Order:
-    """Return the order that an identity (or a state) describes, over the selected rows."""
+def order_of(belongs: Mapping[str, Any], selection: Selection, weights: Any = None) -> Order:
+    """Return the order that an identity (or a state) describes, over the selected rows with these weights."""
+    if belongs.get("weights"):
+        if weights is None:
+            raise StateError(f"rows were drawn by {belongs['weights']}, which are not stored here.")
+        replacement = belongs["scope"] == "weighted"
+        drawn = Weighted(weights, belongs["seed"], belongs["rows"], replacement)
+        return Order(selection, drawn, belongs["lanes"])
     if belongs["scope"] == "none":
         return Order(selection, None, belongs["lanes"])
     window = {} if belongs["window"] is None else {"window": belongs["window"]}
@@ -132,6 +139,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "groups": (int,),
     "planned": (str,),
     "steps": (int,),
+    "weights": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -152,6 +160,7 @@ _DEFAULTS = {
     "groups": 0,
     "planned": "",
     "steps": 0,
+    "weights": "",
 }
 _MOST_LANES = 2**31
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
-from midepoch.order import Shuffle
+from midepoch.order import Shuffle, Weighted
 from midepoch.order.shuffle import SCOPES
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.identity import DEFAULTS, describe
@@ -20,7 +20,7 @@ from midepoch.state.changing import Convert, Found, LaneContext, SourceRemoved, 
 
 _log = logging.getLogger("midepoch")
 
-CHECKED = ("rows", "selection", "scope", "aligned", "seed", "window", "pipeline", "arguments")
+CHECKED = ("rows", "selection", "scope", "aligned", "weights", "seed", "window", "pipeline", "arguments")
 
 
 def taken_over(leaf: Leaf, saved: Mapping[str, Any], allow: Collection[str] = ()) -> Leaf:
@@ -29,6 +29,9 @@ def taken_over(leaf: Leaf, saved: Mapping[str, Any], allow: Collection[str] = ()
     Defaults depend on the access to the data and on the size of the cache, both of which may change between runs.
     """
     shuffle, scope = leaf.order.shuffle, saved["scope"]
+    if isinstance(shuffle, Weighted):
+        adopts = leaf.seed_drawn and "seed" not in allow and isinstance(saved["seed"], int)
+        return replace(leaf, order=replace(leaf.order, shuffle=shuffle.seeded(saved["seed"]))) if adopts else leaf
     if shuffle is None or scope not in SCOPES or (scope != shuffle.scope and "scope" not in leaf.defaults):
         return leaf
     window, seed = shuffle.window, shuffle.seed

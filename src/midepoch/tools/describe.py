@@ -27,7 +27,7 @@ from midepoch.state.saved import one_of
 from midepoch.tools.locate import of_index
 
 _SHOWN_CHANGES = 8
-_OF_SHUFFLE = ("seed", "window", "aligned")
+_OF_SHUFFLE = ("weights", "seed", "window", "aligned")
 """Fields that follow from the scope: if it differs, they add nothing."""
 
 
@@ -132,6 +132,8 @@ def _order(state: Mapping[str, Any]) -> str:
     selected = "" if state["selection"] in ("", f"0:{state['rows']}") else f"rows {state['selection']}, "
     if state["scope"] == "none":
         return f"{selected}in order" if not state["parts"] else "by its sources"
+    if state["weights"]:
+        return f"{selected}{state['scope']}, {state['weights']}, seed {state['seed']}"
     window = f" of {state['window']} blocks" if state["window"] is not None else ""
     return f"{selected}shuffled by {state['scope']}{window}, seed {state['seed']}"
 

@@ -45,7 +45,9 @@ class Known:
     def at(self, epoch: int, notes: list[str]) -> EpochOrder | None:
         """Return the order of an epoch, if enough is known. Otherwise add what is missing to ``notes``."""
         if self.order is None:
-            notes.append("the selected rows are not in the state. Pass the dataset to see rows and blocks.")
+            notes.append(
+                "the selected rows, or their weights, are not in the state. Pass the dataset to see rows and blocks."
+            )
             return None
         by_rows = self.order.shuffle is None or self.order.shuffle.scope == "rows"
         if self.layout is None:
@@ -116,8 +118,8 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
 
 
 def _order(state: Mapping[str, Any]) -> Order | None:
-    """Return the order that a state describes, or None if rows were selected one by one."""
-    if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", state["selection"]) is None:
+    """Return the order that a state describes, or None if rows were selected one by one or drawn by weight."""
+    if state.get("weights") or re.fullmatch(r"\d+:\d+(,\d+:\d+)*", state["selection"]) is None:
         return None
     ranges = [tuple(map(int, part.split(":"))) for part in state["selection"].split(",")]
     selection = Selection.of_ranges([(a, b) for a, b in ranges])

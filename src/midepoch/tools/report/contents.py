@@ -18,7 +18,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.checkpoint.manager import step_health
 from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
-from midepoch.order import Order, Selection
+from midepoch.order import Order, Selection, Weighted
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.tools.report.consumption import of_run
 from midepoch.tools.report.mixture import names_of
@@ -157,7 +157,9 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
         "data": {**_layout(ds), "sources": names_of(run.order)} if ds is not None and matches else _layout_of_run(run),
         "shuffle": None,
     }
-    if len(sources) == 1:  # of several sources, batches are as mixed as the weights
+    if len(sources) == 1 and not isinstance(
+        sources[0].order.shuffle, Weighted
+    ):  # of several sources, batches are as mixed as the weights
         order = sources[0]
         labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
         shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
@@ -166,7 +168,7 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
 
 
 def _shuffle(ds: Dataset, label: str | None, batch: int) -> dict[str, Any] | None:
-    if not ds.pipeline.has_positions or not len(ds):
+    if not ds.pipeline.has_positions or not len(ds) or isinstance(ds.pipeline.order.shuffle, Weighted):
         return None
     order = ds.pipeline.order
     labels = None if label is None else _labels(ds, label, order.selection)

@@ -38,7 +38,7 @@ def quality(
     shuffle = order.shuffle
     return {
         "scope": shuffle.scope if shuffle else "none",
-        "window": shuffle.window if shuffle and shuffle.scope == "window" else None,
+        "window": shuffle.window if isinstance(shuffle, Shuffle) and shuffle.scope == "window" else None,
         "seed": shuffle.seed if shuffle else None,
         "lanes": order.lanes,
         "epoch": epoch,
