@@ -24,8 +24,9 @@ from midepoch.order import Shard
 from midepoch.pipeline.chunk import at_mark
 from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Zip
+from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.pipeline.passes import BORROWING, place_of
+from midepoch.pipeline.stage_specs import Local, Slice
 from midepoch.transforms.packing import PackSpec
 
 Int64Array = npt.NDArray[np.int64]

@@ -18,8 +18,9 @@ from midepoch._internal.progress import Progress, shown
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Mix, Node, Slice
+from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stage_specs import Slice
 from midepoch.sources import Source
 from midepoch.sources.index import default_index_dir, open_index
 from midepoch.sources.locks import LockFile

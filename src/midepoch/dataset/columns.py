@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from midepoch.pipeline.node import StageSpec
+from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Cast, RemoveColumns, RenameColumns, SelectColumns, Step
 from midepoch.transforms.cast import types_by_name
 from midepoch.transforms.columns import check_columns

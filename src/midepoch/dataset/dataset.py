@@ -19,8 +19,9 @@ from midepoch.iteration.state import IterationState, register_with_torch
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.length import estimated_length, known_length
-from midepoch.pipeline.node import Node, StageSpec
+from midepoch.pipeline.node import Node
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Decode, FilterExpression, Function, Step
 from midepoch.transforms.formats import check_format
 from midepoch.transforms.media.packages import installed

@@ -19,8 +19,8 @@ from midepoch.order import Shard
 from midepoch.pipeline.chunk import materialize
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Local
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stage_specs import Local
 from midepoch.read.blocks import plain_schema
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import (

@@ -15,8 +15,9 @@ from midepoch.order import Selection, Shard, Shuffle, Weighted
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import check_seed, derive
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import Node, Slice, Window
+from midepoch.pipeline.node import Node
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stage_specs import Slice, Window
 from midepoch.sources.splits import bound_of, split_sizes
 
 Self = TypeVar("Self", bound="Rows")

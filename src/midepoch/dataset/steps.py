@@ -11,7 +11,7 @@ import numpy as np
 from midepoch._internal.checks import integer
 from midepoch.dataset.columns import ColumnSteps, names_of
 from midepoch.errors import ColumnError
-from midepoch.pipeline.node import Rebatch
+from midepoch.pipeline.stage_specs import Rebatch
 from midepoch.transforms import (
     Decode,
     FilterExpression,

@@ -15,9 +15,10 @@ from midepoch._internal.checks import integer
 from midepoch.errors import ColumnError
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
 from midepoch.pipeline.leaf import Leaf
-from midepoch.pipeline.node import HIDDEN, Buckets, Node
+from midepoch.pipeline.node import Node
 from midepoch.pipeline.planned import GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.pipeline.stage_specs import HIDDEN, Buckets
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Cast, Decode, Map
 from midepoch.transforms.context import ContextSlice

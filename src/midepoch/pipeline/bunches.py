@@ -12,8 +12,8 @@ from midepoch.errors import ColumnError
 from midepoch.order.budget import TooLongError
 from midepoch.order.keys import derive
 from midepoch.pipeline.chunk import Bunches, Items, Pieces, materialize
-from midepoch.pipeline.node import HIDDEN, Buckets
 from midepoch.pipeline.planned import too_long
+from midepoch.pipeline.stage_specs import HIDDEN, Buckets
 from midepoch.transforms import Batch, RunContext
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.columns import check_columns

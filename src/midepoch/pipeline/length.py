@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from midepoch.pipeline.cursor import At, Cursor
 from midepoch.pipeline.leaf import Leaf, is_one_to_one
-from midepoch.pipeline.node import Concat, Local, Mix, Node, Slice, Window
+from midepoch.pipeline.node import Concat, Mix, Node
+from midepoch.pipeline.stage_specs import Local, Slice, Window
 from midepoch.transforms.packing import PackSpec
 
 

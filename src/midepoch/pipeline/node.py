@@ -9,113 +9,14 @@ from functools import cached_property
 from itertools import chain
 
 from midepoch.order import Weighted
-from midepoch.order.budget import Budget
 from midepoch.order.mixing import spans
-from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after, group_of, is_one_to_one, text_of
+from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
+from midepoch.pipeline.stage_specs import Local, Rebatch, Slice, StageSpec, Window, skips
 from midepoch.transforms import Cast, ColumnStep, Decode, Function, Map, Step
 from midepoch.transforms.packing import PackSpec
 
 STOPS = ("first", "all", "never")
-
-
-@dataclass(frozen=True, eq=False)
-class Local:
-    """Steps after a stage, over groups of its outputs."""
-
-    steps: tuple[Step, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of outputs in a group."""
-        return group_of(self.steps) or 1
-
-    @property
-    def grouped(self) -> bool:
-        """True if the result depends on which outputs are in a group."""
-        return group_of(self.steps) is not None
-
-    @property
-    def keeps_rows(self) -> bool:
-        """True if every output becomes exactly one, independently of others: then the stage needs no cursor."""
-        return not self.grouped and all(is_one_to_one(step) and not _skips(step) for step in self.steps)
-
-    @property
-    def text(self) -> str:
-        return text_of(self.steps)
-
-
-@dataclass(frozen=True)
-class Rebatch:
-    """Groups of outputs as one row each."""
-
-    size: int
-    drop_last: bool = False
-
-    @property
-    def text(self) -> str:
-        return f"batch[{self.size}{' drop' * self.drop_last}]"
-
-
-@dataclass(frozen=True)
-class Window:
-    """Outputs shuffled within windows of ``size``."""
-
-    size: int
-    seed: int
-
-    @property
-    def text(self) -> str:
-        return f"shuffle[{self.size} seed={self.seed}]"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Outputs number ``start`` to ``stop`` of every epoch, or to its end if ``stop`` is None: take or skip."""
-
-    start: int = 0
-    stop: int | None = None
-
-    def count_of(self, outputs: float | None) -> int:
-        """Return the number of outputs left of ``outputs``, or of an unlimited number if that is None."""
-        if outputs is None or (self.stop is not None and self.stop < outputs):
-            assert self.stop is not None
-            outputs = self.stop
-        return max(0, round(outputs) - self.start)
-
-    @property
-    def text(self) -> str:
-        return f"skip[{self.start}]" if self.stop is None else f"take[{self.stop}]"
-
-
-HIDDEN = "__midepoch_length__"
-"""The column with the result of a function of the user that counts tokens. It is removed with the stage."""
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Batches by a budget of tokens, of the outputs in a window. Only a loader adds it, as the last stage.
-
-    ``column``: its lengths count, or its numbers if they are ``given``.
-    ``shuffled``: batches of a window are shuffled, else the longest rows come first.
-    """
-
-    budget: Budget
-    column: str
-    given: bool = False
-    shuffled: bool = True
-
-    @property
-    def size(self) -> int:
-        """The number of outputs in a group."""
-        return self.budget.window
-
-    @property
-    def text(self) -> str:
-        return f"tokens{self.budget.text.replace(',', ' ')}"
-
-
-StageSpec = Local | Rebatch | Window | Slice | PackSpec | Buckets
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,15 +105,11 @@ def path_below(path: int, tag: int) -> int:
     return int.from_bytes(digest, "little") | 1
 
 
-def _skips(step: Step) -> bool:
-    return getattr(step, "on_error", "raise") == "skip"
-
-
 def _of_a_row(step: Step) -> bool:
     """Return True if a step makes one row of each row, independently of the other rows and of its position."""
     if isinstance(step, (ColumnStep, Cast, Decode)):
-        return not _skips(step)
-    if not isinstance(step, Map) or not step.one_to_one or _skips(step):
+        return not skips(step)
+    if not isinstance(step, Map) or not step.one_to_one or skips(step):
         return False
     return (not step.batched or step.rowwise) and not step.with_generator and not step.with_indices
 

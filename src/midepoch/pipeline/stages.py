@@ -13,7 +13,7 @@ from midepoch.order.keys import derive
 from midepoch.pipeline.bunches import bunches
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.node import Buckets, Local, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.stage_specs import Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row

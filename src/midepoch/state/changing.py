@@ -16,9 +16,10 @@ from midepoch.order import Shard
 from midepoch.order.mixing import Schedule, spans
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.mixed import old_schedule
-from midepoch.pipeline.node import Local, Mix, Node, Slice, StageSpec
+from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.open import start
 from midepoch.pipeline.passes import FIRST, place_of
+from midepoch.pipeline.stage_specs import Local, Slice, StageSpec
 from midepoch.transforms.packing import PackSpec
 
 
