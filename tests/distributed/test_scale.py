@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from midepoch.loader.batches import Plan
+from midepoch.loader.plans import Plan
 from midepoch.order import Layout, Order, Selection, Shard, Shuffle
 
 ROWS, RANKS, WORKERS, BATCH = 10**9 + 7, 1024, 8, 16

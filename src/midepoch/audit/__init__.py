@@ -11,6 +11,7 @@ run.steps_of_row(123456)                        # the steps that saw a row
 
 from midepoch.audit.consumed import Delivery
 from midepoch.audit.ledger import Ledger
-from midepoch.audit.run import EpochProof, Overlap, Run, read_run, read_runs
+from midepoch.audit.naming import Overlap
+from midepoch.audit.run import EpochProof, Run, read_run, read_runs
 
 __all__ = ["Delivery", "EpochProof", "Ledger", "Overlap", "Run", "read_run", "read_runs"]

@@ -30,15 +30,15 @@ from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.figures import Figures, Measured
+from midepoch.audit.headers import header_of
 from midepoch.audit.lanes import LaneRecorder
-from midepoch.audit.orders import order_name, save_order, stream_name
+from midepoch.audit.orders import save_order, stream_name
+from midepoch.audit.planned import MOST_ROWS, save_lengths
 from midepoch.audit.records import (
     LOST,
     UNKNOWN,
-    VERSION,
-    VERSION_OF_POSITIONS,
 )
-from midepoch.audit.starts import new_file, process_name, process_space
+from midepoch.audit.starts import new_file, process_name
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
@@ -61,10 +61,10 @@ _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pa
 
 
 class Ending(Protocol):
-    """The plan of a pass. ``end``: its end, or None if that is not known yet."""
+    """The plan of a pass."""
 
-    @property
-    def end(self) -> int | None: ...
+    def known(self, rows: int) -> int:
+        """Return the position at its end. UNKNOWN if it is not known, and there are more rows to count it by."""
 
 
 @hinted_methods({}, only=["__init__"])
@@ -91,6 +91,7 @@ class Ledger:
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
+        self._ends = False
         self.end = self._room = 0
         """Bytes recorded so far."""
 
@@ -149,32 +150,20 @@ class Ledger:
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
         begun yet.
         """
-        shard = spec.shard
+        shard, until = spec.shard, UNKNOWN
+        if end is not None:
+            until = end.known(MOST_ROWS)
+        self._ends = end is None or until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
-        header = {
-            "midepoch_ledger": VERSION if end is None else VERSION_OF_POSITIONS,
+        header: dict[str, Any] = {
+            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning),
             "attempt": self.attempt(shard),
             "stream": self._rows[0],
-            "order": order_name(spec),
             "name": self.name,
             "how": how,
-            "stood": origin[:2],
-            "rank": shard.index,
-            "ranks": shard.count,
-            "epoch": cursor.epoch,
-            "start": cursor.position,
-            "end": UNKNOWN if end is None or end.end is None else end.end,
-            "rows": spec.rows,
-            "global_batch": batch_size * shard.count,
-            "ends": last_batch or "uneven",
             "workers": workers,
             "number": next(_numbers),
-            "process": process_name(),
-            "space": process_space(),
-            "time": round(time.time(), 3),
             **({"load": True} if load else {}),
-            **({} if sizes is None else {"sizes": sizes.text, "first_step": cursor.steps}),
-            **({} if planning is None else {"batches": planning.budget.text, "planned": cursor.planned}),
         }
         self._lanes = None
         if end is None:
@@ -184,6 +173,8 @@ class Ledger:
         try:
             header |= self._open(header["attempt"], shard)
             save_order(self.folder, spec)
+            if planning is not None:
+                save_lengths(self.folder, spec, planning)
         except OSError as problem:
             self._lose(problem)
             return
@@ -293,8 +284,9 @@ class Ledger:
     def finish(self, waited: float, end: Cursor) -> None:
         """Record that a pass was iterated to its end."""
         self.flush()
-        if self._lanes is not None and end.lanes is not None:
+        if self._ends:
             self._write(b"#")
+        if self._lanes is not None and end.lanes is not None:
             self._lanes.pending.append(self._marks(self._lanes, end))
             self.flush()
         self._write(self._times(self._last, waited))  # as all marks, at a step: what follows is not its time

@@ -78,12 +78,12 @@ class Generation:
     @property
     def is_look(self) -> bool:
         """True if no rank received more than a first batch, of several."""
-        few = max(self.steps.values()) <= 1 and self.shape.start + self.shape.global_batch < self.end
+        few = max(self.steps.values()) <= 1 and self.shape.after(1) < self.end
         return few and not any(track.finished for track in self.tracks.values())
 
     def made(self, rank: int) -> int:
         """Return the position up to which a rank received its rows, whether the run kept them or not."""
-        return min(self.shape.start + self.steps.get(rank, 0) * self.shape.global_batch, self.end)
+        return min(self.shape.after(self.steps.get(rank, 0)), self.end)
 
     def reached(self, rank: int) -> int:
         """Return the position up to which a rank received the rows that the run kept."""
@@ -102,7 +102,7 @@ class Generation:
     @property
     def kept_steps(self) -> int:
         """Number of steps up to the position at which the run left the pass."""
-        return -(-(self.frontier - self.shape.start) // self.shape.global_batch)
+        return self.shape.steps_to(self.frontier)
 
     @property
     def kept_skipped(self) -> int:
@@ -192,7 +192,7 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
 
 def _is_over(one: Passed) -> bool:
     """Return True if a process delivered the last batch of its epoch."""
-    return one.finished or one.shape.start + one.steps * one.shape.global_batch >= one.end
+    return one.finished or one.shape.after(one.steps) >= one.end
 
 
 def _last_time(one: Passed) -> float:
@@ -207,7 +207,7 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
     starts, numbers, times = zip(*(one.beginning for one in passes), strict=True)
     end = max(one.end for one in passes)
     if end == UNKNOWN and len(of_rank) == shape.ranks and all(one.finished for one in of_rank.values()):
-        end = shape.start + max(one.steps for one in of_rank.values()) * shape.global_batch
+        end = shape.after(max(one.steps for one in of_rank.values()))
     return Generation(
         shape,
         (min(starts), uses.get(passes[0].process, 0), max(numbers), min(numbers)),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
 from midepoch.errors import StateError
+from midepoch.order.sizes import BatchSizes
 
 VERSION = 2
 VERSION_OF_POSITIONS = 1
@@ -38,6 +39,30 @@ class Shape(NamedTuple):
     ranks: int
     global_batch: int
     ends: str
+    sizes: str = ""
+    """Batch sizes of a rank that change, as text."""
+    first_step: int = 0
+    """The number of the first step in the run, if batch sizes change."""
+    batches: str = ""
+    """The budget of batches by tokens, as text. Then positions count batches, of which each rank gets one in a step."""
+    planned: str = ""
+    """Where the pass begins, of such batches: the position of the window, and the batches of it that were delivered."""
+
+    def after(self, steps: int) -> int:
+        """Return the position after a number of steps, whether the epoch has so many or not."""
+        if not self.sizes:
+            return self.start + steps * self.global_batch
+        sizes = BatchSizes.of_text(self.sizes)
+        return self.start + self.ranks * (sizes.before(self.first_step + steps) - sizes.before(self.first_step))
+
+    def steps_to(self, position: int) -> int:
+        """Return the number of steps that reach a position."""
+        if not self.sizes:
+            return -(-(position - self.start) // self.global_batch)
+        sizes = BatchSizes.of_text(self.sizes)
+        rows = -(-(position - self.start) // self.ranks) + sizes.before(self.first_step)
+        steps = sizes.step_at(rows)
+        return steps + (sizes.before(steps) < rows) - self.first_step
 
 
 @dataclass(frozen=True)
@@ -139,7 +164,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
     number = (numbered(path) or (0, ""))[0]
     try:
         return Passed(
-            shape=Shape(*(header[name] for name in Shape._fields)),
+            shape=Shape(**{name: header[name] for name in Shape._fields if name in header}),
             beginning=(number, header["number"], header["time"]),
             process=header["process"],
             how=header["how"],

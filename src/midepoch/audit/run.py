@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.hints import hinted
-from midepoch.audit.consumed import Delivery, LaneCounts, LaneRun
-from midepoch.audit.coverage import count, pieces_of, positions_in
+from midepoch.audit.consumed import LaneCounts
+from midepoch.audit.coverage import count, pieces_of
 from midepoch.audit.history import History
+from midepoch.audit.naming import Naming
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
-from midepoch.errors import DataNotFoundError, StateError
+from midepoch.audit.planned import KnownBatches
+from midepoch.audit.records import UNKNOWN, Shape
+from midepoch.errors import DataNotFoundError
 
 Int64Array = npt.NDArray[np.int64]
-Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,7 @@ class EpochProof:
         return self.exact and not self.pending
 
 
-class Overlap(NamedTuple):
-    """Numbers of rows of the files that two runs have seen: the first, the second, both."""
-
-    first: int
-    second: int
-    both: int
-
-
-class Run:
+class Run(Naming):
     """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
     Steps are counted from 1 over all starts, as the weights have seen them: a step that was lost in a crash and
@@ -86,6 +78,15 @@ class Run:
         """All loaders that recorded in the folder, with the names that were given to them."""
         self.generations = History(self._all).all
         """The passes that the weights have seen, each up to the point where a later one took over."""
+
+    @cached_property
+    def _batches(self) -> dict[Shape, KnownBatches]:
+        return {}
+
+    @property
+    def unit(self) -> str:
+        """What positions count: rows or, if they are put together by tokens, batches."""
+        return "batches" if self.every[-1].shape.batches else "rows"
 
     @cached_property
     def _orders(self) -> dict[str, KnownOrder]:
@@ -178,7 +179,10 @@ class Run:
         kept = self._by_epoch.get(epoch, [])
         if self.every[-1].lanes:
             return self._lane_proof(epoch, kept, every)
-        rows = self.every[-1].rows
+        rows, unknown = self.every[-1].rows, False
+        if rows == UNKNOWN:  # batches that were not counted: more may come until the end is reached
+            rows = max((min(one.end, one.frontier) for one in kept), default=0)
+            unknown = not any(one.finished for one in kept)
         pieces = [piece for one in kept for piece in pieces_of(one)]
         end, frontier = self._end(epoch, kept, rows)
         sure, rest, behind = count(pieces, 0, frontier), count(pieces, frontier, end), count(pieces, end, rows)
@@ -190,7 +194,7 @@ class Run:
             repeated=sure.repeated + rest.repeated + behind.repeated,
             never=sure.never,
             dropped=behind.never,
-            pending=rest.never,
+            pending=rest.never + unknown,
             skipped=sum(one.kept_skipped for one in kept),
             again=made - sum(_rows(one, one.reached) for one in kept),
             steps=sum(one.kept_steps for one in kept),
@@ -249,99 +253,6 @@ class Run:
         if last.shape.attempt == attempt and waiting and (behind or not later) and not alone:
             return end, min(last.common, end)
         return end, end
-
-    def rows_of_step(self, step: int) -> list[Delivery]:
-        """Return the rows of a step, in the order of their positions."""
-        if not 1 <= step <= self.steps:
-            raise DataNotFoundError(f"there is no step {step}: the run has {self.steps:,} steps.")
-        number = bisect_right(self._first_steps, step - 1) - 1
-        one = self.generations[number]
-        if one.lanes:
-            later, place = self.generations[number + 1 :], step - self._first_steps[number]
-            if all(track.recorded < place <= track.delivered for track in one.tracks.values()):
-                raise DataNotFoundError(
-                    f"the rows of step {step} are not recorded: its process ended before they were written. Those of "
-                    "the last seconds before a crash may be missing."
-                )
-            return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step, later))
-        first = one.shape.start + (step - 1 - self._first_steps[number]) * one.shape.global_batch
-        positions = np.arange(first, min(first + one.shape.global_batch, one.end, one.until))
-        ranks = positions % one.shape.ranks
-        here = np.array([one.reached(rank) for rank in range(one.shape.ranks)])[ranks] > positions
-        positions, ranks = positions[here], ranks[here]
-        rows = self._orders[one.shape.order].source.at(one.shape.epoch).chosen(positions)
-        return [
-            Delivery(step, one.shape.epoch, *values)
-            for values in zip(positions.tolist(), ranks.tolist(), rows.tolist(), strict=True)
-        ]
-
-    def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
-        """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
-        if self.generations[0].lanes:
-            sources = self.order.sources
-            if not 0 <= source < len(sources):
-                raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
-            if not 0 <= row < (rows := sources[source].numbered):
-                raise DataNotFoundError(f"there is no row {row}: source {source} has {rows:,} rows.")
-            passes = zip(self.generations, self._first_steps, strict=False)
-            return [
-                each
-                for number, (one, first) in enumerate(passes)
-                for each in self.lanes_of(one).steps_of_row(one, first, row, source, self.generations[number + 1 :])
-            ]
-        rows = self.order.source.numbered
-        if not 0 <= row < rows:
-            raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
-        deliveries = []
-        places: dict[tuple[str, int], list[int]] = {}
-        for number, one in enumerate(self.generations):
-            order, epoch, ranks = one.shape.order, one.shape.epoch, one.shape.ranks
-            if (order, epoch) not in places:
-                places[order, epoch] = self._orders[order].source.at(epoch).positions_of(row).tolist()
-            for position in places[order, epoch]:
-                if one.shape.start <= position < one.reached(position % ranks):
-                    step = self._first_steps[number] + (position - one.shape.start) // one.shape.global_batch + 1
-                    deliveries.append(Delivery(step, epoch, position, position % ranks, row))
-        return deliveries
-
-    def overlap(self, other: Run, report: Report | None = None) -> Overlap:
-        """Return the number of rows of the files that both runs have seen, in any order and selection."""
-        data, other_data = self.order.source.about["data"], other.order.source.about["data"]
-        if data != other_data:
-            raise StateError(
-                f"the runs read different data (fingerprints {data}, {other_data}): their rows cannot be compared."
-            )
-        first = self._seen(report)
-        second = other._seen(report)
-        return Overlap(int(first.sum()), int(second.sum()), int((first & second).sum()))
-
-    def _seen(self, report: Report | None) -> npt.NDArray[np.bool_]:
-        """Return a mask of the rows of the files that were consumed at least once."""
-        seen = np.zeros(self.order.source.source_rows, dtype=np.bool_)
-        done, total = 0, sum(min(one.frontier, one.end) - one.shape.start for one in self.generations)
-        for one in self.generations:
-            known = self._orders[one.shape.order].source
-            for epoch, positions in self._positions_of(one):
-                seen[known.in_source(known.at(epoch).chosen(positions))] = True
-                done += len(positions)
-                if report is not None:
-                    report(done, max(done, total))
-        return seen
-
-    def _positions_of(self, one: Generation) -> Iterator[tuple[int, Int64Array]]:
-        """Yield epochs of the source, and positions in them, that a pass consumed."""
-        if not one.lanes:
-            yield from ((one.shape.epoch, positions) for positions in positions_in(pieces_of(one)))
-            return
-        lanes = self.lanes_of(one)
-        for lane in range(one.lanes):
-            if (track := lanes.owner(one, lane)) is not None:
-                for each in lanes.intervals(one, lane, 0, min(track.delivered, one.kept_steps)):
-                    yield each.epoch, each.lane.locals(each.first, each.first + each.touched)
-
-    def lanes_of(self, one: Generation) -> LaneRun:
-        """Return the lanes of a pass, read with its order."""
-        return LaneRun(self._orders[one.shape.order])
 
 
 @hinted()

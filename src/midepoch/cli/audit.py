@@ -62,6 +62,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
                 "name": run.streams[run.stream],
                 "exact": run.exact,
                 "steps": run.steps,
+                "unit": run.unit,
                 "starts": run.attempts,
                 "world_sizes": run.worlds,
                 "problems": run.problems,
@@ -82,7 +83,7 @@ def _show_proof(run: Run, several: bool) -> None:
     table = Table(title=f"{run.folder}{which}: {run.steps:,} steps", title_justify="left")
     names = {
         "epoch": "epoch",
-        "rows": "rows",
+        "rows": run.unit,
         "once": "once",
         "repeated": "repeated",
         "never": "never",

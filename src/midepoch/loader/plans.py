@@ -98,6 +98,9 @@ class StepPlan(Protocol):
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, as far as it is known."""
 
+    def known(self, rows: int) -> int:
+        """Return the position at the end, if it is known or can be counted by at most so many rows, else 2**62."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -210,6 +213,9 @@ class Plan:
     def place(self, step: int) -> str:
         first, stop = self.bounds(step)
         return f"positions {first:,} to {stop - 1:,}"
+
+    def known(self, rows: int) -> int:  # noqa: ARG002
+        return self.end
 
     def left_out(self, ranks: int) -> int:
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))

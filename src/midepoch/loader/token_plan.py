@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from midepoch._internal.progress import shown
+from midepoch.audit.records import UNKNOWN
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
@@ -135,6 +136,11 @@ class TokenPlan:
 
     def left_out(self, ranks: int) -> int:  # noqa: ARG002
         return 0  # rows of the last step are dealt to all ranks
+
+    def known(self, rows: int) -> int:
+        if self._epoch.total is None and self.rows > rows:
+            return UNKNOWN
+        return self.count()
 
     def rows_before(self, batches: int) -> int:
         """Return the number of rows of the epoch in the batches before one."""

@@ -11,13 +11,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from midepoch.errors import CheckpointMismatchError, ColumnError
-from midepoch.order import EpochOrder
+from midepoch.order import EpochOrder, Layout, Order
 from midepoch.order.budget import Batches, Budget, TooLongError
 from midepoch.order.keys import derive
 from midepoch.pipeline.cursor import Cursor, PlannedAt
@@ -87,11 +87,11 @@ class Window(NamedTuple):
 class PlannedEpoch:
     """The batches of an epoch from a cursor on, planned when they are needed. Threads may share it."""
 
-    def __init__(self, leaf: Leaf, planning: Planning, epoch: int, first: int, at: PlannedAt) -> None:
+    def __init__(self, order: Order, layout: Layout, planning: Planning, epoch: int, first: int, at: PlannedAt) -> None:
         self._lock = threading.RLock()
-        self._leaf, self._planning, self.epoch, self._budget = leaf, planning, epoch, planning.budget
-        self._order: EpochOrder | None = None
-        self._rows = leaf.rows
+        self._order, self._layout, self._at_epoch = order, layout, cast("EpochOrder | None", None)
+        self._planning, self.epoch, self._budget = planning, epoch, planning.budget
+        self._rows = len(order)
         self._found: list[tuple[int, PlannedAt]] = [(first, at)]  # beginnings of windows: batches before, and cursor
         self._kept: OrderedDict[int, Window] = OrderedDict()
         self.total: int | None = first if at.start >= self._rows else None
@@ -101,7 +101,7 @@ class PlannedEpoch:
     def at(leaf: Leaf, planning: Planning, cursor: Cursor) -> PlannedEpoch:
         """Return the batches from a cursor on."""
         at = cursor.planned or PlannedAt(0)
-        return PlannedEpoch(leaf, planning, cursor.epoch, cursor.position, at)
+        return PlannedEpoch(leaf.order, leaf.source.layout, planning, cursor.epoch, cursor.position, at)
 
     def window_of(self, batch: int) -> Window | None:
         """Return the window of a batch, or None if the epoch has fewer."""
@@ -133,6 +133,15 @@ class PlannedEpoch:
         window = self.window_of(batch)
         assert window is not None
         return window.batches.at(batch - window.before + window.done) + window.start
+
+    def batch_of(self, position: int) -> int | None:
+        """Return the batch that has a position, or None if it was delivered before the first one here."""
+        number = 0
+        while (window := self._window(number)).stop <= position:
+            number += 1
+        found = np.flatnonzero(window.batches.places == position - window.start)
+        batch = int(np.searchsorted(window.batches.bounds, found[0], side="right")) - 1 if len(found) else -1
+        return None if batch < window.done else window.before + batch - window.done
 
     def cursor(self, batches: int) -> Cursor:
         """Return the cursor after a number of batches of the epoch."""
@@ -177,7 +186,8 @@ class PlannedEpoch:
             stop = self._rows
         places = np.arange(stop - at.start, dtype=np.int64)
         lengths = self._lengths(at.start, stop)
-        key = None if self._leaf.order.shuffle is None else derive(self._leaf.seed, self.epoch, "batches", at.start)
+        shuffle = self._order.shuffle
+        key = None if shuffle is None else derive(shuffle.seed, self.epoch, "batches", at.start)
         legs: list[tuple[str, int]] = []
         done = 0
         if budgets and budgets[-1][0] is self._budget:
@@ -210,16 +220,16 @@ class PlannedEpoch:
     def _lengths(self, start: int, stop: int) -> Int64Array:
         chosen = self._epoch_order().chosen(np.arange(start, stop, dtype=np.int64))
         planning = self._planning
-        rows = self._leaf.order.selection.source_rows(chosen) if planning.by_source else chosen
+        rows = self._order.selection.source_rows(chosen) if planning.by_source else chosen
         return planning.lengths.of(rows)
 
     def _epoch_order(self) -> EpochOrder:
-        if self._order is None:
-            self._order = self._leaf.order.at(self.epoch, self._leaf.source.layout)
-        return self._order
+        if self._at_epoch is None:
+            self._at_epoch = self._order.at(self.epoch, self._layout)
+        return self._at_epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_order": None, "_kept": OrderedDict(), "_lock": None}
+        return {**self.__dict__, "_at_epoch": None, "_kept": OrderedDict(), "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

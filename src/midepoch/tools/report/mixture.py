@@ -43,7 +43,7 @@ def progress(run: Run, one: Generation, steps: int) -> float | None:
     """Return the part of its epoch that is consumed after a number of steps of a pass, or None if it has no end."""
     if not one.lanes:
         end = min(one.end, one.rows)
-        reached = min(one.shape.start + steps * one.shape.global_batch, end)
+        reached = min(one.shape.after(steps), end)
         return reached / end if end else None
     order = run.lanes_of(one).order
     counts = iter(zip(_consumed(order, one, steps), (source.rows for source in order.sources), strict=True))
@@ -92,7 +92,7 @@ def _description(order: KnownOrder) -> dict[str, Any]:
 def _consumed(order: KnownOrder, one: Generation, steps: int) -> list[int]:
     """Return by source the rows consumed in the epoch, over all lanes."""
     if not one.lanes:
-        return [min(one.shape.start + steps * one.shape.global_batch, one.end)]
+        return [min(one.shape.after(steps), one.end)]
     rows = [source.rows for source in order.sources]
     sums = [0] * len(rows)
     lanes = LaneRun(order)

@@ -81,7 +81,7 @@ def _rows(one: Generation, rank: int, steps: int) -> int:
     start, ranks = one.shape.start, one.shape.ranks
     if one.lanes:
         return steps * one.shape.global_batch // ranks
-    stop = min(start + steps * one.shape.global_batch, one.end)
+    stop = min(one.shape.after(steps), one.end)
     return len(range(start + (rank - start) % ranks, stop, ranks))
 
 

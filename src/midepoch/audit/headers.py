@@ -1,0 +1,53 @@
+"""The first line of a pass in the ledger: what it delivers, and from where."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from midepoch.audit.orders import order_name
+from midepoch.audit.records import VERSION, VERSION_OF_POSITIONS
+from midepoch.audit.starts import process_name, process_space
+from midepoch.order.sizes import BatchSizes
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.planned import Planning
+from midepoch.pipeline.spec import PipelineSpec
+
+
+def header_of(
+    spec: PipelineSpec,
+    cursor: Cursor,
+    origin: Cursor,
+    batch_size: int,
+    last_batch: str | None,
+    until: int,
+    sizes: BatchSizes | None,
+    planning: Planning | None,
+) -> dict[str, Any]:
+    """Return what all passes record. ``until``: the position at its end, or UNKNOWN."""
+    shard = spec.shard
+    header: dict[str, Any] = {
+        "midepoch_ledger": VERSION_OF_POSITIONS if spec.has_positions else VERSION,
+        "order": order_name(spec),
+        "stood": origin[:2],
+        "rank": shard.index,
+        "ranks": shard.count,
+        "epoch": cursor.epoch,
+        "start": cursor.position,
+        "end": until,
+        "rows": spec.rows if planning is None else until,
+        "global_batch": batch_size * shard.count,
+        "ends": last_batch or ("uneven" if planning is None else "dealt"),
+        "process": process_name(),
+        "space": process_space(),
+        "time": round(time.time(), 3),
+    }
+    if sizes is not None:
+        header |= {"sizes": sizes.text, "first_step": cursor.steps}
+    if planning is not None:
+        planned = "" if cursor.planned is None else json.dumps(cursor.planned, separators=(",", ":"))
+        header |= {"batches": planning.budget.text, "planned": planned}
+    if planning is not None or sizes is not None:
+        header["midepoch_ledger"] = VERSION
+    return header

@@ -1,0 +1,172 @@
+"""The rows of a run: those of a step, the steps of one, and those that two runs have in common."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.audit.consumed import Delivery, LaneRun
+from midepoch.audit.coverage import pieces_of, positions_in
+from midepoch.audit.orders import KnownOrder
+from midepoch.audit.passes import Generation
+from midepoch.audit.planned import KnownBatches
+from midepoch.audit.records import Shape
+from midepoch.errors import DataNotFoundError, StateError
+
+Int64Array = npt.NDArray[np.int64]
+Report = Callable[[int, int], None]
+
+
+class Overlap(NamedTuple):
+    """Numbers of rows of the files that two runs have seen: the first, the second, both."""
+
+    first: int
+    second: int
+    both: int
+
+
+class Naming:
+    """The methods of a run that name rows."""
+
+    folder: Path
+    generations: list[Generation]
+
+    @property
+    def _orders(self) -> dict[str, KnownOrder]:
+        raise NotImplementedError
+
+    @property
+    def _first_steps(self) -> list[int]:
+        raise NotImplementedError
+
+    @property
+    def _batches(self) -> dict[Shape, KnownBatches]:
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> KnownOrder:
+        """The order of the rows in the last pass."""
+        raise NotImplementedError
+
+    def rows_of_step(self, step: int) -> list[Delivery]:
+        """Return the rows of a step, in the order of their positions."""
+        if not 1 <= step <= self.steps:
+            raise DataNotFoundError(f"there is no step {step}: the run has {self.steps:,} steps.")
+        number = bisect_right(self._first_steps, step - 1) - 1
+        one = self.generations[number]
+        if one.lanes:
+            later, place = self.generations[number + 1 :], step - self._first_steps[number]
+            if all(track.recorded < place <= track.delivered for track in one.tracks.values()):
+                raise DataNotFoundError(
+                    f"the rows of step {step} are not recorded: its process ended before they were written. Those of "
+                    "the last seconds before a crash may be missing."
+                )
+            return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step, later))
+        before = step - 1 - self._first_steps[number]
+        positions = np.arange(one.shape.after(before), min(one.shape.after(before + 1), one.end, one.until))
+        ranks = positions % one.shape.ranks
+        here = np.array([one.reached(rank) for rank in range(one.shape.ranks)])[ranks] > positions
+        positions, ranks = positions[here], ranks[here]
+        if one.shape.batches:
+            positions, ranks = self._in_batches(one, positions, ranks)
+        rows = self._orders[one.shape.order].source.at(one.shape.epoch).chosen(positions)
+        return [
+            Delivery(step, one.shape.epoch, *values)
+            for values in zip(positions.tolist(), ranks.tolist(), rows.tolist(), strict=True)
+        ]
+
+    def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
+        """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
+        if self.generations[0].lanes:
+            sources = self.order.sources
+            if not 0 <= source < len(sources):
+                raise DataNotFoundError(f"there is no source {source}: the run has {len(sources)}, counted from 0.")
+            if not 0 <= row < (rows := sources[source].numbered):
+                raise DataNotFoundError(f"there is no row {row}: source {source} has {rows:,} rows.")
+            passes = zip(self.generations, self._first_steps, strict=False)
+            return [
+                each
+                for number, (one, first) in enumerate(passes)
+                for each in self.lanes_of(one).steps_of_row(one, first, row, source, self.generations[number + 1 :])
+            ]
+        rows = self.order.source.numbered
+        if not 0 <= row < rows:
+            raise DataNotFoundError(f"there is no row {row}: the dataset has {rows:,} rows.")
+        deliveries = []
+        places: dict[tuple[str, int], list[int]] = {}
+        for number, one in enumerate(self.generations):
+            order, epoch, ranks = one.shape.order, one.shape.epoch, one.shape.ranks
+            if (order, epoch) not in places:
+                places[order, epoch] = self._orders[order].source.at(epoch).positions_of(row).tolist()
+            for position in places[order, epoch]:
+                unit = self.batches_of(one).batch_of(position) if one.shape.batches else position
+                if unit is not None and one.shape.start <= unit < one.reached(unit % ranks):
+                    step = self._first_steps[number] + one.shape.steps_to(unit + 1)
+                    deliveries.append(Delivery(step, epoch, position, unit % ranks, row))
+        return deliveries
+
+    def overlap(self, other: Naming, report: Report | None = None) -> Overlap:
+        """Return the number of rows of the files that both runs have seen, in any order and selection."""
+        data, other_data = self.order.source.about["data"], other.order.source.about["data"]
+        if data != other_data:
+            raise StateError(
+                f"the runs read different data (fingerprints {data}, {other_data}): their rows cannot be compared."
+            )
+        first = self._seen(report)
+        second = other._seen(report)
+        return Overlap(int(first.sum()), int(second.sum()), int((first & second).sum()))
+
+    def _seen(self, report: Report | None) -> npt.NDArray[np.bool_]:
+        """Return a mask of the rows of the files that were consumed at least once."""
+        seen = np.zeros(self.order.source.source_rows, dtype=np.bool_)
+        done, total = 0, sum(min(one.frontier, one.end) - one.shape.start for one in self.generations)
+        for one in self.generations:
+            known = self._orders[one.shape.order].source
+            for epoch, positions in self._positions_of(one):
+                seen[known.in_source(known.at(epoch).chosen(positions))] = True
+                done += len(positions)
+                if report is not None:
+                    report(done, max(done, total))
+        return seen
+
+    def _positions_of(self, one: Generation) -> Iterator[tuple[int, Int64Array]]:
+        """Yield epochs of the source, and positions in them, that a pass consumed."""
+        if not one.lanes:
+            for positions in positions_in(pieces_of(one)):
+                for each in self.batches_of(one).positions(positions) if one.shape.batches else [positions]:
+                    yield one.shape.epoch, each
+            return
+        lanes = self.lanes_of(one)
+        for lane in range(one.lanes):
+            if (track := lanes.owner(one, lane)) is not None:
+                for some in lanes.intervals(one, lane, 0, min(track.delivered, one.kept_steps)):
+                    yield some.epoch, some.lane.locals(some.first, some.first + some.touched)
+
+    def lanes_of(self, one: Generation) -> LaneRun:
+        """Return the lanes of a pass, read with its order."""
+        return LaneRun(self._orders[one.shape.order])
+
+    def batches_of(self, one: Generation) -> KnownBatches:
+        """Return the batches of a pass, if they are by tokens."""
+        if one.shape not in self._batches:
+            self._batches[one.shape] = KnownBatches(self.folder, self._orders[one.shape.order], one.shape)
+        return self._batches[one.shape]
+
+    def _in_batches(self, one: Generation, batches: Int64Array, ranks: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the positions of the rows of some batches, and the rank of each."""
+        found = self.batches_of(one).positions(batches)
+        of_rows = np.repeat(ranks, [len(each) for each in found])
+        positions = np.concatenate(found) if found else np.zeros(0, np.int64)
+        if one.shape.ends == "dealt" and len(found) < one.shape.ranks:  # the last step: its rows are dealt to all ranks
+            of_rows = np.arange(len(positions)) % one.shape.ranks
+        return positions, of_rows
