@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pytest
+
 import midepoch
+from data import write_arrow
+from midepoch.tools.describe import describe
 from midepoch.tools.plan import plan_resume
 
 
@@ -51,3 +57,30 @@ def test_plans_refuse_what_loaders_refuse(small_files: list[str]) -> None:
     plan = plan_resume(state, ds, world_size=30, batch_size=4, last_batch="drop")
     assert not plan.accepted and "no batch would be left" in str(plan.problem)
     assert plan_resume(state, ds.loader(4, last_batch="pad"), world_size=3, batch_size=4).padded == 11
+
+
+def test_batches_by_tokens_are_planned(tmp_path: Path) -> None:
+    """The rows, ranks and steps that a plan announces are those that the resumed loaders deliver."""
+    table = pa.table({"id": range(200), "input_ids": [[1] * (1 + 7 * i % 40) for i in range(200)]})
+    ds = midepoch.from_files(str(write_arrow(tmp_path / "a.arrow", table, 30))).shuffle(seed=2)
+    loader = ds.loader(max_tokens=120, bucket_window=60)
+    for _ in range(9):
+        next(loader)
+    state = loader.state_dict()
+    for given in (loader, ds):
+        plan = plan_resume(state, given, world_size=3, steps=4)
+        assert plan.accepted and plan.position == loader.position and plan.rows == 200
+        ranks = []
+        for rank in range(3):
+            resumed = ds.loader(max_tokens=120, bucket_window=60, rank=rank, world_size=3)
+            resumed.load_state_dict(state)
+            ranks.append([batch["id"].tolist() for batch in resumed])
+        assert plan.steps_left == max(map(len, ranks))
+        assert plan.batches == tuple(tuple(tuple(rank[step]) for rank in ranks) for step in range(4))
+    without = plan_resume(state, world_size=3)
+    assert without.accepted and not without.batches and "max_tokens" in without.notes[0]
+    assert not plan_resume(state, ds.loader(4), world_size=3).accepted
+    summary = describe(state)
+    assert summary.batches is not None and "9 delivered" in summary.batches and "max_tokens=120" in str(summary)
+    with pytest.raises(TypeError, match="needs batch_size"):
+        plan_resume(ds.loader(4).state_dict(), ds, world_size=3)

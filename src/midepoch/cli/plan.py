@@ -21,7 +21,9 @@ _RANKS, _ROWS = 8, 12
 def plan(
     checkpoint: Annotated[str, typer.Option(help="A folder or address of checkpoints, or a state as a JSON file.")],
     world_size: Annotated[int, typer.Option(help="Number of ranks of the resumed run.", min=1)],
-    batch_size: Annotated[int, typer.Option(help="Rows of each rank at a step.", min=1)],
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows of each rank at a step. Not for batches by max_tokens.", min=1)
+    ] = None,
     num_workers: Annotated[int, typer.Option(help="Workers of each rank.", min=0)] = 0,
     step: Annotated[int | None, typer.Option(help="The step of the checkpoints. Default: the latest.")] = None,
     part: Annotated[str | None, typer.Option(help="The part of the checkpoint: data, or the name of an extra.")] = None,

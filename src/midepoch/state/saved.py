@@ -155,7 +155,7 @@ def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
 
 
 def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cursor:
-    at = _planned(found)
+    at = planned_in(found)
     position = found["position"] if at is None else max(found["position"], at.start)
     if position > found["rows"]:
         raise StateError(f"the state is damaged: position {position} of {found['rows']} rows.")
@@ -180,7 +180,7 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cu
     return Cursor(found["epoch"], found["position"], planned=at if found["position"] else None)
 
 
-def _planned(found: Mapping[str, Any]) -> PlannedAt | None:
+def planned_in(found: Mapping[str, Any]) -> PlannedAt | None:
     """Return where batches by a budget of tokens are, or None if the state has none."""
     if not found["planned"]:
         return None
@@ -225,7 +225,7 @@ def _one_position(found: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _is_at_end(one: Mapping[str, Any]) -> bool:
-    at = _planned(one)
+    at = planned_in(one)
     return bool((one["position"] if at is None else at.start) == one["rows"])
 
 

@@ -21,9 +21,10 @@ from midepoch.loader.loader import Loader
 from midepoch.loader.options import LAST_BATCH
 from midepoch.loader.plans import Plan
 from midepoch.order import Shard
+from midepoch.pipeline.cursor import PlannedAt
 from midepoch.pipeline.identity import identity
 from midepoch.state.format import CAUSES, changes_in, comparable, parse
-from midepoch.state.saved import one_of
+from midepoch.state.saved import one_of, planned_in
 from midepoch.tools.locate import of_index
 
 _SHOWN_CHANGES = 8
@@ -50,6 +51,10 @@ class StateSummary:
     """The worker or shard of the state, if it is not that of a complete run."""
     changes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    batches: str | None = None
+    """Where batches by tokens are: ``position`` is then that at which the window of rows in progress begins."""
+    steps: int = 0
+    """Steps since the run began, if they are counted."""
 
     @property
     def share(self) -> float | None:
@@ -64,6 +69,8 @@ class StateSummary:
         found: dict[str, str | None] = {
             "epoch": str(self.epoch),
             "position": f"{self.position:,}{of} {unit}{share}",
+            "batches": self.batches,
+            "steps": f"{self.steps:,}" if self.steps else None,
             "next": self.next_row,
             "steps left": None if self.steps_left is None else f"{self.steps_left:,}",
             "order": self.order,
@@ -110,21 +117,34 @@ def describe(
         chosen = one_of(several, Shard())
         first = parse(chosen)
         position, rows = first["position"], first["rows"]
+    at = planned_in(first)
     whole = not first["workers"] and first["shard"] is None
     return StateSummary(
         epoch=first["epoch"],
-        position=position,
+        position=position if at is None else at.start,
         rows=rows,
         stream=is_stream,
         order=_order(first),
         pipeline=first["pipeline"],
         data=first["data"],
         lanes=first["lanes"],
-        next_row=_next(chosen, index_dir) if whole and not is_stream else None,
-        steps_left=_steps_left(first, batch_size, world_size, last_batch) if batch_size and not is_stream else None,
+        next_row=_next(chosen, index_dir) if whole and not is_stream and at is None else None,
+        steps_left=_steps_left(first, batch_size, world_size, last_batch)
+        if batch_size and not is_stream and at is None
+        else None,
         whose=None if whole else _whose(first),
         changes=tuple(changes_in(first["changes"])),
         sources=_sources(first["parts"]),
+        batches=None if at is None else _batches(first["position"], at),
+        steps=first["steps"],
+    )
+
+
+def _batches(delivered: int, at: PlannedAt) -> str:
+    """Return where batches by tokens are, in words."""
+    inside = "; ".join(f"{done} of it with max_tokens={json.loads(text)[0]:,}" for text, done in at.legs)
+    return (
+        f"{delivered:,} delivered, and a window of rows in progress: {inside}" if inside else f"{delivered:,} delivered"
     )
 
 

@@ -7,9 +7,10 @@ plan.accepted, plan.steps_left, plan.batches[0][5]     # the rows that rank 5 ge
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,19 @@ from midepoch.loader.equal import check_equal_steps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
 from midepoch.loader.plans import Plan
+from midepoch.loader.shape import unchanged_column
+from midepoch.loader.token_plan import TokenPlan
 from midepoch.order import EpochOrder, Shard
+from midepoch.order.budget import Budget
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
 from midepoch.pipeline.length import estimated_length
 from midepoch.pipeline.open import start
+from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.spec import PipelineSpec, check_known
+from midepoch.sources.lengths import lengths_of
 from midepoch.state.format import parse
-from midepoch.state.saved import load_global
+from midepoch.state.saved import load_global, one_of, planned_in
 from midepoch.tools.locate import Known, block_bytes, of_dataset, of_index
 
 
@@ -76,7 +82,7 @@ def plan_resume(
     dataset: Dataset | Loader | None = None,
     *,
     world_size: int,
-    batch_size: int,
+    batch_size: int | None = None,
     num_workers: int = 0,
     last_batch: str | None = None,
     steps: int = 3,
@@ -84,6 +90,8 @@ def plan_resume(
     index_dir: str | os.PathLike[str] | None = None,
 ) -> ResumePlan:
     """Return the effect of loading a state on ``world_size`` ranks with ``batch_size`` rows each.
+
+    Batches by ``max_tokens`` need no batch size: pass their loader or, with the settings of the state, the dataset.
 
     Without a dataset, the state's data is searched by its fingerprint among the indexes on this machine. ``machines``:
     number of machines over which the ranks are spread evenly. ``steps``: number of steps whose rows are listed.
@@ -96,14 +104,19 @@ def plan_resume(
         raise ValueError(f"{size} ranks cannot be spread evenly over {machines} machines")
     if last_batch is None:
         last_batch = dataset.last_batch if isinstance(dataset, Loader) else "uneven"
-    options = Options(integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
+    planned = _has(state, "planned")
+    if batch_size is None and not planned:
+        raise TypeError("plan_resume() needs batch_size, the rows of each rank at a step.")
+    options = Options(1 if planned else integer(batch_size, "plan(batch_size=…)", 1), last_batch=last_batch)
     try:
-        if _in_lanes(state):
+        if planned:
+            return plan_batches(state, dataset, options, size, integer(steps, "plan(steps=…)"))
+        if _has(state, "flow"):
             return plan_lanes(state, dataset, options, size, machines)
         known = of_dataset(state, dataset) if dataset is not None else of_index(state, index_dir)
         check_drop(known.rows, options, size)
         check_equal_steps(
-            Plan.of(known.cursor.epoch, known.cursor.position, known.rows, batch_size * size, last_batch),
+            Plan.of(known.cursor.epoch, known.cursor.position, known.rows, options.batch_size * size, last_batch),
             options,
             Shard(0, size),
         )
@@ -112,9 +125,68 @@ def plan_resume(
     return _plan(known, options, size, integer(steps, "plan(steps=…)"), machines)
 
 
-def _in_lanes(state: Any) -> bool:
+def _has(state: Any, field: str) -> bool:
     one = state[0] if isinstance(state, (list, tuple)) and state else state
-    return isinstance(one, Mapping) and bool(one.get("flow"))
+    return isinstance(one, Mapping) and bool(one.get(field))
+
+
+def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, steps: int) -> ResumePlan:
+    """Plan the resume of batches by tokens, by the lengths of the rows."""
+    if dataset is None:
+        found = parse(one_of(state, Shard()))
+        note = "steps of batches by max_tokens depend on the lengths of rows. Pass the loader or dataset to see them."
+        at = planned_in(found)
+        start = 0 if at is None else at.start
+        return ResumePlan(True, None, "nothing", found["epoch"], start, found["rows"], notes=(note,))
+    planning = dataset.options.planning if isinstance(dataset, Loader) else _planning_of(state, dataset)
+    if planning is None:
+        raise ValueError("the state is of batches by max_tokens, and the loader has none. Pass max_tokens to it.")
+    resumed = load_global(state, dataset.pipeline, (), planning.budget)
+    spec, cursor, notes = resumed.spec, resumed.cursor, []
+    shards = [replace(spec, shard=Shard(rank, ranks)) for rank in range(ranks)]
+    options = replace(options, planning=planning)
+    plan = TokenPlan(shards[0], options, cursor)
+    if not plan.has(0):
+        notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
+        cursor = Cursor(cursor.epoch + 1)
+        plan = TokenPlan(shards[0], options, cursor)
+    order = spec.leaf.order.at(cursor.epoch, spec.source.layout)
+    batches = []
+    for step in range(steps):
+        if plan.has(step):
+            asked = [plan.ask([step], each.shard).positions for each in shards]
+            batches.append(tuple(tuple(order.chosen(positions).tolist()) for positions in asked))
+    before, total = plan.rows_before(cursor.position), plan.count()
+    left = total - cursor.position
+    whole = TokenPlan(shards[0], options, Cursor(cursor.epoch)).count()
+    own = [Reading((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))]
+    return ResumePlan(
+        accepted=True,
+        problem=None,
+        checked="dataset",
+        epoch=cursor.epoch,
+        position=before,
+        rows=spec.rows,
+        global_batch=ranks,
+        steps_left=-(-left // ranks),
+        steps_per_epoch=-(-whole // ranks),
+        ranks_left_out=-left % ranks if options.last_batch == "uneven" else 0,
+        batches=tuple(batches),
+        machines=tuple(own),
+        notes=(*notes, "the global batch counts batches by max_tokens, one for each rank."),
+    )
+
+
+def _planning_of(state: Any, dataset: Dataset) -> Planning:
+    """Return the settings of the batches in a state, of a dataset whose column they are counted by."""
+    at = planned_in(parse(one_of(state, Shard())))
+    text = at.legs[-1][0] if at is not None and at.legs else ""
+    budget = Budget(1, length=json.loads(text)[-1]).earlier(text) if text else None
+    name = None if budget is None else unchanged_column(dataset.pipeline, budget.length)
+    if budget is None or name is None:
+        raise ValueError("the settings of batches by max_tokens are not in this state. Pass the loader.")
+    found = lengths_of(dataset.pipeline.source, name)
+    return Planning(budget, found, found.total / max(1, len(found)))
 
 
 def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, ranks: int, machines: int) -> ResumePlan:
