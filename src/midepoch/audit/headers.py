@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 from midepoch.audit.orders import order_name
@@ -41,7 +40,6 @@ def header_of(
         "ends": last_batch or ("uneven" if planning is None else "dealt"),
         "process": process_name(),
         "space": process_space(),
-        "time": round(time.time(), 3),
     }
     if sizes is not None:
         header |= {"sizes": sizes.text, "first_step": cursor.steps}

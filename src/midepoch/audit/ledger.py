@@ -163,6 +163,7 @@ class Ledger:
             "how": how,
             "workers": workers,
             "number": next(_numbers),
+            "time": round(time.time(), 3),
             **({"load": True} if load else {}),
         }
         self._lanes = None
