@@ -32,7 +32,7 @@ _PIECE = 1 << 16
 """Rows that are computed together: 256 KB of 32-bit offsets, which stay in the cache of a core."""
 _RUN = 1 << 18
 """Rows of mapped blocks that are one task of a thread, so that the task itself (50 µs) is a small part of it."""
-_THREADS_LOCAL, _THREADS_REMOTE = 4, 16  # at least: reading waits for the disk, or for the store
+_THREADS_LOCAL, _THREADS_REMOTE = 2, 16  # at least: reading waits for the disk, or for the store
 _DECODING_BYTES = 512 << 20
 _MAPPED_FILES = 64
 _log = logging.getLogger("midepoch")
