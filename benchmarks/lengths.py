@@ -1,10 +1,12 @@
 """Row lengths from Arrow offsets, beside reading the offsets alone: `python -m benchmarks.lengths`.
 
-An Arrow file of 10⁸ lists of log-normal lengths (mean 600), in record batches of 1,000 rows as `datasets` writes them,
-and in batches of 65,536. The items are nulls, which take no bytes, so that the file is its offsets. In turn:
+An Arrow file of 10⁸ lists of log-normal lengths (mean 600, at most `--longest`), in record batches of 1,000 rows as
+`datasets` writes them, and in batches of 65,536. The items are nulls, which take no bytes: the file is its offsets. In
+turn:
 
 - read: one thread maps the file and adds up the offsets of each record batch (`np.add.reduce`)
-- lengths: `lengths_of` without a sidecar: offsets checked, lengths computed, written, synced to disk and mapped
+- computed: all lengths, checked and compact, in the memory of a few blocks
+- lengths: `lengths_of` without a sidecar: computed, written, synced to disk and mapped
 - again: `lengths_of` with the sidecar
 
 `--cold` drops the pages of the file before each. The bar is the median of the ratios of the rounds.
@@ -28,21 +30,22 @@ from benchmarks import machine
 from benchmarks.ranks import Measured
 from midepoch.sources import Source
 from midepoch.sources.index import open_index
+from midepoch.sources.length_blocks import measured_blocks
 from midepoch.sources.lengths import lengths_of
 
-ROWS, MEAN, SIGMA = 10**8, 600, 1.0
+ROWS, MEAN, SIGMA, LONGEST = 10**8, 600, 1.0, 1 << 15
 BLOCKS = (1_000, 1 << 16)
 RATIO, AGAIN_SECONDS, MEGABYTES = 2.0, 0.01, 64
 _KIND = pa.list_(pa.null())
 
 
-def write(path: Path, rows: int, block: int) -> None:
+def write(path: Path, rows: int, block: int, longest: int) -> None:
     """Write lists in record batches of ``block`` rows."""
     random = np.random.default_rng(1)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, pa.schema({"input_ids": _KIND})) as writer:
         for start in range(0, rows, block):
             count = min(block, rows - start)
-            lengths = np.maximum(1, random.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count).astype(np.int64))
+            lengths = random.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count).clip(1, longest).astype(np.int64)
             ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             items = [pa.nulls(int(ends[-1]))]
             column = pa.Array.from_buffers(_KIND, count, [None, pa.py_buffer(ends)], children=items)
@@ -57,6 +60,12 @@ def read(source: Source) -> None:
     for offset, count in zip(source.offsets.tolist(), rows, strict=False):
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(buffer.slice(offset)), source.schema)
         np.add.reduce(np.frombuffer(batch.column(0).buffers()[1], np.int32, count + 1))
+
+
+def compute(source: Source) -> None:
+    """Compute all lengths, and keep none."""
+    for _ in measured_blocks(source, "input_ids", skip_corrupt=False):
+        pass
 
 
 class Peak:
@@ -96,25 +105,27 @@ def timed(action: Callable[[], object], path: Path, cold: bool) -> float:
     return time.perf_counter() - start
 
 
-def measure(folder: Path, rows: int, block: int, repeats: int, cold: bool) -> list[Measured]:
+def measure(folder: Path, block: int, args: argparse.Namespace) -> list[Measured]:
     path, index = folder / "lists.arrow", folder / "index"
-    write(path, rows, block)
+    write(path, args.rows, block, args.longest)
     source = Source((open_index([path], index_dir=index),))
-    seconds: dict[str, list[float]] = {"read": [], "lengths": [], "again": []}
+    seconds: dict[str, list[float]] = {"read": [], "computed": [], "lengths": [], "again": []}
     peak = 0.0
-    for _ in range(repeats):
+    for _ in range(args.repeats):
         for sidecar in index.glob("*.midepoch-lengths"):
             sidecar.unlink()
-        seconds["read"].append(timed(lambda: read(source), path, cold))
+        seconds["read"].append(timed(lambda: read(source), path, args.cold))
+        seconds["computed"].append(timed(lambda: compute(source), path, args.cold))
         with Peak() as memory:
-            seconds["lengths"].append(timed(lambda: lengths_of(source, "input_ids"), path, cold))
+            seconds["lengths"].append(timed(lambda: lengths_of(source, "input_ids"), path, args.cold))
         seconds["again"].append(timed(lambda: lengths_of(source, "input_ids"), path, False))
         peak = max(peak, memory.megabytes)
-    ratio = float(np.median(np.array(seconds["lengths"]) / np.array(seconds["read"])))
+    ratios = {name: float(np.median(np.array(each) / np.array(seconds["read"]))) for name, each in seconds.items()}
     medians = ", ".join(f"{name} {np.median(each):.4f} s" for name, each in seconds.items())
-    print(f"        {rows:,} rows in batches of {block:,}, {'cold' if cold else 'warm'}: {medians}")
+    print(f"        {args.rows:,} rows in batches of {block:,}, {'cold' if args.cold else 'warm'}: {medians}")
     return [
-        Measured(f"lengths, batches of {block:,} rows", ratio, RATIO, "× read"),
+        Measured("computed", ratios["computed"], RATIO, "× read"),
+        Measured("lengths", ratios["lengths"], RATIO, "× read"),
         Measured("again", float(np.median(seconds["again"])), AGAIN_SECONDS, "s"),
         Measured("memory of lengths", peak, MEGABYTES, "MB"),
     ]
@@ -123,6 +134,7 @@ def measure(folder: Path, rows: int, block: int, repeats: int, cold: bool) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="over 65,535, the sidecar takes 4 bytes per row")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--dir", type=Path, help="folder for 500 MB of files, which are removed")
@@ -131,7 +143,7 @@ def main() -> None:
     for block in BLOCKS:
         folder = Path(tempfile.mkdtemp(dir=args.dir))
         try:
-            for each in measure(folder, args.rows, block, args.repeats, args.cold):
+            for each in measure(folder, block, args):
                 verdict = "passed" if each.passed else "LOST  "
                 print(f"{verdict}  {each.name}: {each.measured:.4g} {each.unit} (at most {each.bar:g})")
         finally:

@@ -32,7 +32,9 @@ _PIECE = 1 << 16
 """Rows that are computed together: 256 KB of 32-bit offsets, which stay in the cache of a core."""
 _RUN = 1 << 18
 """Rows of mapped blocks that are one task of a thread, so that the task itself (50 µs) is a small part of it."""
-_THREADS_LOCAL, _THREADS_REMOTE = 4, 16  # at least: reading waits for the disk, or for the store
+_SMALL = 1 << 13
+"""Rows of a block below which most of the time is Python's: threads would only wait for the interpreter lock."""
+_THREADS_LOCAL, _THREADS_REMOTE = 2, 16  # at least: reading waits for the disk, or for the store
 _DECODING_BYTES = 512 << 20
 _MAPPED_FILES = 64
 _log = logging.getLogger("midepoch")
@@ -113,13 +115,14 @@ def measured_blocks(source: Source, column: str, *, skip_corrupt: bool) -> Itera
 
     Raise CorruptBlockError for a damaged block, unless ``skip_corrupt`` is set, and other errors of the data.
     """
+    blocks = len(source.layout.block_starts) - 1
     if source.access is None:
         files = lru_cache(_MAPPED_FILES)(partial(_mapping, source))  # a mapping of its own for each task costs 0.4 ms
         measure = partial(_readable, source, skip_corrupt, partial(_mapped, source, column, files))
-        yield from _ordered(measure, _runs(source), max(_THREADS_LOCAL, cores()))
+        threads = max(_THREADS_LOCAL, cores()) if source.rows >= _SMALL * blocks else 1
+        yield from _ordered(measure, _runs(source), threads)
         return
     measure = partial(_readable, source, skip_corrupt, partial(_fetched, source, column))
-    blocks = len(source.layout.block_starts) - 1
     least = _THREADS_LOCAL if source.access.store.local else _THREADS_REMOTE
     block_bytes = max(1.0, source.rows * source.bytes_per_row / max(1, blocks))
     threads = max(1, min(max(least, cores()), int(_DECODING_BYTES // block_bytes)))
