@@ -23,6 +23,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
         "folder": run.folder.name,
         "name": run.streams[run.stream],
         "steps": run.steps,
+        "unit": run.unit,
         "exact": run.exact,
         "problems": run.problems,
         "starts": len(starts),

@@ -20,6 +20,7 @@ from midepoch.dataset import Dataset
 from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection, Weighted
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.tools.report.batches import batches
 from midepoch.tools.report.consumption import of_run
 from midepoch.tools.report.mixture import names_of
 from midepoch.tools.report.quality import quality
@@ -156,13 +157,17 @@ def _of_run(run: Run, ds: Dataset | None, label: str | None, made: float, *, alo
         **of_run(run, made),
         "data": {**_layout(ds), "sources": names_of(run.order)} if ds is not None and matches else _layout_of_run(run),
         "shuffle": None,
+        "batches": batches(run),
     }
     if len(sources) == 1 and not isinstance(
         sources[0].order.shuffle, Weighted
     ):  # of several sources, batches are as mixed as the weights
         order = sources[0]
         labels = _labels(ds, label, order.order.selection) if ds is not None and matches and label is not None else None
-        shuffle = quality(order.order, order.layout, last.epoch, batch=last.global_batch, labels=labels)
+        batch = last.global_batch
+        if last.batches:  # it counts batches by tokens
+            batch = max(1, batch * order.rows // max(1, min(run.every[-1].rows, order.rows)))
+        shuffle = quality(order.order, order.layout, last.epoch, batch=batch, labels=labels)
         contents["shuffle"] = {**shuffle, "label": label if labels is not None else None}
     return contents
 

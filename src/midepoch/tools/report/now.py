@@ -43,7 +43,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "last": max(one["last"] for one in ranks),
         "ranks": last.shape.ranks,
         "missing": list(last.missing),
-        "batch": last.shape.global_batch,
+        "batch": None if last.shape.batches else last.shape.global_batch,
         "workers": last.workers,
         "epoch": last.shape.epoch,
         "progress": 1.0 if last.finished else epoch,

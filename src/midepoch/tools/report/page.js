@@ -56,7 +56,7 @@ function dashboard(run) {
       now.tokens_per_second != null && [`tokens/s ${when}` + (now.tokens_are_padded ? ", with padding" : ""), short(now.tokens_per_second)],
       now.waited != null && [`of the time waiting for data, ${when}`, percent(now.waited), now.waited > .2 ? "mind" : ""],
       now.eta != null && ["to the end of the epoch", duration(now.eta)],
-      [`row${now.batch === 1 ? "" : "s"} in a global batch` + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
+      now.batch != null && [`row${now.batch === 1 ? "" : "s"} in a global batch` + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
       ["rank" + (now.ranks === 1 ? "" : "s"), number(now.ranks)],
       now.workers != null && ["worker" + (now.workers === 1 ? "" : "s") + (now.ranks > 1 ? " of each rank" : ""), number(now.workers)],
       now.padding != null && ["of the tokens are padding", percent(now.padding)],
@@ -129,7 +129,7 @@ function consumption(run) {
   let again = false, wrong = false;
   epochs.forEach((one, k) => {
     const y = 30 * k, x = p => left + (one.rows ? p / one.rows : 0) * span;
-    node.append(label(0, y + 16, "epoch " + one.epoch), draw("rect", { x: left, y, width: span, height: 22, fill: "var(--soft)" }, `epoch ${one.epoch}: ${plural(one.rows, "row")}`));
+    node.append(label(0, y + 16, "epoch " + one.epoch), draw("rect", { x: left, y, width: span, height: 22, fill: "var(--soft)" }, `epoch ${one.epoch}: ${number(one.rows)} ${run.unit}`));
     for (const piece of one.pieces) {
       if (!ofStart(piece)) continue;
       starts.add(piece.start);
@@ -143,11 +143,11 @@ function consumption(run) {
     for (const p of one.exact ? [] : one.examples) { wrong = true; node.append(cross(x(p), y + 11, `position ${number(p)}: lost or repeated`)); }
   });
   node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, "end of the epoch", "end"));
-  const names = { never: "lost", pending: "to come", again: "delivered again", once: "delivered once" };
+  const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once" };
   const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "again"].includes(key) || epochs.some(one => one[key]));
   const body = epochs.map(one => [String(one.epoch), ...keys.map(key => [number(one[key]), (key === "repeated" || key === "never") && one[key] ? "bad" : ""]),
     one.complete ? ["✓ complete", "good"] : one.exact ? "exact so far" : ["✕ not exact", "bad"]]);
-  return section("consumption", "Consumed rows", node,
+  return section("consumption", `Consumed ${run.unit}`, node,
     legend([...[...starts].sort((a, b) => a - b).slice(0, 12).map(k => [`start ${k + 1}`, "box", k]), ...(again ? [["delivered, lost in a crash, and delivered again", "hatch", 0]] : []), ...(wrong ? [["lost or repeated", "cross", 0]] : [])]),
     note((every.length > epochs.length ? `The last ${epochs.length} of ${number(every.length)} epochs. ` : "") + "Each bar is an epoch, from its first position to its last."),
     table("epochs", ["epoch", ...keys.map(key => names[key] || key), ""], body));
@@ -186,6 +186,25 @@ function speed(run) {
     el("h3", {}, "share of the time that the model waited for data"), chart("waited-svg", curves(2), { x: hour, y: v => (100 * v).toFixed(v < .1 && v ? 1 : 0) + " %", high: .05 }),
     rows.length > 1 ? legend(list.slice(0, 12).map(one => [name(one), "line", one.start, one.rank < 0 ? "" : dash(one.rank)])) : null,
     mean == null ? null : note(`On average the model waited ${percent(mean)} of the time. ` + (mean > .2 ? "That is a lot: loader.stats() shows what takes the time, and midepoch bench measures other settings." : "")));
+}
+
+function batches(data) {
+  if (data.problem) return section("batches", "Batches by tokens", note(data.problem));
+  const kinds = [[1, data.ranks > 1 ? "mean of the ranks" : "tokens", "var(--one)", ""], ...(data.ranks > 1 ? [[2, "most of a rank", "var(--two)", "6 3"]] : [])];
+  const lines = kinds.map(([k, text, fill, dashes]) => ({ name: text, colour: fill, dash: dashes, points: data.steps.map(one => [one[0], one[k]]) }));
+  return section("batches", "Batches by tokens",
+    tiles([
+      ["of the places are padding", percent(data.padding), data.padding > .1 ? "mind" : ""],
+      [`of max_tokens (${number(data.max_tokens)}) are used`, percent(data.fill)],
+      ["tokens in a batch, without padding", short(data.tokens)],
+      [`rows in a batch (${number(data.rows[0])} to ${number(data.rows[2])})`, figure(data.rows[1])],
+      data.ranks > 1 && data.spread.tokens != null && ["more tokens on the largest rank of a step than on average", percent(data.spread.tokens)],
+      data.ranks > 1 && data.spread.quadratic != null && ["more, if the cost grows with the square of the length", percent(data.spread.quadratic)],
+    ]),
+    el("h3", {}, `${data.padded ? "rows × longest row" : "tokens"} of a batch, by step`),
+    data.ranks > 1 ? legend(kinds.map(([, text, fill, dashes]) => [text, "line", fill, dashes])) : null,
+    chart("batches-svg", lines, { x: v => "step " + number(v), y: short, high: data.max_tokens, nothing: "There are fewer batches than ranks." }),
+    note(`${plural(data.count, "batch", "batches")} of epoch ${data.epoch}${data.all ? "" : ", the first ones"}, planned again from the lengths of the rows, in windows of ${number(data.window)} rows` + (data.balance ? `, balanced by ${data.balance}.` : ".")));
 }
 
 function layout(data) {
@@ -249,7 +268,7 @@ function show() {
   document.getElementById("page").replaceChildren(
     el("header", {}, el("h1", {}, found.title), run && !several ? badge(run.now) : null, el("span", { class: "dim", id: "made" }, (LIVE ? "updated " + hour(found.made) : "made " + clock(found.made))), el("span", { class: "grow" }), el("button", { onclick: theme, id: "theme" }, "light / dark")),
     ...[several && sideBySide(), run && filters(run), run && several && el("header", {}, el("h1", {}, nameOf(run, Number(chosen.run))), badge(run.now)), run && dashboard(run), overview(run), run && consumption(run), run && timeline(run), run && speed(run),
-      data && layout(data), order && shuffled(order), found.checkpoints && checkpoints(found.checkpoints)].filter(Boolean));
+      run && run.batches && batches(run.batches), data && layout(data), order && shuffled(order), found.checkpoints && checkpoints(found.checkpoints)].filter(Boolean));
 }
 async function refresh() {
   try {
