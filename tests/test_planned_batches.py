@@ -15,6 +15,7 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch import CheckpointMismatchError
+from midepoch.order.budget import dealt
 from midepoch.testing import assert_resumes_exactly
 
 ROWS = 150
@@ -357,9 +358,11 @@ def test_batch_sizes_grow_with_the_steps_of_the_run(open_ds: Callable[[], midepo
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_tokens": 20}, midepoch.ColumnError, "has 60 tokens"),
+    ({"max_tokens": 60, "pad_to_multiple_of": 64}, ValueError, "less than 64"),
+    ({"max_tokens": 60, "pad_to_multiple_of": 64, "layout": "varlen"}, ValueError, "less than 64"),
     ({"max_tokens": 0}, ValueError, "max_tokens"),
     ({"max_tokens": 200, "length": "tokens"}, midepoch.ColumnError, "there is no such column"),
-    ({"max_tokens": 200, "length": [1, 2]}, ValueError, "one whole number for each of the 150 rows"),
+    ({"max_tokens": 200, "length": [1, 2]}, ValueError, "one integer for each of the 150 rows"),
     ({"max_tokens": 200, "balance": "cost"}, ValueError, "balance must be one of"),
     ({"max_tokens": 200, "layout": "dense"}, ValueError, "layout must be one of"),
     ({"max_tokens": 200, "layout": "varlen", "collate_fn": as_columns}, ValueError, "Omit them, or collate_fn"),
@@ -386,15 +389,52 @@ def test_a_state_of_other_lengths_is_refused(open_ds: Callable[[], midepoch.Data
     other = ds.loader(max_tokens=200, bucket_window=40, length="count")
     with pytest.raises(CheckpointMismatchError, match="same length="):
         other.load_state_dict(loader.state_dict())
-    lanes = ds.map(tokenized)
+    lanes = ds.filter(odd)
     first = lanes.loader(max_tokens=200, bucket_window=40)
     next(first)
-    for allow in ((), ("pipeline",)):
-        with pytest.raises(CheckpointMismatchError, match="pipeline"):
-            lanes.loader(max_tokens=100, bucket_window=40).load_state_dict(first.state_dict(), allow=allow)
+    for options in ({"max_tokens": 100, "bucket_window": 40}, {"max_tokens": 200}, {"batch_size": 4}):
+        with pytest.raises(CheckpointMismatchError, match="change it after an epoch"):
+            lanes.loader(**options).load_state_dict(first.state_dict(), allow=["pipeline"])
+    for _ in first:
+        pass
+    for options in ({"max_tokens": 100, "bucket_window": 40}, {"batch_size": 4}):
+        later, fresh = lanes.loader(**options), lanes.loader(**options)
+        later.load_state_dict(first.state_dict())
+        fresh.set_epoch(1)
+        assert [ids(batch) for batch in later] == [ids(batch) for batch in fresh]
     damaged = {**loader.state_dict(), "planned": "[3]"}
     with pytest.raises(midepoch.StateError, match="damaged"):
         ds.loader(max_tokens=200).load_state_dict(damaged)
+
+
+def test_budgets_of_run_time_change_where_no_window_is_in_progress(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    lanes = open_ds().shuffle(seed=1).filter(odd)
+    plain = lanes.loader(10)
+    seen = [each for _ in range(3) for each in ids(next(plain))]
+    planned = lanes.loader(max_tokens=200, bucket_window=40)
+    planned.load_state_dict(plain.state_dict())
+    seen += [each for batch in epoch_of(planned) for each in batch]
+    assert sorted(seen) == list(range(1, ROWS, 2))
+
+
+def test_the_last_step_of_ranks_that_train_together_is_dealt_within_the_budget() -> None:
+    for ranks in (2, 3, 7, 16):
+        for sizes in ([40], [1, 50], [3, 3, 9], [20, 1, 1, 1]):
+            if len(sizes) < ranks <= sum(sizes):
+                pieces = dealt(np.array(sizes), ranks)
+                assert len(pieces) == ranks and all(first < stop for _, first, stop in pieces)
+                rows = [(number, row) for number, first, stop in pieces for row in range(first, stop)]
+                assert rows == [(number, row) for number, size in enumerate(sizes) for row in range(size)]
+
+
+def test_long_rows_may_be_left_out(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    ds = open_ds()
+    with pytest.raises(midepoch.ColumnError, match=r"row \d+ of the dataset has 60 tokens"):
+        ds.loader(max_tokens=40)
+    short = np.flatnonzero(ds.lengths("input_ids") <= 40)
+    assert (
+        sorted(each for batch in epoch_of(ds.select(short).loader(max_tokens=40)) for each in batch) == short.tolist()
+    )
 
 
 def test_parquet_has_the_batches_of_arrow(folder: Path, open_ds: Callable[[], midepoch.Dataset]) -> None:

@@ -122,7 +122,7 @@ def test_a_null_among_numbers_is_an_error(column: Any) -> None:
 @pytest.mark.parametrize("kind", ["padded", "varlen"])
 def test_another_length_is_an_error_unless_the_column_is_named(kind: str) -> None:
     batch = batch_of(x=pa.array([[1], [2, 3]]), spans=pa.array([[0], [0, 3, 2]]))
-    with pytest.raises(MapError, match=r"'spans' has 3 numbers in row 101 of the dataset, but 'x' has 2.*other="):
+    with pytest.raises(MapError, match=r"'spans' has 3 numbers in row 101 of the dataset, but 'x' has 2.*pad_values="):
         Layout(kind, "x").arrange(batch)
     arranged = Layout(kind, "x", other=("spans",)).arrange(batch)
     assert [row.tolist() for row in arranged["spans"]] == [[0], [0, 3, 2]]

@@ -17,6 +17,7 @@ from midepoch.audit.passes import Generation
 from midepoch.audit.planned import KnownBatches
 from midepoch.audit.records import Shape
 from midepoch.errors import DataNotFoundError, StateError
+from midepoch.order.budget import dealt
 
 Int64Array = npt.NDArray[np.int64]
 Report = Callable[[int, int], None]
@@ -168,5 +169,6 @@ class Naming:
         of_rows = np.repeat(ranks, [len(each) for each in found])
         positions = np.concatenate(found) if found else np.zeros(0, np.int64)
         if one.shape.ends == "dealt" and len(found) < one.shape.ranks:  # the last step: its rows are dealt to all ranks
-            of_rows = np.arange(len(positions)) % one.shape.ranks
+            pieces = dealt(np.array([len(each) for each in found]), one.shape.ranks)
+            of_rows = np.repeat(np.arange(one.shape.ranks), [stop - first for _, first, stop in pieces])
         return positions, of_rows

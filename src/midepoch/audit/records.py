@@ -46,7 +46,7 @@ class Shape(NamedTuple):
     batches: str = ""
     """The budget of batches by tokens, as text. Then positions count batches, of which each rank gets one in a step."""
     planned: str = ""
-    """Where the pass begins, of such batches: the position of the window, and the batches of it that were delivered."""
+    """The place at which the pass begins, of such batches: the start of the window, and its batches so far."""
 
     def after(self, steps: int) -> int:
         """Return the position after a number of steps, whether the epoch has so many or not."""

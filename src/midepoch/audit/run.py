@@ -85,7 +85,7 @@ class Run(Naming):
 
     @property
     def unit(self) -> str:
-        """What positions count: rows or, if they are put together by tokens, batches."""
+        """The unit of positions: rows or, if they are put together by tokens, batches."""
         return "batches" if self.every[-1].shape.batches else "rows"
 
     @cached_property

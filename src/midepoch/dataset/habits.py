@@ -52,7 +52,11 @@ METHODS: dict[str, dict[str, str]] = {
         "ds.select(indices).shuffle(seed=…) for SubsetRandomSampler. Ranks are detected, which replaces "
         "DistributedSampler.",
         "batch_sampler": "Batches are batch_size rows of the dataset's order: ds.shuffle(seed=…), or "
-        "ds.select(indices) for an order of your own. ds.batch(n) and ds.pack(n) combine rows before.",
+        "ds.select(indices) for an order of your own. max_tokens=… makes batches of rows of similar lengths. "
+        "ds.batch(n) and ds.pack(n) combine rows before.",
+        "group_by_length": "Use max_tokens=…, which makes batches of rows of similar lengths.",
+        "max_length": "Use max_tokens=… for the tokens of a batch, or shorten rows with tokenize(…, max_length=…).",
+        "steps": "Use steps_per_epoch=… for the batches of a pass.",
         "generator": "The order comes from ds.shuffle(seed=…), and random functions from map(with_generator=True).",
         "seed": "Shuffle the dataset: ds.shuffle(seed=…).loader(…).",
         "epoch": "Call loader.set_epoch(epoch), or load a state.",

@@ -28,7 +28,7 @@ class LaneSteps:
 
     def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
-        self._sizes, self._step, self._counts = options.sizes, first_step, options.counts_steps
+        self._sizes, self._step, self._counts = options.sizes, first_step, options.counts_steps or first_step > 0
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
@@ -94,7 +94,7 @@ class LaneBatches:
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal, cursor.steps)
-        self._taken = cursor.steps
+        self._taken, self._counts_steps = cursor.steps, options.counts_steps or cursor.steps > 0
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
         self._measures = here and equal is None  # else workers or other ranks are waited for
@@ -116,7 +116,7 @@ class LaneBatches:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
-            self._taken += self._options.counts_steps
+            self._taken += self._counts_steps
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.

@@ -106,10 +106,13 @@ class Loader(Counted):
     def __repr__(self) -> str:
         at, spec = self._where(), self._spec
         lanes = f"{spec.lanes} lanes; " if spec.lanes > 1 else ""
+        budget, sizes = self._options.budget, self._options.sizes
+        size = f"batch_size={self.batch_size if sizes is None else sizes.text}"
+        size = size if budget is None else f"max_tokens={budget.tokens:,}"
         return (
             f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
-            f"batch_size={self.batch_size}; num_workers={self._options.num_workers}; "
-            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {at.position:,})"
+            f"{size}; num_workers={self._options.num_workers}; "
+            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {self.position:,})"
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -220,7 +223,7 @@ class Loader(Counted):
         if self._data_pass is None or anew:
             loads = self.loads
             self._data_pass = self._begin_pass()
-            self.loads = loads  # the iterator over steps goes on
+            self.loads = loads  # the iterator over steps stays valid
         return self._data_pass
 
     def next_start(self) -> Start:

@@ -94,6 +94,7 @@ def make_loader(
         steps_per_epoch=shape.steps(),
         layout=shaped.layout,
         context=shaped.context,
+        pads=shaped.pads,
         **options,
     )
     if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):
@@ -131,6 +132,11 @@ def _without_context(
 
 
 def _advise_lanes(shaped: Shaped, shard: Shard) -> None:
+    if shaped.bunches is not None and shaped.bunches.balance is not None and shard.count > 1 and not shard.index:
+        _log.warning(
+            "balance has no effect between ranks whose lengths are known only when rows are made: each forms batches "
+            "of its own rows. Pass length=ds.lengths(…), or cache() the rows."
+        )
     planning = shaped.planning
     if shard.index or planning is None or planning.budget.balance is None:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ def check_continues(failure: BaseException | None, closed: bool) -> None:
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:
     """Raise ValueError if an epoch would have no batch."""
-    if options.budget is None and options.last_batch == "drop" and 0 < rows < options.batch_size * ranks:
+    size = options.batch_size if options.sizes is None else options.sizes.sizes[0]
+    if options.budget is None and options.last_batch == "drop" and 0 < rows < size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
             f"each of {ranks} ranks, and the last global batch is dropped if it is not full. Use smaller batches, or "
@@ -79,7 +80,7 @@ class Options:
     0 for any time. ``sizes``: batch sizes that change; ``batch_size`` is the largest then. ``planning``: batches by a
     budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
     of them in a step. ``steps_per_epoch``: steps of a pass, 0 for all. ``layout``: how rows of different lengths become
-    arrays. ``context``: the part of each sequence that this rank gets.
+    arrays. ``context``: the part of each sequence that this rank gets, padded with ``pads`` where necessary.
     """
 
     batch_size: int
@@ -101,6 +102,7 @@ class Options:
     steps_per_epoch: int = 0
     layout: Layout | None = None
     context: ContextSlice | None = None
+    pads: Mapping[str, Any] | None = None
 
     @property
     def counts_steps(self) -> bool:

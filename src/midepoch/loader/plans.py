@@ -125,7 +125,7 @@ class Plan:
         ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
         if sizes is None:
             plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends)
-            return replace(plan, first_step=cursor.steps) if options.counts_steps else plan
+            return replace(plan, first_step=cursor.steps) if options.counts_steps or cursor.steps else plan
         plan = Plan(
             cursor.epoch,
             cursor.position,

@@ -55,4 +55,5 @@ class Presenter:
 
     def _cut(self, columns: Any) -> Any:
         """Return the part of every sequence that this rank gets."""
-        return columns if self._options.context is None else self._options.context.cut(columns)
+        options = self._options
+        return columns if options.context is None else options.context.cut(columns, pads=options.pads)

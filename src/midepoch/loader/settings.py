@@ -72,7 +72,9 @@ class LoaderSettings(Measured):
 
     @property
     def batch_size(self) -> int | None:
-        """The number of rows of a batch on this rank, or None if single rows are delivered."""
+        """The number of rows of a batch on this rank, or None if single rows are delivered, or batches by tokens."""
+        if self._options.budget is not None:
+            return self._options.budget.rows or None
         return None if isinstance(self._options.collate_fn, SingleRow) else self._options.batch_size
 
     @property

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from midepoch._internal.checks import integer
 from midepoch.errors import ColumnError
+from midepoch.order import Selection
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
@@ -22,7 +23,9 @@ from midepoch.pipeline.stage_specs import HIDDEN, Buckets
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Cast, Decode, Map
 from midepoch.transforms.context import ContextSlice
+from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.layout import LAYOUTS, Layout
+from midepoch.transforms.packing import PackSpec
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
@@ -38,6 +41,7 @@ class Shaped(NamedTuple):
     bunches: Budget | None = None
     layout: Layout | None = None
     context: ContextSlice | None = None
+    pads: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,29 @@ class Shape:
         self._check(context, collated)
         layout = self._layout(spec, collated, context)
         if self.max_tokens is None:
-            return Shaped(spec, layout=layout, context=context if layout is None else None)
+            return self._without_budget(spec, layout, context)
         budget = self._budget(spec, layout, context, most_rows)
-        shaped = Shaped(spec, layout=layout, context=context if layout is None else None)
+        shaped = Shaped(spec, layout=layout)
         lengths = self._known_lengths(spec, dataset)
         if lengths is None:
             return self._at_run_time(shaped, dataset, budget)
         known, mean, longest, by_source = lengths
-        if (most := -(-longest // budget.multiple) * budget.multiple) > budget.tokens:
-            raise too_long(most, budget, "a row of the data")
+        if longest > budget.tokens // budget.multiple * budget.multiple:
+            longest, row = _longest(known, spec.base.order.selection, by_source)
+            if longest > budget.tokens // budget.multiple * budget.multiple:
+                raise too_long(longest, budget, f"row {row} of the dataset")
         return shaped._replace(planning=Planning(budget, known, mean, by_source))
+
+    def _without_budget(self, spec: PipelineSpec, layout: Layout | None, context: ContextSlice | None) -> Shaped:
+        if layout is not None or context is None:
+            return Shaped(spec, layout=layout)
+        packs = [stage for stage in spec.node.stages if isinstance(stage, PackSpec)]
+        if packs and context.layout != "per_document" and packs[-1].length % context.multiple():
+            raise ValueError(
+                f"pack({packs[-1].length}) and context_parallel: sequences are split into {context.multiple()} equal "
+                "parts. Choose a length that is a multiple of it."
+            )
+        return Shaped(spec, context=context, pads={**(packs[-1].pads if packs else {}), **self._pads()})
 
     def _check(self, context: ContextSlice | None, collated: bool) -> None:
         if self.max_tokens is None:
@@ -100,16 +117,22 @@ class Shape:
             raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {kind!r}")
         arrays = spec.format in (None, "numpy", "torch", "jax")
         if kind is None and not collated and arrays:
-            wanted = (self.max_tokens, self.multiple, self.pad_values)
+            wanted = (self.max_tokens, self.multiple, self.pad_values if context is None else None)
             kind = "padded" if any(each is not None for each in wanted) else None
         if kind is None:
             return None
         if not arrays:
             raise ValueError(f"layout={kind!r} makes arrays, but the format is {spec.format!r}. Omit one of them.")
+        pads = self._pads()
+        other = tuple(name for name, value in pads.items() if value is None)
+        given = tuple((name, value) for name, value in pads.items() if value is not None)
+        return Layout(kind, self._token_column(spec), self._multiple, given, context, other)
+
+    def _pads(self) -> dict[str, Any]:
         values = {} if self.pad_values is None else self.pad_values
         if not isinstance(values, Mapping):
             raise TypeError(f"pad_values takes a dict of columns and values, got {values!r:.60}")
-        return Layout(kind, self._token_column(spec), self._multiple, tuple(values.items()), context)
+        return dict(values)
 
     @property
     def _multiple(self) -> int:
@@ -120,7 +143,7 @@ class Shape:
         known = spec.node.known.columns
         if isinstance(self.length, str):
             kind = known[self.length].kind if self.length in known else None
-            if kind is None or not _is_number(kind):
+            if kind is None or is_list_type(kind):
                 return self.length
         if known and _TOKENS not in known and spec.node.known.certain:
             raise ColumnError(
@@ -136,11 +159,11 @@ class Shape:
         window = WINDOW if self.window is None else integer(self.window, "loader(bucket_window=…)", 1)
         padded = layout is None or layout.kind == "padded"
         multiple = lcm(self._multiple, 1 if context is None else context.multiple())
+        if tokens < multiple:
+            raise ValueError(f"max_tokens={tokens} is less than {multiple}, of which lengths are a multiple")
         if not padded:  # all rows together are padded, or each for itself
             by_document = context is not None and context.layout == "per_document"
             tokens, multiple = tokens // multiple * multiple, context.multiple() if context and by_document else 1
-        if tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} is less than pad_to_multiple_of={multiple}")
         return Budget(
             tokens,
             most_rows or 0,
@@ -225,6 +248,16 @@ def unchanged_column(spec: PipelineSpec, name: str) -> str | None:
     return leaf.head.get(name)
 
 
+def _longest(lengths: Lengths, selection: Selection, by_source: bool) -> tuple[int, int]:
+    """Return the longest of the chosen rows, and its number in the dataset."""
+    found = (0, 0)
+    for first in range(0, len(selection), 1 << 20):
+        rows = np.arange(first, min(len(selection), first + (1 << 20)), dtype=np.int64)
+        here = lengths.of(selection.source_rows(rows) if by_source else rows)
+        found = max(found, (int(here.max()), first + int(np.argmax(here))))
+    return found
+
+
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind))
 
@@ -242,10 +275,11 @@ def _numbers(dataset: Dataset, name: str) -> npt.NDArray[Any]:
 def _given(numbers: npt.NDArray[Any], spec: PipelineSpec) -> tuple[Lengths, float, int, bool] | None:
     if not spec.has_positions:
         return None
-    if numbers.ndim != 1 or len(numbers) != spec.rows or (len(numbers) and numbers.dtype.kind not in "iu"):
+    rows = len(spec.base.order.selection)
+    if numbers.ndim != 1 or len(numbers) != rows or (len(numbers) and numbers.dtype.kind not in "iu"):
         raise ValueError(
-            f"loader(length=…) takes one whole number for each of the {spec.rows:,} rows of the dataset, before any "
-            f"shuffle, got {numbers.dtype} of shape {numbers.shape}."
+            f"loader(length=…) takes one integer for each of the {rows:,} rows of the dataset, before any shuffle, got "
+            f"{numbers.dtype} of shape {numbers.shape}."
         )
     if len(numbers) and numbers.min() < 0:
         raise ValueError(f"loader(length=…): the length of row {int(np.argmin(numbers))} is {numbers.min()}.")

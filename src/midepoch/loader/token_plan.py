@@ -12,6 +12,7 @@ from midepoch.errors import WorldError
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
 from midepoch.order import Shard
+from midepoch.order.budget import dealt
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.planned import PlannedEpoch
 from midepoch.pipeline.spec import PipelineSpec
@@ -31,7 +32,7 @@ class TokenPlan:
         assert options.planning is not None
         self.epoch, self._ranks, self._last_batch = cursor.epoch, spec.shard.count, options.last_batch
         self.rows, self._start = spec.rows, cursor.position
-        self._steps = cursor.steps if options.counts_steps else None
+        self._steps = cursor.steps if options.counts_steps or cursor.steps else None
         self._typical = options.planning.typical_rows
         self._epoch = PlannedEpoch.at(spec.leaf, options.planning, cursor)
 
@@ -91,23 +92,25 @@ class TokenPlan:
         return Asked(positions, ends, len(positions) - padding if self._last_batch == "pad" else None)
 
     def _is_short(self, step: int) -> bool:
-        """Return True if the rows of a step are dealt anew, because there are fewer batches than ranks."""
+        """Return True if the rows of a step are dealt again, because there are fewer batches than ranks."""
         last = self._start + (step + 1) * self._ranks - 1
         return self._last_batch is None and self._epoch.window_of(last) is None
 
     def _dealt(self, step: int, shard: Shard) -> Int64Array:
         first = self._start + step * self._ranks
         total = self._epoch.count()
-        rows = np.concatenate([self._epoch.positions(number) for number in range(first, total)])
-        if len(rows) < self._ranks:
+        batches = [self._epoch.positions(number) for number in range(first, total)]
+        sizes = np.array([len(each) for each in batches])
+        if (rows := int(sizes.sum())) < self._ranks:
             raise WorldError(
-                f"the last step of epoch {self.epoch} has {len(rows)} row{'s' * (len(rows) != 1)} left for "
+                f"the last step of epoch {self.epoch} has {rows} row{'s' * (rows != 1)} left for "
                 f"{self._ranks} ranks: those without a batch would take one step less, and the others would wait for "
                 'them. Choose the last batch: loader(…, last_batch="drop") omits the last step if it has no batch for '
                 'every rank, last_batch="pad" fills it with marked rows, last_batch="uneven" is for loops in which no '
                 "rank waits for another."
             )
-        return rows[shard.index :: self._ranks]
+        number, begin, end = dealt(sizes, self._ranks)[shard.index]
+        return batches[number][begin:end]
 
     def batch_rows(self, shard: Shard) -> int:  # noqa: ARG002
         return self._typical

@@ -194,6 +194,21 @@ class Budget:
         return np.concatenate([groups.reshape(-1), order[whole:]])
 
 
+def dealt(sizes: Int64Array, ranks: int) -> list[tuple[int, int, int]]:
+    """Split batches of these numbers of rows into as many pieces as ranks: (batch, first row, stop) for each rank.
+
+    A piece is of one batch, so that it is within the budget. There must be at least as many rows as ranks.
+    """
+    pieces = [1] * len(sizes)
+    while sum(pieces) < ranks:  # one more for the batch with the largest pieces
+        pieces[max(range(len(sizes)), key=lambda k: (int(sizes[k]) > pieces[k], sizes[k] / pieces[k], -k))] += 1
+    found = []
+    for number, (size, count) in enumerate(zip(sizes.tolist(), pieces, strict=True)):
+        bounds = [size * piece // count for piece in range(count + 1)]
+        found += [(number, bounds[piece], bounds[piece + 1]) for piece in range(count)]
+    return found
+
+
 def _parts(count: int, most: int) -> Int64Array:
     pieces = -(-count // most)
     return np.full(pieces, count // pieces, np.int64) + (np.arange(pieces) < count % pieces)

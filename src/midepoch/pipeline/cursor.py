@@ -58,7 +58,7 @@ class LaneCursors:
 
 
 class PlannedAt(NamedTuple):
-    """Where batches by a budget of tokens are: the position at which the window in progress begins, and its legs.
+    """The place of batches by a budget of tokens: the position at which the window in progress begins, and its legs.
 
     A leg is a budget, as text, and the number of its batches that were delivered. There is one for each budget that was
     used in the window, and none before its first batch.

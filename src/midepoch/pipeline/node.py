@@ -9,10 +9,11 @@ from functools import cached_property
 from itertools import chain
 
 from midepoch.order import Weighted
+from midepoch.order.budget import Budget
 from midepoch.order.mixing import spans
 from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
-from midepoch.pipeline.stage_specs import Local, Rebatch, Slice, StageSpec, Window, skips
+from midepoch.pipeline.stage_specs import Buckets, Local, Rebatch, Slice, StageSpec, Window, skips
 from midepoch.transforms import Cast, ColumnStep, Decode, Function, Map, Step
 from midepoch.transforms.packing import PackSpec
 
@@ -161,6 +162,12 @@ class Node:
     def stages_shuffle(self) -> bool:
         """True if outputs are shuffled after they are made."""
         return any(isinstance(stage, Window) for stage in self.stages)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of batches by tokens, if they are made here."""
+        last = self.stages[-1] if self.stages else None
+        return last.budget if isinstance(last, Buckets) else None
 
     @property
     def is_rows(self) -> bool:

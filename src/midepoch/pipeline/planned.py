@@ -2,7 +2,7 @@
 
 The batches of an epoch are numbered in the order of delivery. The cursor counts them, and says where the window in
 progress begins and how many of its batches are delivered. If the budget changed in the middle of a window, the rest of
-its rows is split anew: the cursor has one leg for each budget.
+its rows is split again: the cursor has one leg for each budget.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PlannedEpoch:
             return self._window(self._number(batch))
 
     def _number(self, batch: int) -> int:
-        """Return the number of the last window that does not begin after a batch. Recent ones are found at once."""
+        """Return the number of the last window that does not begin after a batch. Recent ones are found first."""
         number = len(self._found) - 1
         while number > 0 and self._found[number][0] > batch:
             number -= 1

@@ -164,8 +164,6 @@ def _stages_in(text: Any) -> list[str]:
             stages.append(kind)
         elif kind == "pack":
             stages.append(f"pack {rest.split()[1:2]}")
-        elif kind == "tokens":
-            stages.append(step)  # with all settings: a window in progress would have other batches
     return stages
 
 

@@ -54,6 +54,8 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
             "epoch_outputs": spec.epoch_outputs,
             "changes": json.dumps(list(spec.changes)[-_KEPT:]) if spec.changes else "",
         }
+        if (budget := spec.node.budget) is not None:
+            state["planned"] = json.dumps([0, [[budget.text, 0]]], separators=(",", ":"))
     elif spec.groups:
         state["groups"] = spec.groups
     if cursor.planned is not None:
@@ -91,7 +93,8 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
         if cursor.lanes is not None:
             over, lanes = cursor.lanes_ended, {}
             for lane, at in cursor.lanes.by_lane.items():
-                inner = convert(at.cursor, 0, LaneContext(cursor.epoch, Shard(lane, first["lanes"])))
+                inner = _rebudgeted(at.cursor, planned_in(first), node.budget)
+                inner = convert(inner, 0, LaneContext(cursor.epoch, Shard(lane, first["lanes"])))
                 check_cursor(node, inner)
                 # A lane may have outputs left in a changed mix. An epoch that had ended in all lanes stays ended.
                 lanes[lane] = replace(at, cursor=inner, ended=at.ended and (over or not matched.mixed))
@@ -178,6 +181,30 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cu
         if budget.earlier(text) is None:
             raise changed_budget(text, budget)
     return Cursor(found["epoch"], found["position"], planned=at if found["position"] else None)
+
+
+def _rebudgeted(at: Any, planned: PlannedAt | None, budget: Budget | None) -> Any:
+    """Return the cursor of a lane for other batches by tokens than those of the state, or for none.
+
+    That is possible where no window of rows is in progress.
+    """
+    before = None if planned is None else planned.legs[0][0]
+    after = None if budget is None else budget.text
+    if before == after:
+        return at
+    if before is None:
+        return [at, 0]
+    if not (isinstance(at, list) and len(at) == 2 and isinstance(at[1], int)):
+        return at  # refused by the check that follows
+    if at[1]:
+        raise CheckpointMismatchError(
+            "batches",
+            before,
+            after or "batches of a number of rows",
+            "the state is in the middle of a window of rows whose lengths are known only when they are made, so its "
+            "batches cannot be formed by another budget. Resume with the same max_tokens, and change it after an epoch",
+        )
+    return at if budget is not None else at[0]
 
 
 def planned_in(found: Mapping[str, Any]) -> PlannedAt | None:

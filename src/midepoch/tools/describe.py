@@ -52,7 +52,7 @@ class StateSummary:
     changes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     batches: str | None = None
-    """Where batches by tokens are: ``position`` is then that at which the window of rows in progress begins."""
+    """The progress of batches by tokens. ``position`` is then that at which the window of rows in progress begins."""
     steps: int = 0
     """Steps since the run began, if they are counted."""
 

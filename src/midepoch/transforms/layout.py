@@ -111,7 +111,7 @@ class Layout:
             raise MapError(
                 f"{self.kind} layout: column {name!r} has {lengths[bad]} numbers in row {rows[bad]} of the dataset, "
                 f"but {self.column!r} has {expected[bad]}. Lists of numbers need one for each token. Remove the "
-                "column, or name it in other=."
+                f"column, or leave it as it is with pad_values={{{name!r}: None}}."
             )
 
     def _room(self, length: int, by_document: bool = False) -> int:
@@ -244,7 +244,7 @@ def _of_rows(name: str, column: Any, rows: Int64Array) -> Tokens | None:
             return None
         raise MapError(
             f"column {name!r} has lists of numbers, but not in row {rows[others[0]]} of the dataset. "
-            "Map it to one type, or name it in other=."
+            "Map it to one type, or leave it as it is with pad_values={column: None}."
         )
     kinds = sorted({str(part.dtype) for part in full})
     if len(kinds) > 1:
@@ -295,5 +295,5 @@ def _from_torch(name: str, value: Any, dimensions: int) -> Any:
     except TypeError:
         raise ColumnError(
             f"column {name!r} is {value.dtype}, which numpy does not have. "
-            "Map it to another type, or name it in other=."
+            "Map it to another type, or leave it as it is with pad_values={column: None}."
         ) from None
