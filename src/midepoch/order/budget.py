@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ class Budget:
     group: int = GROUP
     length: str = ""
 
-    @property
+    @cached_property
     def text(self) -> str:
         """All settings, as a state compares them. Functions are known by their names."""
         balance = self.balance
