@@ -1,4 +1,4 @@
-"""Batches by a budget of tokens: `python -m benchmarks.planned`, all parts or `--only padding,planning,rates,first,peers`."""
+"""Batches by a budget of tokens: `python -m benchmarks.planned`, or `--only padding,planning,rates,first,peers`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ All of them read rows in a random order of the whole epoch, and put rows of simi
 number of rows for each batch instead of a budget get the budget divided by the mean length.
 
 - midepoch: its loader, and its states. Also with ``balance``.
-- torch: a sampler that shuffles, sorts by length in windows, and `BatchSampler`; the batches are shuffled, and rank r of
-  S takes every S-th. It has no state: a run that resumes skips the steps that were taken.
+- torch: a sampler that shuffles, sorts by length in windows, and `BatchSampler`; the batches are shuffled, and rank r
+  of S takes every S-th. It has no state: a run that resumes skips the steps that were taken.
 - transformers: `LengthGroupedSampler` and `BatchSampler`, dealt to ranks in the same way, as `Trainer` does, which also
   resumes by skipping the steps taken. "distributed": `DistributedLengthGroupedSampler`, which deals rows.
   "rebalance": `BatchRebalanceSampler`.

@@ -21,9 +21,8 @@ def state_at(setting: Setting, share: float) -> tuple[Any, Rows]:
     """Iterate a part of an epoch on rank 0 of 2. Return the state, and the batch that follows."""
     loader = open_ids(setting, Rank(0, 2))
     batches: Iterator[Rows] = iter(loader)
-    rows = 0
-    while rows < share * setting.rows / 2:
-        rows += len(next(batches))
+    for _ in range(int(share * len(loader))):
+        next(batches)
     state = json.loads(json.dumps(loader.state_dict()))
     return state, next(batches)
 
@@ -54,9 +53,8 @@ def measure(folder: Path, rows: int, rounds: int) -> None:
             found[name].append((opened, restored))
             if loaded is not None and not np.array_equal(batch, expected):
                 raise RuntimeError(f"{name}: the first batch is not the one that follows")
-    print(
-        f"{rows:,} rows, at {SHARE:.0%}, state of {len(json.dumps(state))} bytes: ms to the first batch, {rounds} rounds"
-    )
+    size = len(json.dumps(state))
+    print(f"{rows:,} rows, at {SHARE:.0%}, state of {size} bytes: ms to the first batch, medians of {rounds} rounds")
     for name, each in found.items():
         opened, restored = np.median(np.array(each), axis=0) * 1e3
         print(f"    {name:<18} from opening {opened:>7.1f}, from load_state_dict {restored:>7.1f}")

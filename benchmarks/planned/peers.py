@@ -52,9 +52,8 @@ def measure(folder: Path, rows: int, only: str = "") -> None:
         if not installed(name):
             print(f"    {name}: left out, not installed")
     names = [name for name in names if installed(name)]
-    print(
-        f"{rows:,} rows, window {setting.window:,}, budget {setting.budget:,} or {setting.batch_size} rows, {RANKS} ranks"
-    )
+    limit = f"budget {setting.budget:,} or {setting.batch_size} rows"
+    print(f"{rows:,} rows, window {setting.window:,}, {limit}, {RANKS} ranks")
     print("    batches, padding, largest;  spread of tokens (mean/median/p95/total);  of squares;")
     print("    randomness (distance/neighbours/again);  seconds for a rank")
     for name in names:

@@ -70,7 +70,7 @@ def measure(folder: Path, rows: int) -> None:
         windows = [data.WINDOW, *([10 * data.WINDOW] if (mean, sigma) == (data.MEAN, data.SIGMA) else [])]
         print(f"{rows:,} rows, mean {lengths.mean():.0f}, sigma {sigma}, median {np.median(lengths):.0f}")
         print(
-            "    window  options             batches  padding  filled  spread of tokens; of squares (mean/median/p95/total)"
+            "    window, options, batches, padding, filled, spread of tokens; of squares (mean / median / p95 / total)"
         )
         for window in windows:
             for name, options in OPTIONS.items():

@@ -1,8 +1,8 @@
 """Tokens per second of planned batches beside plain batches and torch's DataLoader, and the share of planning.
 
-All of them deliver [rows, longest] int32 tokens with an attention mask, except varlen. The DataLoaders get the batches that
-midepoch planned, as a list, so that they do the same work and plan nothing. Their rows are slices of mapped Arrow memory
-(the fastest way found) or rows of `datasets`.
+All of them deliver [rows, longest] int32 tokens with an attention mask, except varlen. The DataLoaders get the batches
+that midepoch planned, as a list, so that they do the same work and plan nothing. Their rows are slices of mapped Arrow
+memory (the fastest way found) or rows of `datasets`.
 """
 
 from __future__ import annotations
@@ -190,6 +190,6 @@ def measure_planning(path: Path, lengths: Rows, rounds: int) -> None:
         windows, calls = float(np.median(alone[name])), float(np.median([each.planning for each in costs[name]]))
         whole = float(np.median([each.batch for each in costs[name]]))
         print(
-            f"    {name:<16} windows {windows:>5.1f} ({windows / whole:.1%}), calls {calls:>5.1f} ({calls / whole:.1%}), "
+            f"    {name:<14} windows {windows:>5.1f} ({windows / whole:.1%}), calls {calls:>5.1f} ({calls / whole:.1%}), "
             f"beyond plain {calls - base:>5.1f} ({(calls - base) / whole:.1%}) of {whole:,.0f}"
         )
