@@ -28,9 +28,13 @@ def state_at(setting: Setting, share: float) -> tuple[Any, Rows]:
 
 
 def start(setting: Setting, state: Any, world: int) -> tuple[float, float, Rows]:
-    """Return seconds from opening and from loading the state to the first batch of rank 0, and the batch."""
+    """Return seconds from opening and from loading the state to the first batch, and the batch.
+
+    Batch k is that of rank k mod S, so the next one of the epoch is that of this rank.
+    """
+    rank = 0 if state is None else state["position"] % world
     opened = time.perf_counter()
-    loader = open_ids(setting, Rank(0, world))
+    loader = open_ids(setting, Rank(rank, world))
     loaded = time.perf_counter()
     if state is not None:
         loader.load_state_dict(state)

@@ -190,6 +190,6 @@ def measure_planning(path: Path, lengths: Rows, rounds: int) -> None:
         windows, calls = float(np.median(alone[name])), float(np.median([each.planning for each in costs[name]]))
         whole = float(np.median([each.batch for each in costs[name]]))
         print(
-            f"    {name:<14} windows {windows:>5.1f} ({windows / whole:.1%}), calls {calls:>5.1f} ({calls / whole:.1%}), "
+            f"    {name:<14} windows {windows:>5.1f} ({windows / whole:.1%}), calls {calls:>5.1f} ({calls / whole:.1%}) "
             f"beyond plain {calls - base:>5.1f} ({(calls - base) / whole:.1%}) of {whole:,.0f}"
         )
