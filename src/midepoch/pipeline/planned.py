@@ -65,23 +65,21 @@ class Planning:
 
 
 class Window(NamedTuple):
-    """The batches of a window: positions of the epoch, in the order of delivery.
+    """The batches of a window, in the order of delivery.
 
-    ``before``: batches of the epoch before its first one. ``done``: how many of its batches were delivered before.
-    ``legs``: those of earlier budgets.
+    ``before``, ``after``: batches of the epoch before its first one, and up to its end. ``positions``: of the epoch;
+    batch k of the window has those from ``bounds[k]`` to ``bounds[k + 1]``. ``done``: how many of its batches were
+    delivered before. ``legs``: those of earlier budgets.
     """
 
     before: int
+    after: int
     start: int
     stop: int
-    batches: Batches
+    positions: Int64Array
+    bounds: list[int]
     done: int
     legs: tuple[tuple[str, int], ...]
-
-    @property
-    def after(self) -> int:
-        """Batches of the epoch up to its end."""
-        return self.before + len(self.batches) - self.done
 
 
 class PlannedEpoch:
@@ -94,6 +92,7 @@ class PlannedEpoch:
         self._rows = len(order)
         self._found: list[tuple[int, PlannedAt]] = [(first, at)]  # beginnings of windows: batches before, and cursor
         self._kept: OrderedDict[int, Window] = OrderedDict()
+        self._recent: Window | None = None  # most calls are for the same window: 0.5 µs, and 2 µs without
         self.total: int | None = first if at.start >= self._rows else None
         """Batches of the epoch, once all windows are planned."""
 
@@ -105,12 +104,16 @@ class PlannedEpoch:
 
     def window_of(self, batch: int) -> Window | None:
         """Return the window of a batch, or None if the epoch has fewer."""
+        recent = self._recent
+        if recent is not None and recent.before <= batch < recent.after:
+            return recent
         with self._lock:
             while self.total is None and self._found[-1][0] <= batch:
                 self._window(len(self._found) - 1)
             if self.total is not None and batch >= self.total:
                 return None
-            return self._window(self._number(batch))
+            self._recent = window = self._window(self._number(batch))
+            return window
 
     def _number(self, batch: int) -> int:
         """Return the number of the last window that does not begin after a batch. Recent ones are found first."""
@@ -132,26 +135,29 @@ class PlannedEpoch:
         """Return the positions of a batch."""
         window = self.window_of(batch)
         assert window is not None
-        return window.batches.at(batch - window.before + window.done) + window.start
+        number = batch - window.before + window.done
+        return window.positions[window.bounds[number] : window.bounds[number + 1]]
 
     def batch_of(self, position: int) -> int | None:
         """Return the batch that has a position, or None if it was delivered before the first one here."""
         number = 0
         while (window := self._window(number)).stop <= position:
             number += 1
-        found = np.flatnonzero(window.batches.places == position - window.start)
-        batch = int(np.searchsorted(window.batches.bounds, found[0], side="right")) - 1 if len(found) else -1
+        found = np.flatnonzero(window.positions == position)
+        batch = int(np.searchsorted(window.bounds, found[0], side="right")) - 1 if len(found) else -1
         return None if batch < window.done else window.before + batch - window.done
 
     def cursor(self, batches: int) -> Cursor:
         """Return the cursor after a number of batches of the epoch."""
-        with self._lock:
-            number = self._number(batches)
-            first, at = self._found[number]
-            if first == batches:
-                return Cursor(self.epoch, batches, planned=at)
-            window = self._window(number)
-        done = window.done + batches - first
+        window = self._recent
+        if window is None or not window.before < batches < window.after:
+            with self._lock:
+                number = self._number(batches)
+                first, at = self._found[number]
+                if first == batches:
+                    return Cursor(self.epoch, batches, planned=at)
+                window = self._window(number)
+        done = window.done + batches - window.before
         return Cursor(self.epoch, batches, planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done))))
 
     def rows_before(self, batches: int) -> int:
@@ -161,8 +167,7 @@ class PlannedEpoch:
         if not at.legs:
             return min(at.start, self._rows)
         window = self._window(self._number(batches))
-        left = window.batches.bounds[-1] - window.batches.bounds[at.legs[-1][1]]
-        return int(window.stop - left)
+        return window.stop - (window.bounds[-1] - window.bounds[at.legs[-1][1]])
 
     def _window(self, number: int) -> Window:
         if number in self._kept:
@@ -199,7 +204,8 @@ class PlannedEpoch:
             places = np.sort(split.places[split.bounds[count] :])
         batches = self._split(self._budget, lengths, places, key, at.start)
         done = min(done, len(batches))
-        return Window(first, at.start, stop, batches, done, tuple(legs))
+        after, positions = first + len(batches) - done, batches.places + at.start
+        return Window(first, after, at.start, stop, positions, batches.bounds.tolist(), done, tuple(legs))
 
     def _split(self, budget: Budget, lengths: Int64Array, places: Int64Array, key: Any, start: int) -> Batches:
         """Return the batches of some rows of a window, as places in the window."""
@@ -229,7 +235,7 @@ class PlannedEpoch:
         return self._at_epoch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_at_epoch": None, "_kept": OrderedDict(), "_lock": None}
+        return {**self.__dict__, "_at_epoch": None, "_kept": OrderedDict(), "_recent": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
