@@ -318,6 +318,57 @@ def test_cost_is_balanced_over_ranks(tmp_path: Path) -> None:
     assert float((plain.max(0) / plain.mean(0) - 1).mean()) > 0.02
 
 
+@pytest.mark.parametrize("kind", ["padded", "varlen", "packed"])
+@pytest.mark.parametrize("cut", ["contiguous", "head_tail", "per_document"])
+def test_a_rank_of_context_parallelism_gets_its_part(
+    kind: str, cut: str, open_ds: Callable[[], midepoch.Dataset]
+) -> None:
+    """The parts of all ranks are the batch; the rows are the same on all of them."""
+    ds = open_ds().shuffle(seed=1).select_columns("input_ids")
+
+    def loader(**options: Any) -> midepoch.Loader:
+        if kind == "packed":
+            return ds.pack(32, pad=9).loader(4, rank=0, world_size=1, **options)
+        return ds.loader(max_tokens=256, bucket_window=40, layout=kind, rank=0, world_size=1, **options)
+
+    parts = [list(loader(context_parallel=(rank, 2), cp_layout=cut)) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1])
+    for first, second in zip(*parts, strict=True):
+        assert first["input_ids"].shape == second["input_ids"].shape
+        assert first["input_ids"].numel() <= (4 * 64 if kind == "packed" else 128)
+    pad = 9 if kind == "packed" else 0
+
+    def tokens(batches: Any) -> list[int]:
+        flat = np.concatenate([np.asarray(batch["input_ids"]).ravel() for batch in batches])
+        return sorted(flat[flat != pad].tolist())
+
+    assert tokens([*parts[0], *parts[1]]) == tokens(loader())
+    state = loader(context_parallel=(0, 2), cp_layout=cut).state_dict()
+    assert state == loader(context_parallel=(1, 2), cp_layout=cut).state_dict()
+
+
+def test_context_parallelism_needs_to_know_the_other_ranks(
+    open_ds: Callable[[], midepoch.Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds = open_ds().select_columns("input_ids")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ds.loader(max_tokens=256, context_parallel=(1, 2)).shard.count == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="Pass data_parallel"):
+        ds.loader(max_tokens=256, context_parallel=(1, 2))
+    with pytest.raises(ValueError, match="multiple of it"):
+        ds.pack(30).loader(4, rank=0, world_size=1, context_parallel=(0, 4))
+
+
+def test_tokens_are_counted_by_batch(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    for layout in ("padded", "varlen"):
+        loader = open_ds().shuffle(seed=1).loader(max_tokens=200, bucket_window=40, layout=layout)
+        batches = list(loader)
+        stats = loader.stats()
+        assert stats.token_slots == pytest.approx(batches[0]["input_ids"].numel() * len(batches), abs=1)
+
+
 def test_a_pass_has_the_steps_that_were_asked_for(open_ds: Callable[[], midepoch.Dataset]) -> None:
     loader = open_ds().shuffle(seed=1).select_columns("id").loader(8, steps_per_epoch=7)
     plain = open_ds().shuffle(seed=1).select_columns("id").loader(8)

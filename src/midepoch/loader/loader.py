@@ -67,6 +67,7 @@ class Loader(Counted):
         self._spec, self._options, self._cursor, self._dataset = spec, options, cursor, dataset
         self._counterparts, self.ledger = counterparts, ledger
         super().__init__(options.num_workers)
+        self.meter.by_batch = options.budget is not None
         self.origin: Cursor | StepOutputs = cursor
         """The cursor after the last batch delivered, or of a loaded state, whatever epoch was set."""
         self.how = "fresh"

@@ -34,6 +34,8 @@ class Meter:
         self._hooks: list[tuple[Hook, float, float]] = []
         self.due = False
         """True if a hook is to be called before the next batch."""
+        self.by_batch = False
+        """True if batches have about the same number of tokens, and rows have not."""
         self._total = 0  # batches since the beginning, whatever was reset
         self._figures_before, self._waited_before = Figures(), 0.0  # the same for what the ledger records
         self._clear()
@@ -42,9 +44,9 @@ class Meter:
         self.batches = self.rows = self._passes = 0
         self.waited = self._seconds = self._first = 0.0
         self._weighed = self._weighed_rows = 0
-        self._counted_rows, self._slots, self._tokens = 0, 0.0, 0.0  # rows whose tokens are counted, and these
-        self._of_row: tuple[float | None, float | None] = (None, None)
-        """Places for tokens of a row, and tokens, in the last batch that was looked at."""
+        self._counted, self._slots, self._tokens = 0, 0.0, 0.0  # rows (or batches) whose tokens are counted, and these
+        self._of_one: tuple[float | None, float | None] = (None, None)
+        """Places for tokens of a row (or a batch), and tokens, in the last batch that was looked at."""
         self._last: float | None = None
         self._look = 0.0
 
@@ -77,16 +79,24 @@ class Meter:
         self.due = any(now >= due for _, _, due in self._hooks)
 
     def _count_tokens(self, rows: int, batch: Any) -> None:
-        """Count the tokens of all rows since the last look, as many for each as in this batch."""
+        """Count the tokens of all rows since the last look, as many for each as in this batch.
+
+        Batches by tokens have about as many each, with any number of rows: those are counted by batch.
+        """
         counts = token_counts(batch) if rows else None
         if counts is not None:
             slots, tokens = counts
-            self._of_row = (slots / rows, None if tokens is None else tokens / rows)
+            count = 1 if self.by_batch else rows
+            self._of_one = (slots / count, None if tokens is None else tokens / count)
         self._slots, self._tokens = self._token_sums()
-        self._counted_rows = self.rows
+        self._counted = self._units
+
+    @property
+    def _units(self) -> int:
+        return self.batches if self.by_batch else self.rows
 
     def _token_sums(self) -> tuple[float, float]:
-        more, (slots, tokens) = self.rows - self._counted_rows, self._of_row
+        more, (slots, tokens) = self._units - self._counted, self._of_one
         return self._slots + more * (slots or 0.0), self._tokens + more * (tokens or 0.0)
 
     @property
@@ -97,7 +107,7 @@ class Meter:
     def figures(self) -> Figures:
         """Return the sums since the loader was created, whatever was reset."""
         timings, (slots, tokens), packs = self.timings, self._token_sums(), self.timings.places > 0
-        has_slots, has_tokens = (value is not None for value in self._of_row)
+        has_slots, has_tokens = (value is not None for value in self._of_one)
         if packs and has_slots:  # packed sequences have no mask, but their padding was counted
             tokens, has_tokens = slots * timings.packed / timings.places, True
         return self._figures_before.plus(

@@ -24,6 +24,9 @@ def token_counts(batch: Any) -> tuple[float, float | None] | None:
         slots = float(shape[0] * shape[1])
         share = _share(batch.get(_MASK), tuple(shape)) if _MASK in batch else None
         return slots, None if share is None else slots * share
+    if shape is not None and len(shape) == 1 and "cu_seqlens" in batch:  # one row after the other
+        ends = batch["cu_seqlens"]
+        return float(shape[0]), float(ends[-1]) if len(ends) and _is_here(ends) else None
     if isinstance(column, (list, tuple)) and column and all(_is_row(row) for row in column[:_SAMPLE]):
         sample = column[:: max(1, len(column) // _SAMPLE)]
         slots = sum(map(len, sample)) * len(column) / len(sample)
