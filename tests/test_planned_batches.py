@@ -28,7 +28,7 @@ def table() -> pa.Table:
         {
             "id": np.arange(ROWS),
             "input_ids": pa.array(tokens, pa.list_(pa.int32())),
-            "count": [0 if each is None else len(each) for each in tokens],
+            "count": [None if each is None else len(each) for each in tokens],
             "text": ["x" * int(length) for length in lengths],
         }
     )

@@ -192,9 +192,19 @@ def _simple(value: Any) -> tuple[str, bytes] | None:
 
 
 def _arrow(value: Any) -> tuple[str, bytes] | None:
-    """Return the bytes of a type, a schema or an expression. Their texts are abbreviated."""
+    """Return the bytes of a type, a schema, an expression or of data. Their texts are abbreviated."""
     import pyarrow as pa
 
+    if isinstance(value, pa.Scalar):
+        value = pa.repeat(value, 1)
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        value = pa.table({"": value})
+    if isinstance(value, (pa.Table, pa.RecordBatch)):
+        table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table.combine_chunks())
+        return type(value).__name__, sink.getvalue().to_pybytes()
     if isinstance(value, pa.DataType):
         value = pa.schema([("", value)])
     if isinstance(value, pa.Schema):

@@ -22,6 +22,7 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import HIDDEN, Buckets
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Cast, Decode, Map
+from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.layout import LAYOUTS, Layout
@@ -263,12 +264,14 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _numbers(dataset: Dataset, name: str) -> npt.NDArray[Any]:
-    """Return the numbers of a column, one for each row before the shuffle."""
+    """Return the numbers of a column, one for each row before the shuffle. Null is 0."""
+    import pyarrow.compute as pc
+
     leaf = dataset.pipeline.base
     unshuffled = replace(leaf, order=replace(leaf.order, shuffle=None))
-    spec = replace(PipelineSpec.of(unshuffled), format="numpy")
+    spec = replace(PipelineSpec.of(unshuffled), format="arrow")
     fresh = type(dataset)(spec).select_columns(name)
-    parts = [np.asarray(batch[name]) for batch in fresh.iter(100_000)]
+    parts = [flat_numbers(chunk) for table in fresh.iter(100_000) for chunk in pc.fill_null(table[name], 0).chunks]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 

@@ -60,6 +60,10 @@ def _lengths(batch: Batch, spec: Buckets) -> Int64Array:
     check_columns([spec.column], list(batch.columns), "max_tokens")
     column: Any = batch.columns[spec.column]
     if spec.given:
+        if isinstance(column, pa.Array) and column.null_count:
+            import pyarrow.compute as pc
+
+            column = pc.fill_null(column, 0)
         numbers = np.asarray(flat_numbers(column) if isinstance(column, pa.Array) else column)
         if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or (len(numbers) and numbers.min() < 0):
             raise ColumnError(f"loader(length=…): the function must return a number of tokens, got {column!r:.60}")
