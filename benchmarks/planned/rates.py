@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from midepoch.loader.plans import Plan
 from midepoch.loader.token_plan import TokenPlan
 
 
-class Mapped(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
+class Mapped:
     """Rows of an Arrow file, as slices of mapped memory."""
 
     def __init__(self, path: Path) -> None:
@@ -180,7 +181,7 @@ def measure_planning(path: Path, lengths: Rows, rounds: int) -> None:
         costs["plain"].append(planning(lambda: plain.loader(size, layout="padded"), Plan, batches))
         for name, options in settings.items():
             alone[name].append(windows_alone(path, **options))
-            costs[name].append(planning(lambda options=options: open_tokens(path, **options), TokenPlan, batches))
+            costs[name].append(planning(partial(open_tokens, path, **options), TokenPlan, batches))
     base = min(each.planning for each in costs["plain"])
     print(f"planning, µs of CPU per batch, least of {rounds} rounds; plain batches of {size} rows: {base:.1f}")
     for name in settings:
