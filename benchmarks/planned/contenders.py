@@ -14,6 +14,7 @@ number of rows for each batch instead of a budget get the budget divided by the 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -211,5 +212,9 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def installed(name: str) -> bool:
-    """Return True if the package of a contender can be imported."""
-    return importlib.util.find_spec(name.split(",")[0]) is not None
+    """Return True if the sampler of a contender can be imported."""
+    if importlib.util.find_spec(name.split(",")[0]) is None:
+        return False
+    if name != "transformers, rebalance":  # not in older versions
+        return True
+    return hasattr(importlib.import_module("transformers.trainer_pt_utils"), "BatchRebalanceSampler")

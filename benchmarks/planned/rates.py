@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -28,7 +28,7 @@ from midepoch.loader.plans import Plan
 from midepoch.loader.token_plan import TokenPlan
 
 
-class Mapped(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
+class Mapped:
     """Rows of an Arrow file, as slices of mapped memory."""
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +120,7 @@ def measure_rates(path: Path, lengths: Rows, workers: int, rounds: int, seconds:
 
 
 class Cost(NamedTuple):
-    """Microseconds for each batch. ``planning``: CPU time of the calls of the plan. ``batch``: all of it."""
+    """Microseconds of CPU time for each batch. ``planning``: of the calls of the plan. ``batch``: of all threads."""
 
     planning: float
     batch: float
@@ -144,12 +144,12 @@ def planning(make: Callable[[], midepoch.Loader], kind: type, batches: int) -> C
     for name, method in methods.items():
         setattr(kind, name, clocked(method))
     try:
-        start, count = time.perf_counter(), 0
+        start, count = time.process_time(), 0
         for _ in make():
             count += 1
             if count == batches:
                 break
-        passed = time.perf_counter() - start
+        passed = time.process_time() - start
     finally:
         for name, method in methods.items():
             setattr(kind, name, method)
@@ -157,15 +157,15 @@ def planning(make: Callable[[], midepoch.Loader], kind: type, batches: int) -> C
 
 
 def windows_alone(path: Path, **options: Any) -> float:
-    """Return microseconds for each batch of planning all windows of an epoch, and nothing else."""
+    """Return microseconds of CPU time for each batch of planning all windows of an epoch, and nothing else."""
     loader = open_tokens(path, **options)
-    start = time.perf_counter()
+    start = time.process_time()
     count = len(loader)
-    return (time.perf_counter() - start) / count * 1e6
+    return (time.process_time() - start) / count * 1e6
 
 
 def measure_planning(path: Path, lengths: Rows, rounds: int) -> None:
-    """Print what planning costs, beside plain batches, and its share. Medians of rounds in turn."""
+    """Print what planning costs, beside plain batches, and its share. The least of rounds in turn."""
     settings: dict[str, dict[str, Any]] = {
         "padded": {},
         "padded, tokens": {"balance": "tokens"},
@@ -181,15 +181,13 @@ def measure_planning(path: Path, lengths: Rows, rounds: int) -> None:
         costs["plain"].append(planning(lambda: plain.loader(size, layout="padded"), Plan, batches))
         for name, options in settings.items():
             alone[name].append(windows_alone(path, **options))
-            costs[name].append(planning(lambda options=options: open_tokens(path, **options), TokenPlan, batches))
-    base = float(np.median([each.planning for each in costs["plain"]]))
-    print(
-        f"planning, µs per batch, medians of {rounds} rounds; plain batches of {size} rows take {base:.1f} for theirs"
-    )
+            costs[name].append(planning(partial(open_tokens, path, **options), TokenPlan, batches))
+    base = min(each.planning for each in costs["plain"])
+    print(f"planning, µs of CPU per batch, least of {rounds} rounds; plain batches of {size} rows: {base:.1f}")
     for name in settings:
-        windows, calls = float(np.median(alone[name])), float(np.median([each.planning for each in costs[name]]))
-        whole = float(np.median([each.batch for each in costs[name]]))
+        windows, calls = min(alone[name]), min(each.planning for each in costs[name])
+        whole = min(each.batch for each in costs[name])
         print(
-            f"    {name:<14} windows {windows:>5.1f} ({windows / whole:.1%}), calls {calls:>5.1f} ({calls / whole:.1%}) "
-            f"beyond plain {calls - base:>5.1f} ({(calls - base) / whole:.1%}) of {whole:,.0f}"
+            f"    {name:<14} windows {windows:.1f} ({windows / whole:.1%}), calls {calls:.1f} ({calls / whole:.1%}), "
+            f"beyond plain {calls - base:.1f} ({(calls - base) / whole:.1%}) of {whole:,.0f}"
         )

@@ -118,7 +118,9 @@ class Budget:
 
         ``key``: of the order of batches or, with ``balance``, of groups of batches. None: the longest rows come first.
         """
-        sizes = -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
+        sizes = np.maximum(lengths, 1)
+        if self.multiple > 1:
+            sizes = -(-sizes // self.multiple) * self.multiple
         if len(sizes) and int(sizes.max()) > self.tokens:
             place = int(np.argmax(sizes > self.tokens))
             raise TooLongError(place, int(lengths[place]))
