@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from midepoch.dataset.sampling import Sampling
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from midepoch.loader import Loader
 
 UNSET: Any = object()
@@ -39,7 +42,7 @@ class Loading(Sampling):
         worker_init_fn: Callable[[int], Any] | None = None,
         timeout: float = 0,
         max_tokens: int | None = None,
-        length: str | Sequence[int] | Callable[[Any], int] | None = None,
+        length: str | Sequence[int] | npt.NDArray[np.integer[Any]] | Callable[[Any], int] | None = None,
         layout: str | None = None,
         pad_to_multiple_of: int | None = None,
         pad_values: Mapping[str, float] | None = None,

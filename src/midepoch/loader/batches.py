@@ -116,8 +116,8 @@ class BatchMaker:
         locates = self._whole
         while plan.has(step):
             steps = list(takewhile(plan.has, range(step, step + block * stride, stride)))
-            positions, ends, genuine = plan.ask(steps, shard)
-            chosen = self._engine.chosen(plan.epoch, positions)
+            positions, ends, genuine, rows_there = plan.ask(steps, shard)
+            chosen = self._engine.chosen(plan.epoch, positions) if rows_there is None else rows_there
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
                 yield [
                     Read(each, b - a, located=(located, a, b), genuine=None if genuine is None else genuine - a)

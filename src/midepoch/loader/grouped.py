@@ -21,7 +21,7 @@ class GroupedBatches:
         plan, step = self._plan, self._step
         if not plan.has(step):
             return None
-        wanted, _, genuine = plan.ask([step], self._shard)
+        wanted, _, genuine, _ = plan.ask([step], self._shard)
         if not len(wanted):
             made = Made(None, plan.cursor(step), empty=True)
         else:

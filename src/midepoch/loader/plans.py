@@ -45,12 +45,14 @@ class BatchSource(Protocol):
 class Asked(NamedTuple):
     """Positions of the rows of several steps. Step i has those from ``ends[i]`` to ``ends[i + 1]``.
 
-    ``genuine``: number of positions before the padding, or None if nothing is padded.
+    ``genuine``: number of positions before the padding, or None if nothing is padded. ``rows``: at the positions, if
+    they are known already.
     """
 
     positions: Int64Array
     ends: list[int]
     genuine: int | None
+    rows: Int64Array | None = None
 
 
 class StepPlan(Protocol):

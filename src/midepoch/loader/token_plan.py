@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -61,13 +62,13 @@ class TokenPlan:
     def has_for(self, step: int, shard: Shard) -> bool:
         if self._last_batch != "uneven":
             return self.has(step)
-        return bool(len(self._own(step, shard)))
+        return self._own(step, shard) is not None
 
-    def _own(self, step: int, shard: Shard) -> list[int]:
-        """Return the batch of a rank, if there is one."""
+    def _own(self, step: int, shard: Shard) -> int | None:
+        """Return the batch of a rank, if there is one: of every step that which is its index modulo the ranks."""
         first = self._start + step * self._ranks
-        numbers = shard.positions(first, first + self._ranks).tolist()
-        return [number for number in numbers if self._epoch.window_of(number) is not None]
+        number = first + (shard.index - first) % self._ranks
+        return None if self._epoch.window_of(number) is None else number
 
     def share(self, shard: Shard) -> int:
         self.count()
@@ -77,30 +78,32 @@ class TokenPlan:
         return steps - (steps > 0 and not self.has_for(steps - 1, shard))
 
     def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
-        parts: list[Int64Array] = []
+        parts: list[tuple[Int64Array, Int64Array]] = []
         padding = 0
         for step in steps:
-            if own := self._own(step, shard):
-                parts.append(self._epoch.positions(own[0]) if not self._is_short(step) else self._dealt(step, shard))
+            if self._is_short(step):
+                parts.append(self._dealt(step, shard))
+            elif (own := self._own(step, shard)) is not None:
+                parts.append(self._epoch.places(own))
             elif self._last_batch == "pad":
-                parts.append(self._epoch.positions(self._start + step * self._ranks))
-                padding = len(parts[-1])
+                parts.append(self._epoch.places(self._start + step * self._ranks))
+                padding = len(parts[-1][0])
             else:
-                parts.append(self._dealt(step, shard) if self._is_short(step) else np.zeros(0, np.int64))
-        positions = np.concatenate(parts)
-        ends = np.cumsum([0, *map(len, parts)]).tolist()
-        return Asked(positions, ends, len(positions) - padding if self._last_batch == "pad" else None)
+                parts.append((np.zeros(0, np.int64), np.zeros(0, np.int64)))
+        positions, rows = (np.concatenate(some) for some in zip(*parts, strict=True))
+        ends = [0, *accumulate(len(some) for some, _ in parts)]
+        return Asked(positions, ends, len(positions) - padding if self._last_batch == "pad" else None, rows)
 
     def _is_short(self, step: int) -> bool:
         """Return True if the rows of a step are dealt again, because there are fewer batches than ranks."""
         last = self._start + (step + 1) * self._ranks - 1
         return self._last_batch is None and self._epoch.window_of(last) is None
 
-    def _dealt(self, step: int, shard: Shard) -> Int64Array:
+    def _dealt(self, step: int, shard: Shard) -> tuple[Int64Array, Int64Array]:
         first = self._start + step * self._ranks
         total = self._epoch.count()
-        batches = [self._epoch.positions(number) for number in range(first, total)]
-        sizes = np.array([len(each) for each in batches])
+        batches = [self._epoch.places(number) for number in range(first, total)]
+        sizes = np.array([len(each) for each, _ in batches])
         if (rows := int(sizes.sum())) < self._ranks:
             raise WorldError(
                 f"the last step of epoch {self.epoch} has {rows} row{'s' * (rows != 1)} left for "
@@ -110,7 +113,8 @@ class TokenPlan:
                 "rank waits for another."
             )
         number, begin, end = dealt(sizes, self._ranks)[shard.index]
-        return batches[number][begin:end]
+        positions, of_positions = batches[number]
+        return positions[begin:end], of_positions[begin:end]
 
     def batch_rows(self, shard: Shard) -> int:  # noqa: ARG002
         return self._typical

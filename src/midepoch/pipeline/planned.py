@@ -67,9 +67,9 @@ class Planning:
 class Window(NamedTuple):
     """The batches of a window, in the order of delivery.
 
-    ``before``, ``after``: batches of the epoch before its first one, and up to its end. ``positions``: of the epoch;
-    batch k of the window has those from ``bounds[k]`` to ``bounds[k + 1]``. ``done``: how many of its batches were
-    delivered before. ``legs``: those of earlier budgets.
+    ``before``, ``after``: batches of the epoch before its first one, and up to its end. ``positions``: of the epoch,
+    and ``rows`` at them; batch k of the window has those from ``bounds[k]`` to ``bounds[k + 1]``. ``done``: how many of
+    its batches were delivered before. ``legs``: those of earlier budgets.
     """
 
     before: int
@@ -77,6 +77,7 @@ class Window(NamedTuple):
     start: int
     stop: int
     positions: Int64Array
+    rows: Int64Array
     bounds: list[int]
     done: int
     legs: tuple[tuple[str, int], ...]
@@ -133,10 +134,15 @@ class PlannedEpoch:
 
     def positions(self, batch: int) -> Int64Array:
         """Return the positions of a batch."""
+        return self.places(batch)[0]
+
+    def places(self, batch: int) -> tuple[Int64Array, Int64Array]:
+        """Return the positions of a batch, and the rows at them."""
         window = self.window_of(batch)
         assert window is not None
         number = batch - window.before + window.done
-        return window.positions[window.bounds[number] : window.bounds[number + 1]]
+        own = slice(window.bounds[number], window.bounds[number + 1])
+        return window.positions[own], window.rows[own]
 
     def batch_of(self, position: int) -> int | None:
         """Return the batch that has a position, or None if it was delivered before the first one here."""
@@ -190,7 +196,9 @@ class PlannedEpoch:
         if self._rows - stop < window // 2:  # the last window may be longer, so that none is very short
             stop = self._rows
         places = np.arange(stop - at.start, dtype=np.int64)
-        lengths = self._lengths(at.start, stop)
+        chosen = self._epoch_order().chosen(places + at.start)
+        by_source = self._planning.by_source
+        lengths = self._planning.lengths.of(self._order.selection.source_rows(chosen) if by_source else chosen)
         shuffle = self._order.shuffle
         key = None if shuffle is None else derive(shuffle.seed, self.epoch, "batches", at.start)
         legs: list[tuple[str, int]] = []
@@ -204,8 +212,8 @@ class PlannedEpoch:
             places = np.sort(split.places[split.bounds[count] :])
         batches = self._split(self._budget, lengths, places, key, at.start)
         done = min(done, len(batches))
-        after, positions = first + len(batches) - done, batches.places + at.start
-        return Window(first, after, at.start, stop, positions, batches.bounds.tolist(), done, tuple(legs))
+        after, positions, rows = first + len(batches) - done, batches.places + at.start, chosen[batches.places]
+        return Window(first, after, at.start, stop, positions, rows, batches.bounds.tolist(), done, tuple(legs))
 
     def _split(self, budget: Budget, lengths: Int64Array, places: Int64Array, key: Any, start: int) -> Batches:
         """Return the batches of some rows of a window, as places in the window."""
@@ -222,12 +230,6 @@ class PlannedEpoch:
         if budget is None:
             raise changed_budget(text, self._budget)
         return budget
-
-    def _lengths(self, start: int, stop: int) -> Int64Array:
-        chosen = self._epoch_order().chosen(np.arange(start, stop, dtype=np.int64))
-        planning = self._planning
-        rows = self._order.selection.source_rows(chosen) if planning.by_source else chosen
-        return planning.lengths.of(rows)
 
     def _epoch_order(self) -> EpochOrder:
         if self._at_epoch is None:
