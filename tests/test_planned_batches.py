@@ -15,7 +15,8 @@ import pytest
 import midepoch
 from data import write_arrow
 from midepoch import CheckpointMismatchError
-from midepoch.order.budget import dealt
+from midepoch.order.budget import Budget, dealt
+from midepoch.order.keys import derive
 from midepoch.testing import assert_resumes_exactly
 
 ROWS = 150
@@ -418,6 +419,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_tokens": 200, "layout": "dense"}, ValueError, "layout must be one of"),
     ({"max_tokens": 200, "layout": "varlen", "collate_fn": as_columns}, ValueError, "Omit them, or collate_fn"),
     ({"batch_size": 8, "balance": "tokens"}, ValueError, "add max_tokens"),
+    ({"batch_size": {0: 8}, "max_tokens": 200}, ValueError, "exclude each other"),
+    ({"batch_size": [(0, 8)]}, TypeError, "a dict such as"),
+    ({"max_tokens": 200, "pad_values": {"input_ids": "x"}}, TypeError, "columns and numbers"),
+    ({"max_tokens": 200, "pad_values": {"input_ids": None}}, ValueError, "it is laid out"),
     ({"batch_size": 8, "bucket_window": 10}, ValueError, "add max_tokens"),
     ({"batch_size": 8, "cp_layout": "head_tail"}, ValueError, "context_parallel"),
     ({"batch_size": 8, "steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
@@ -486,6 +491,97 @@ def test_long_rows_may_be_left_out(open_ds: Callable[[], midepoch.Dataset]) -> N
     assert (
         sorted(each for batch in epoch_of(ds.select(short).loader(max_tokens=40)) for each in batch) == short.tolist()
     )
+
+
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "numbers": ({"length": [5] * ROWS}, {"length": [5] * 60 + [6] * (ROWS - 60)}),
+    "balance": ({"balance": lambda lengths: float(lengths.sum())}, {"balance": lambda lengths: -float(lengths.max())}),
+    "run time": ({"length": lambda row: len(row["text"])}, {"length": lambda row: len(row["text"]) // 2}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_lengths_or_functions_are_refused_in_the_middle_of_a_window(
+    name: str, open_ds: Callable[[], midepoch.Dataset]
+) -> None:
+    """Their names are the same: the batches of the window are compared."""
+    before, after = CHANGED[name]
+    ds = open_ds().shuffle(seed=1).with_lanes(2)
+    first = ds.loader(max_tokens=200, bucket_window=60, collate_fn=as_columns, **before)
+    for _ in range(3):
+        next(first)
+    same, other = (
+        ds.loader(max_tokens=200, bucket_window=60, collate_fn=as_columns, **each) for each in (before, after)
+    )
+    same.load_state_dict(first.state_dict())
+    assert [ids(batch) for batch in same] == [ids(batch) for batch in first.current_pass()]
+    first.set_epoch(0)
+    next(first)
+    with pytest.raises(CheckpointMismatchError, match="rows would be lost or repeated"):
+        other.load_state_dict(first.state_dict())
+        epoch_of(other)
+
+
+def test_groups_of_equal_cost_are_always_complete() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(300):
+        lengths = np.minimum(
+            rng.lognormal(3, rng.uniform(0.2, 1.6), int(rng.integers(1, 400))).astype(np.int64) + 1, 500
+        )
+        group, rows = int(rng.integers(1, 12)), int(rng.integers(0, 2)) * int(rng.integers(1, 9))
+        budget = Budget(500, rows, padded=bool(trial % 2), balance="quadratic", group=group)
+        batches = budget.split(lengths, derive(1, 0, "batches", trial))
+        assert sorted(batches.places.tolist()) == list(range(len(lengths)))
+        assert len(batches) % group == 0 or len(lengths) < group * -(-len(batches) // group)
+        for number in range(len(batches)):
+            own = lengths[batches.at(number)]
+            assert 1 <= len(own) <= (rows or 500)
+            assert (len(own) * own.max() if budget.padded else own.sum()) <= 500
+
+
+def test_rows_that_cannot_be_read_do_not_come_together(tmp_path: Path) -> None:
+    """They count as rows of the usual length, so that no batch of a rank is left without a row."""
+    pq.write_table(table(), tmp_path / "a.parquet", row_group_size=30)
+    group = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(2).column(1)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = group.dictionary_page_offset or group.data_page_offset
+    data[start : start + group.total_compressed_size] = b"x" * group.total_compressed_size
+    (tmp_path / "a.parquet").write_bytes(data)
+    ds = midepoch.from_files(str(tmp_path / "a.parquet"), on_error="skip").shuffle(seed=1, scope="rows")
+    ranks = [ds.loader(max_tokens=200, rank=rank, world_size=2, last_batch="pad") for rank in range(2)]
+    seen = [list(rank) for rank in ranks]
+    assert len(seen[0]) == len(seen[1])
+    marks = [
+        (each, mark) for rank in seen for batch in rank for each, mark in zip(ids(batch), _marks(batch), strict=True)
+    ]
+    assert sorted(each for each, mark in marks if not mark) == [each for each in range(ROWS) if not 60 <= each < 90]
+
+
+def test_steps_of_several_ranks_are_equal(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    ds = open_ds().shuffle(seed=1).select_columns("id")
+    with pytest.raises(ValueError, match="needs equal steps"):
+        ds.loader(4, rank=0, world_size=2, steps_per_epoch=8)
+    for ends in ("drop", "pad"):
+        ranks = [ds.loader(4, rank=rank, world_size=4, steps_per_epoch=7, last_batch=ends) for rank in range(4)]
+        for _ in range(4):
+            assert [len(list(rank)) for rank in ranks] == [7] * 4
+            assert len({json.dumps(rank.state_dict()) for rank in ranks}) == 1
+
+
+def test_an_epoch_without_a_batch_is_refused(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    loader = open_ds().loader(max_tokens=10_000, rank=0, world_size=3, last_batch="drop")
+    with pytest.raises(ValueError, match="no batch would be left"):
+        next(loader)
+
+
+def test_workers_get_functions_and_lengths_once(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    """Of a script, in processes that are no forks; and nothing large is sent with every pass."""
+    ds = open_ds().shuffle(seed=1).map(tokenized)
+    lengths = ds.pipeline.rows * [40]
+    options = {"max_tokens": 400, "bucket_window": 75, "balance": lambda lengths: float((lengths**2).sum())}
+    expected = epoch_of(ds.with_lanes(2).loader(length=lengths, **options))
+    with ds.with_lanes(2).loader(length=lengths, num_workers=2, multiprocessing_context="spawn", **options) as loader:
+        assert epoch_of(loader) == expected
 
 
 def test_parquet_has_the_batches_of_arrow(folder: Path, open_ds: Callable[[], midepoch.Dataset]) -> None:

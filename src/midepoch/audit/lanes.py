@@ -26,7 +26,7 @@ from midepoch.pipeline.cursor import At, LaneCursors, PartsAt, RowAt
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.pipeline.passes import BORROWING, place_of
-from midepoch.pipeline.stage_specs import Local, Slice
+from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Slice
 from midepoch.transforms.packing import PackSpec
 
 Int64Array = npt.NDArray[np.int64]
@@ -239,6 +239,8 @@ def _kind(stage: Any) -> str:
         return "tokens"
     if isinstance(stage, Slice):
         return "number"
+    if isinstance(stage, Buckets):
+        return "bunches"
     return "outputs" if isinstance(stage, Local) and not stage.grouped else "group"
 
 
@@ -273,6 +275,8 @@ def _places(
 ) -> Iterator[LeafPlace]:
     for kind in reversed(tree["stages"]):
         at, count = at
+        if kind == "bunches":
+            kind, count = "group", int(count) % (1 << DELIVERED_BITS)
         if count and kind != "number":
             part = ((kind, int(count)), *part)
     if "leaf" in tree:

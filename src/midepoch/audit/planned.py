@@ -70,7 +70,7 @@ class KnownBatches:
         source = order.source
         planning = Planning(budget, GivenLengths(self.lengths), 1.0, by_source=False)
         start, legs = json.loads(shape.planned) if shape.planned else (0, [])
-        at = PlannedAt(start, tuple((text, done) for text, done in legs))
+        at = PlannedAt(start, tuple((text, done, checksum) for text, done, checksum in legs))
         self.budget = budget
         self.plan = PlannedEpoch(source.order, source.layout, planning, shape.epoch, shape.start, at)
 

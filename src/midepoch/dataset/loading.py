@@ -101,7 +101,7 @@ class Loading(Sampling):
         from midepoch.loader.shape import Shape
 
         if batch_size is UNSET and max_tokens is None:
-            raise TypeError("Dataset.loader() needs batch_size, the rows of a batch on each rank, or max_tokens.")
+            raise TypeError("Dataset.loader() needs batch_size, or max_tokens. For example ds.loader(batch_size=32).")
         if prefetch is not None and prefetch_factor is not None:
             raise ValueError("prefetch and prefetch_factor are two names of one setting. Omit one of them.")
         here = self._iteration

@@ -76,7 +76,9 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
     @property
     def position(self) -> int:
         """Number of rows of the epoch that were delivered to all ranks together."""
-        return self.loader.position if self._delivered is None else int(_one(self._delivered)["position"])
+        if self._delivered is None or self.loader.options.budget is not None:
+            return self.loader.position
+        return int(_one(self._delivered)["position"])
 
     def stats(self, *, reset: bool = False) -> Stats:
         """Return the stats of the loader."""

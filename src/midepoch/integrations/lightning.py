@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from midepoch._internal.hints import hinted_methods
 from midepoch.errors import CheckpointNotFoundError, WorldError
 from midepoch.integrations.passes import rest_or_next
-from midepoch.integrations.states import check_same_steps, for_all_ranks
+from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks
 from midepoch.loader import Loader
 
 _MOST_BEHIND = 8
@@ -49,6 +49,7 @@ class ResumableData(pl.LightningDataModule):  # type: ignore[misc]
                 )
             loader = self._make_train()
             self._check_ranks(loader)
+            check_equal_epochs(loader, "Lightning", "")
             self._train, self._fitted_by = _Passes(loader, self._trained, self._counted), self.trainer
             if restored is not None:
                 self._resume(restored)

@@ -62,3 +62,14 @@ def check_same_steps(saved: int, now: int, what: str) -> None:
             "would skip or repeat rows at the end. Keep ranks × batch size × accumulated batches as they were. (The "
             "loader itself resumes with any: your own loops may change it.)"
         )
+
+
+def check_equal_epochs(loader: Loader, what: str, otherwise: str) -> None:
+    """Raise ValueError if epochs have different numbers of batches, for loops that take the first number for all."""
+    options = loader.options
+    if options.planning is not None and not options.steps_per_epoch:
+        also = f", {otherwise}" if otherwise else ""
+        raise ValueError(
+            f"batches by max_tokens: epochs have different numbers of them, but {what} counts those of one epoch for "
+            f"all, and would stop too early or too late. Pass steps_per_epoch=… to the loader{also}."
+        )

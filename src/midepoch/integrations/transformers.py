@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointDamagedError
 from midepoch.integrations.passes import rest_or_next
-from midepoch.integrations.states import check_same_steps, for_all_ranks, read_state, write_state
+from midepoch.integrations.states import check_equal_epochs, check_same_steps, for_all_ranks, read_state, write_state
 from midepoch.loader import Loader
 
 STATE_FILE = "midepoch.json"
@@ -97,7 +97,12 @@ class ResumableTraining:
         if data_ranks != args.world_size and "data_parallel" not in self._options:
             # Tensor and context parallelism: neighbouring ranks get the same rows.
             options |= {"rank": args.process_index // (args.world_size // data_ranks), "world_size": data_ranks}
-        return data.loader(self._train_batch_size, **{**options, **self._options})
+        chosen = {**options, **self._options}
+        rows = chosen.pop("batch_size", None if chosen.get("max_tokens") is not None else self._train_batch_size)
+        loader = data.loader(rows, **chosen)
+        if args.max_steps <= 0:
+            check_equal_epochs(loader, "the Trainer", "or TrainingArguments(max_steps=…)")
+        return loader
 
     def _ordered(self: Any, data: Dataset, saved: dict[str, Any] | None) -> Dataset:
         """Return the data in the order of the run: its own, that of a checkpoint, or shuffled by the Trainer's seed."""
@@ -227,7 +232,8 @@ def _check_arguments(args: Any) -> None:
     if strategy not in ("random", "sequential"):
         raise ValueError(
             f"train_sampling_strategy={strategy!r} needs the lengths of all rows, and a dataset of midepoch is not "
-            "read in advance. Use 'random' or 'sequential'. To spend less on padding, pack rows: ds.pack(…)."
+            "read in advance. Use 'random' or 'sequential'. To spend less on padding, pack rows with ds.pack(…), or "
+            "pass loader_options={'max_tokens': …, 'steps_per_epoch': …}."
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):

@@ -88,8 +88,20 @@ class Counted(LoaderSettings):
         at = self._where()
         if self._is_over(at):
             return 0
-        plan = self.plan(at) if at.planned is not None else None
+        plan = self._running_plan(at) if at.planned is not None else None
         return plan.rows_before(at.position) if isinstance(plan, TokenPlan) else at.position
+
+    def _running_plan(self, cursor: Cursor) -> StepPlan | None:
+        """Return the plan of the pass in progress, if it has a cursor, so that no window is planned twice."""
+        live = self._live()
+        plan = None if live is None else live.plan
+        if isinstance(plan, TokenPlan) and plan.epoch == cursor.epoch and plan.begin.position <= cursor.position:
+            return plan
+        return self.plan(cursor)
+
+    def _live(self) -> Any:
+        """Return the pass in progress, if there is one."""
+        raise NotImplementedError
 
     def plan(self, cursor: Cursor) -> StepPlan | None:
         """Return the steps from a cursor on, or None if positions cannot be computed."""
@@ -103,8 +115,12 @@ class Counted(LoaderSettings):
 
     def _is_over(self, cursor: Cursor) -> bool:
         """Return True if nothing is left of the epoch, as far as it is known."""
-        if cursor.planned is not None and self._options.last_batch != "drop":
-            return cursor.planned.start >= self._spec.rows
+        if cursor.planned is not None:
+            if self._options.last_batch != "drop" or cursor.planned.start >= self._spec.rows:
+                return cursor.planned.start >= self._spec.rows
+            running = self._running_plan(cursor)
+            if isinstance(running, TokenPlan):
+                return not running.has_after(cursor.position)
         if (plan := self.plan(cursor)) is None:
             return cursor.lanes_ended
         return cursor.position > 0 and not plan.has(0)

@@ -21,7 +21,7 @@ from midepoch.loader.plans import BatchSource, StepPlan
 from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
-from midepoch.loader.token_plan import make_plan
+from midepoch.loader.token_plan import TokenPlan, make_plan
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
@@ -48,6 +48,7 @@ class Loader(Counted):
     - A pass of only one batch was a look: the next ``iter()`` begins where it began.
     - If the data is shuffled, the next ``iter()`` continues after the last batch, as a resume from the state would.
     - If it is not, as for validation, the next ``iter()`` begins the epoch again, and logs a warning once.
+    - With ``steps_per_epoch``, the next ``iter()`` always continues, with the rest of the steps.
 
     ``set_epoch`` begins an epoch; that of a loaded state resumes. ``next(loader)`` always continues.
     """
@@ -189,6 +190,8 @@ class Loader(Counted):
         planning = self._options.planning
         resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
+        if planning is not None:  # plans the window in progress: its batches must be those that were saved
+            make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
 
     @property
@@ -249,6 +252,11 @@ class Loader(Counted):
         self.delivered = cursor if rolled else None
         if (plan := self.plan(cursor)) is not None:
             check_equal_steps(plan, self._options, self.shard)
+            if isinstance(plan, TokenPlan) and not cursor.begun and self._spec.rows and not plan.has(0):
+                raise ValueError(
+                    f"no batch would be left: there are fewer batches by tokens than the {self.shard.count} ranks, and "
+                    'the last step is dropped if it has none for every rank. Use last_batch="pad", or omit it.'
+                )
         return Start(cursor, rolled, None if rolled else restart, left is not None)
 
     def restarted(self, cursor: Cursor) -> Cursor:

@@ -52,11 +52,15 @@ def make_loader(
     shape = Shape() if shape is None else shape
     rows, sizes = batch_size, None
     if shape.max_tokens is not None:
+        if isinstance(rows, Mapping):
+            raise ValueError("batch_size as a schedule and max_tokens exclude each other. Omit one of them.")
         rows = None if rows is None else integer(rows, "loader(batch_size=…)", 1)
         batch_size = 1  # of batches that a budget makes
     elif isinstance(batch_size, Mapping):
         sizes = BatchSizes.of(batch_size)
         batch_size = max(sizes.sizes)
+    elif isinstance(batch_size, (list, tuple)):
+        raise TypeError(f"batch_size takes a number, or a dict such as {{0: 8, 1000: 16}}, got {batch_size!r:.60}")
     elif batch_size is None:
         if options.get("collate_columns"):
             raise ValueError("collate_columns=True is for batches. Omit it, or choose a batch_size.")
@@ -104,6 +108,11 @@ def make_loader(
     if spec.has_positions:
         _check_drop(spec.rows, chosen, shard.count, drop_last)
     check_device(chosen.device, spec.format if chosen.collate_fn is None else None)
+    if chosen.steps_per_epoch and shard.count > 1 and last_batch == "uneven":
+        raise ValueError(
+            "steps_per_epoch on several ranks needs equal steps: the last step of an epoch of the data may have no "
+            'batch for some of them. Pass last_batch="drop" or last_batch="pad".'
+        )
     ledger = ledger_of(audit)
     if ledger is not None:
         ledger.prepare(shard)

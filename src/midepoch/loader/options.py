@@ -47,6 +47,8 @@ def check_continues(failure: BaseException | None, closed: bool) -> None:
 def check_drop(rows: int, options: Options, ranks: int) -> None:
     """Raise ValueError if an epoch would have no batch."""
     size = options.batch_size if options.sizes is None else options.sizes.sizes[0]
+    if options.sizes is not None and options.last_batch == "drop" and 0 < rows < options.sizes.sizes[-1] * ranks:
+        size = options.sizes.sizes[-1]  # from its step on, every epoch would be empty
     if options.budget is None and options.last_batch == "drop" and 0 < rows < size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "

@@ -53,7 +53,7 @@ class Pass(HasState):
         self.start, self.rolled, self._restart, self._left = start
         self._meter.begin()
         self._namings = self._loader.namings
-        self._plan = self._loader.plan(self.start)
+        self.plan = self._loader.plan(self.start)
         self.source: BatchSource | None = None
         self._made = self.delivered = 0  # batches made, and delivered
         self._closed = self._over = False
@@ -74,9 +74,9 @@ class Pass(HasState):
 
     def __length_hint__(self) -> Any:
         """Return the number of batches left, if it is known."""
-        if self._plan is None or self._plan.end is None:
+        if self.plan is None or self.plan.end is None:
             return NotImplemented
-        return 0 if self._over else max(0, self._plan.share(self._loader.shard) - self._made)
+        return 0 if self._over else max(0, self.plan.share(self._loader.shard) - self._made)
 
     def __next__(self) -> Any:
         if self._meter.due:
@@ -97,7 +97,7 @@ class Pass(HasState):
                 if ledger is not None:
                     if not self.delivered:  # a pass is recorded from its first batch on
                         loader.begin_record(ledger, self.start)
-                    if self._plan is None:
+                    if self.plan is None:
                         ledger.prepare_step(cursor)
                     recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, cursor)
@@ -122,10 +122,10 @@ class Pass(HasState):
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
         shard = self._loader.shard
-        if shard.count > 1 and made.skipped and self._plan is not None:
+        if shard.count > 1 and made.skipped and self.plan is not None:
             raise MidepochError(
                 f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at '
-                f"{self._plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
+                f"{self.plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
                 "shuffle by rows."
             )
 
@@ -135,8 +135,8 @@ class Pass(HasState):
         while True:
             if self._made < 2:
                 loader.compare(self.start, first=not self._made)
-            if self.source is None and (self._plan is None or self._plan.has(0)):
-                self.source = loader.open(self.start, self._plan)
+            if self.source is None and (self.plan is None or self.plan.has(0)):
+                self.source = loader.open(self.start, self.plan)
             made = None if self.source is None else self.source.next()
             if made is not None:
                 if self._restart is not None:
@@ -145,7 +145,7 @@ class Pass(HasState):
                 self._made += 1
                 return made
             begun = self._made or ((lanes := self.lanes) is not None and lanes.begun)
-            if not begun and self._plan is None and loader.may_roll(self.start, self.rolled, self._left):
+            if not begun and self.plan is None and loader.may_roll(self.start, self.rolled, self._left):
                 # Nothing is left of the loader's epoch: continue with the next, instead of an empty pass.
                 self._record_end()
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
@@ -157,19 +157,19 @@ class Pass(HasState):
 
     def _record_end(self) -> None:
         """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
-        if self._ledger is not None and not self.delivered and self._plan is None:
+        if self._ledger is not None and not self.delivered and self.plan is None:
             self._loader.record_end(self._ledger, self.start, self._end())
         elif self._ledger is not None:
             self._ledger.finish(self._meter.waited, self._end())
 
     def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
         self.start, self.rolled, self._restart = cursor, rolled, None
-        self._plan, self.source = self._loader.plan(cursor), None
+        self.plan, self.source = self._loader.plan(cursor), None
 
     def _end(self) -> Cursor:
         """Return the cursor at the end of the epoch."""
-        if self._plan is not None:
-            return self._plan.end_cursor
+        if self.plan is not None:
+            return self.plan.end_cursor
         lanes = self.lanes
         assert lanes is not None
         return lanes.end
@@ -203,7 +203,7 @@ class Pass(HasState):
 
     def _leave(self) -> None:
         """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
-        complete = self._plan is not None and not self._plan.has_for(self.delivered, self._loader.shard)
+        complete = self.plan is not None and not self.plan.has_for(self.delivered, self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:
                 self._ledger.finish(self._meter.waited, self._end())

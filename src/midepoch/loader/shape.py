@@ -17,7 +17,7 @@ from midepoch.order import Selection
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
-from midepoch.pipeline.planned import GivenLengths, Lengths, Planning, too_long
+from midepoch.pipeline.planned import FilledLengths, GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import HIDDEN, Buckets
 from midepoch.sources.lengths import lengths_of
@@ -126,13 +126,18 @@ class Shape:
             raise ValueError(f"layout={kind!r} makes arrays, but the format is {spec.format!r}. Omit one of them.")
         pads = self._pads()
         other = tuple(name for name, value in pads.items() if value is None)
+        if (column := self._token_column(spec)) in other:
+            raise ValueError(f"pad_values={{{column!r}: None}}: its lengths are those of the rows, so it is laid out.")
         given = tuple((name, value) for name, value in pads.items() if value is not None)
         return Layout(kind, self._token_column(spec), self._multiple, given, context, other)
 
     def _pads(self) -> dict[str, Any]:
         values = {} if self.pad_values is None else self.pad_values
-        if not isinstance(values, Mapping):
-            raise TypeError(f"pad_values takes a dict of columns and values, got {values!r:.60}")
+        if not isinstance(values, Mapping) or not all(
+            each is None or (isinstance(each, (int, float, np.number)) and not isinstance(each, bool))
+            for each in values.values()
+        ):
+            raise TypeError(f"pad_values takes a dict of columns and numbers, got {values!r:.60}")
         return dict(values)
 
     @property
@@ -196,7 +201,9 @@ class Shape:
         if _is_number(kind):
             return _given(_numbers(dataset, length), spec)
         found = lengths_of(spec.base.source, name, skip_corrupt=spec.base.on_error == "skip")
-        return found, found.total / max(1, len(found)), found.longest, True
+        mean = found.total / max(1, len(found) - found.unreadable)
+        known: Lengths = found if not found.unreadable else FilledLengths(found, max(1, round(mean)))
+        return known, mean, found.longest, True
 
     def _at_run_time(self, shaped: Shaped, dataset: Dataset, budget: Budget) -> Shaped:
         """Return the pipeline with a stage that forms the batches, after the rows are made."""

@@ -46,6 +46,8 @@ class Stretch(HasState):
             raise StopIteration
         for value in loader.data_pass():
             return value
+        if loader.steps >= self._stop:  # the last step of the epoch had no batch for this rank
+            raise StopIteration
         for value in loader.data_pass(anew=True):  # of the next epoch of the data
             return value
         raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")

@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from midepoch._internal.progress import shown
+from midepoch.audit.planned import MOST_ROWS
 from midepoch.audit.records import UNKNOWN
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
@@ -15,6 +16,7 @@ from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
 from midepoch.order import Shard
 from midepoch.order.budget import dealt
 from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.planned import PlannedEpoch
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -29,13 +31,13 @@ class TokenPlan:
     to the other ranks, "uneven" nothing. None deals its rows to all ranks, in smaller batches.
     """
 
-    def __init__(self, spec: PipelineSpec, options: Options, cursor: Cursor) -> None:
+    def __init__(self, leaf: Leaf, options: Options, cursor: Cursor) -> None:
         assert options.planning is not None
-        self.epoch, self._ranks, self._last_batch = cursor.epoch, spec.shard.count, options.last_batch
-        self.rows, self._start = spec.rows, cursor.position
+        self.epoch, self._ranks, self._last_batch = cursor.epoch, leaf.shard.count, options.last_batch
+        self.rows, self._start, self.begin = leaf.rows, cursor.position, cursor
         self._steps = cursor.steps if options.counts_steps or cursor.steps else None
         self._typical = options.planning.typical_rows
-        self._epoch = PlannedEpoch.at(spec.leaf, options.planning, cursor)
+        self._epoch = PlannedEpoch.at(leaf, options.planning, cursor)
 
     @property
     def end(self) -> int | None:
@@ -58,6 +60,10 @@ class TokenPlan:
         first = self._start + step * self._ranks
         last = first + self._ranks - 1 if self._last_batch == "drop" else first
         return self._epoch.window_of(last) is not None
+
+    def has_after(self, position: int) -> bool:
+        """Return True if there is a step after a number of batches of the epoch."""
+        return self.has(-(-(position - self._start) // self._ranks))
 
     def has_for(self, step: int, shard: Shard) -> bool:
         if self._last_batch != "uneven":
@@ -141,8 +147,14 @@ class TokenPlan:
     def _counted(self, cursor: Cursor, steps: int) -> Cursor:
         return cursor if self._steps is None else cursor._replace(steps=self._steps + steps)
 
-    def left_out(self, ranks: int) -> int:  # noqa: ARG002
-        return 0  # rows of the last step are dealt to all ranks
+    def left_out(self, ranks: int) -> int:
+        """Return the number of ranks for which the last step has no row, where batches are counted quickly."""
+        if self._last_batch is not None or ranks == 1 or (self._epoch.total is None and self.rows > MOST_ROWS):
+            return 0
+        total = self._epoch.count()
+        last = total - (total - self._start) % ranks
+        rows = sum(len(self._epoch.positions(number)) for number in range(last, total))
+        return max(0, ranks - rows) if rows else 0
 
     def known(self, rows: int) -> int:
         if self._epoch.total is None and self.rows > rows:
@@ -156,4 +168,4 @@ class TokenPlan:
 
 def make_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> StepPlan:
     """Return the steps of a rank from a cursor on."""
-    return Plan.make(spec, options, cursor) if options.planning is None else TokenPlan(spec, options, cursor)
+    return Plan.make(spec, options, cursor) if options.planning is None else TokenPlan(spec.leaf, options, cursor)

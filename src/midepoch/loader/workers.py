@@ -18,6 +18,8 @@ from midepoch.loader.crews import open_crew
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Made, StepPlan
 from midepoch.loader.processes import compact
+from midepoch.loader.token_plan import TokenPlan
+from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 
 
@@ -49,7 +51,9 @@ class WorkerPool:
         """Tell some more workers to begin. The first batch comes sooner if not all compete for the cores."""
         for _ in range(min(workers, len(self._untold))):
             number = self._untold.popleft()
-            self.crew.tell(number, (self._run, self._plan, self._grants(number)))
+            # Lengths and functions are sent once, with the job: workers plan batches by tokens themselves.
+            plan = self._plan.begin if isinstance(self._plan, TokenPlan) else self._plan
+            self.crew.tell(number, (self._run, plan, self._grants(number)))
 
     def step(self, step: int) -> Made:
         """Return a step. Steps are requested in order. Raises the errors of the worker, or WorkerError."""
@@ -166,5 +170,6 @@ class _BatchWorker:
         if isinstance(message, bytes):
             granted = array("i", message[len(SHORT) :]).tolist()
         else:
-            self._run, self._plan, granted = message
+            self._run, plan, granted = message
+            self._plan = TokenPlan(self._leaf, self._options, plan) if isinstance(plan, Cursor) else plan
         self._slots.extend(map(self._link.accept, granted))

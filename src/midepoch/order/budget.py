@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,11 @@ class Batches(NamedTuple):
     def sizes(self) -> Int64Array:
         """Return the number of rows of each batch."""
         return self.bounds[1:] - self.bounds[:-1]
+
+    @property
+    def checksum(self) -> int:
+        """A number of 32 bits for which rows are in which batch."""
+        return crc32(self.bounds.astype("<i8").tobytes(), crc32(self.places.astype("<i8").tobytes()))
 
     def in_order(self, order: Int64Array) -> Batches:
         """Return the batches in another order."""
@@ -162,7 +168,10 @@ class Budget:
         """Return the cost of each batch, by the lengths of rows."""
         sizes, starts, here = batches.sizes(), batches.bounds[:-1], lengths[batches.places]
         if callable(self.balance):
-            return np.array([float(self.balance(lengths[batches.at(k)])) for k in range(len(batches))])
+            costs = np.array([float(self.balance(lengths[batches.at(k)])) for k in range(len(batches))])
+            if not np.isfinite(costs).all():
+                raise ValueError(f"balance: the function must return a finite cost, it returned {costs.min()}")
+            return costs
         power = 2.0 if self.balance == "quadratic" else 1.0
         if not len(batches):
             return np.zeros(0)
@@ -174,17 +183,22 @@ class Budget:
         """Split the last batches into more of them, of equal costs: groups are complete, and no step spans two."""
         count = len(batches)
         kept = count - count % self.group
+        if kept == count or batches.bounds[-1] < self.group * -(-count // self.group):
+            return batches  # there are fewer rows than batches would be needed
+        while batches.bounds[-1] - batches.bounds[kept] < self.group * -(-(count - kept) // self.group):
+            kept -= self.group  # few rows are left: those of the group before are split, too
         first = int(batches.bounds[kept])
         rows = batches.places[first:]
-        if kept == count or len(rows) < self.group:
-            return batches
+        wanted = self.group * -(-(count - kept) // self.group)
         low, high = int(sizes[rows].max()), self.tokens
         while low < high:  # the largest budget with which they become a group
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if len(self._cut(sizes[rows], middle)) >= self.group else (low, middle - 1)
+            low, high = (middle, high) if len(self._cut(sizes[rows], middle)) >= wanted else (low, middle - 1)
         parts = self._cut(sizes[rows], low)
-        if len(parts) != self.group:
-            return batches
+        if len(parts) != wanted:  # no budget gives exactly so many: split some of the batches themselves
+            pieces = dealt(batches.sizes()[kept:], wanted)
+            ends = np.cumsum([stop - begin for _, begin, stop in pieces])
+            parts = Batches(np.arange(len(rows)), np.concatenate([[0], ends]).astype(np.int64))
         bounds = np.concatenate([batches.bounds[:kept], first + parts.bounds])
         return Batches(np.concatenate([batches.places[:first], rows[parts.places]]), bounds)
 

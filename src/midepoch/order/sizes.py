@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 
@@ -27,8 +28,11 @@ class BatchSizes:
         what = "batch_size takes a number of rows, or a dict of first steps and sizes such as {0: 8, 1000: 16}"
         if not isinstance(given, Mapping):
             raise TypeError(f"{what}, got {given!r:.60}")
-        numbers = [*given, *given.values()]
-        if not given or any(isinstance(each, bool) or not isinstance(each, int) for each in numbers):
+        try:
+            given = {index(step): index(size) for step, size in given.items()}
+        except TypeError:
+            raise TypeError(f"{what}, got {given!r:.60}") from None
+        if not given:
             raise TypeError(f"{what}, got {given!r:.60}")
         steps = tuple(sorted(given))
         if steps[0] != 0 or min(given.values()) < 1:

@@ -137,7 +137,7 @@ class AliasTable:
     """Table from which a row is drawn in constant time, with a probability proportional to its weight.
 
     The interval [0, n * 2**k) is cut into n slots. Slot i belongs to row i up to ``_limits[i]``, and from there on to
-    row ``_aliases[i]``. A row's parts add up to its weight, to 15 digits and about 2**-60.
+    row ``_aliases[i]``. A row's parts add up to its weight, to 15 digits and about 2**-50.
     """
 
     __slots__ = ("_aliases", "_limits", "_shift", "_total")

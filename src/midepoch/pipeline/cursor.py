@@ -60,12 +60,12 @@ class LaneCursors:
 class PlannedAt(NamedTuple):
     """The place of batches by a budget of tokens: the position at which the window in progress begins, and its legs.
 
-    A leg is a budget, as text, and the number of its batches that were delivered. There is one for each budget that was
-    used in the window, and none before its first batch.
+    A leg is a budget, as text, the number of its batches that were delivered, and a checksum of all its batches. There
+    is one for each budget that was used in the window, and none before its first batch.
     """
 
     start: int
-    legs: tuple[tuple[str, int], ...] = ()
+    legs: tuple[tuple[str, int, int], ...] = ()
 
 
 class Cursor(NamedTuple):

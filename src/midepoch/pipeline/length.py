@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from midepoch.pipeline.cursor import At, Cursor
 from midepoch.pipeline.leaf import Leaf, is_one_to_one
 from midepoch.pipeline.node import Concat, Mix, Node
-from midepoch.pipeline.stage_specs import Local, Slice, Window
+from midepoch.pipeline.stage_specs import DELIVERED_BITS, Local, Slice, Window
 from midepoch.transforms.packing import PackSpec
 
 
@@ -56,7 +56,8 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
             whole = _estimate(before, inner, sum(at[1] for at in cursors), lanes)
             return None if whole is None and stage.stop is None else stage.count_of(whole)
         if not isinstance(spec.stages[-1], PackSpec) or spec.stages[-1].strategy != "concat":
-            outputs -= sum(at[1] for at in cursors)  # of groups in progress, whose rows are not counted either
+            # Of groups in progress, whose rows are not counted either.
+            outputs -= sum(at[1] % (1 << DELIVERED_BITS) for at in cursors)
         seen = _seen(before, inner, lanes)
         whole = _estimate(before, inner, seen, lanes) if not isinstance(before.base, Leaf) else before.base.rows
         return whole * outputs / seen if seen and whole is not None else None

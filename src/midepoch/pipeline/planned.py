@@ -46,6 +46,21 @@ class GivenLengths:
 
 
 @dataclass(frozen=True, eq=False)
+class FilledLengths:
+    """Lengths of a source with rows that cannot be read, which have none.
+
+    They count as ``typical``. Otherwise they would come together, and a batch would be empty on one rank.
+    """
+
+    lengths: Lengths
+    typical: int
+
+    def of(self, rows: Int64Array) -> Int64Array:
+        found = self.lengths.of(rows)
+        return np.where(found == 0, self.typical, found)
+
+
+@dataclass(frozen=True, eq=False)
 class Planning:
     """A budget, and the lengths by which rows are put together.
 
@@ -80,7 +95,8 @@ class Window(NamedTuple):
     rows: Int64Array
     bounds: list[int]
     done: int
-    legs: tuple[tuple[str, int], ...]
+    legs: tuple[tuple[str, int, int], ...]
+    checksum: int
 
 
 class PlannedEpoch:
@@ -164,7 +180,11 @@ class PlannedEpoch:
                     return Cursor(self.epoch, batches, planned=at)
                 window = self._window(number)
         done = window.done + batches - window.before
-        return Cursor(self.epoch, batches, planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done))))
+        return Cursor(
+            self.epoch,
+            batches,
+            planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done, window.checksum))),
+        )
 
     def rows_before(self, batches: int) -> int:
         """Return the number of rows of the epoch in the batches before."""
@@ -190,7 +210,7 @@ class PlannedEpoch:
         return window
 
     def _planned(self, first: int, at: PlannedAt) -> Window:
-        budgets = [(self._earlier(text), done) for text, done in at.legs]
+        budgets = [(self._earlier(text), done, checksum) for text, done, checksum in at.legs]
         window = (budgets[0][0] if budgets else self._budget).window
         stop = at.start + window
         if self._rows - stop < window // 2:  # the last window may be longer, so that none is very short
@@ -201,19 +221,23 @@ class PlannedEpoch:
         lengths = self._planning.lengths.of(self._order.selection.source_rows(chosen) if by_source else chosen)
         shuffle = self._order.shuffle
         key = None if shuffle is None else derive(shuffle.seed, self.epoch, "batches", at.start)
-        legs: list[tuple[str, int]] = []
-        done = 0
+        legs: list[tuple[str, int, int]] = []
+        done, expected = 0, None
         if budgets and budgets[-1][0] is self._budget:
-            done = budgets.pop()[1]
-        for budget, delivered in budgets:
+            _, done, expected = budgets.pop()
+        for budget, delivered, checksum in budgets:
             split = self._split(budget, lengths, places, key, at.start)
-            count = min(delivered, len(split))
-            legs.append((budget.text, count))
-            places = np.sort(split.places[split.bounds[count] :])
+            if split.checksum != checksum or delivered > len(split):
+                raise changed_lengths(budget)
+            legs.append((budget.text, delivered, checksum))
+            places = np.sort(split.places[split.bounds[delivered] :])
         batches = self._split(self._budget, lengths, places, key, at.start)
-        done = min(done, len(batches))
+        checksum = batches.checksum
+        if done > len(batches) or (expected is not None and checksum != expected):
+            raise changed_lengths(self._budget)
         after, positions, rows = first + len(batches) - done, batches.places + at.start, chosen[batches.places]
-        return Window(first, after, at.start, stop, positions, rows, batches.bounds.tolist(), done, tuple(legs))
+        bounds = batches.bounds.tolist()
+        return Window(first, after, at.start, stop, positions, rows, bounds, done, tuple(legs), checksum)
 
     def _split(self, budget: Budget, lengths: Int64Array, places: Int64Array, key: Any, start: int) -> Batches:
         """Return the batches of some rows of a window, as places in the window."""
@@ -236,19 +260,23 @@ class PlannedEpoch:
             self._at_epoch = self._order.at(self.epoch, self._layout)
         return self._at_epoch
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_at_epoch": None, "_kept": OrderedDict(), "_recent": None, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.RLock()
-
 
 def too_long(length: int, budget: Budget, what: str) -> ColumnError:
     """Return the error for a row that is longer than a batch."""
     return ColumnError(
         f"{what} has {length:,} tokens ({budget.length}), more than the {budget.tokens:,} of a batch. Raise "
         "max_tokens, or shorten or filter such rows first, as with tokenize(…, truncation=True, max_length=…)."
+    )
+
+
+def changed_lengths(budget: Budget) -> CheckpointMismatchError:
+    """Return the error for a window whose batches are not those of the state."""
+    return CheckpointMismatchError(
+        "batches",
+        f"{budget.text}, of other rows",
+        f"{budget.text}, of these",
+        "the lengths of rows, or a function given as length= or balance=, have changed since it was saved, in the "
+        "middle of a window of batches by max_tokens: rows would be lost or repeated",
     )
 
 

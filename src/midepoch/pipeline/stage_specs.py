@@ -83,6 +83,10 @@ HIDDEN = "__midepoch_length__"
 """The column with the result of a function of the user that counts tokens. It is removed with the stage."""
 
 
+DELIVERED_BITS = 24
+"""Bits of the number of delivered batches of a window, in its cursor. A checksum is above them."""
+
+
 @dataclass(frozen=True)
 class Buckets:
     """Batches by a budget of tokens, of the outputs in a window. Only a loader adds it, as the last stage.

@@ -13,7 +13,8 @@ from midepoch.order.keys import derive
 from midepoch.pipeline.bunches import bunches
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.stage_specs import Buckets, Local, Rebatch, Slice, StageSpec, Window
+from midepoch.pipeline.planned import changed_lengths
+from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row
@@ -170,7 +171,7 @@ class Grouped:
 class Bucketed:
     """Windows of outputs, each turned into batches by a budget of tokens.
 
-    Cursor: [cursor before a window, delivered batches of that window].
+    Cursor: [cursor before a window, delivered batches of that window, with a checksum of all of them above 24 bits].
     """
 
     def __init__(self, source: Flow, inner: At, spec: Buckets, run: RunContext, skip: int) -> None:
@@ -181,11 +182,17 @@ class Bucketed:
         if not taken.count:
             return None
         made = bunches(taken.items(), self._spec, self._run)
-        skip, self._skip = min(self._skip, len(made)), 0
+        checksum = made.batches.checksum << DELIVERED_BITS
+        skip, self._skip = self._skip, 0
+        if skip and skip - skip % (1 << DELIVERED_BITS) != checksum:
+            raise changed_lengths(self._spec.budget)
+        skip %= 1 << DELIVERED_BITS
         count = len(made) - skip
 
         def at(outputs: int) -> At:
-            return [taken.at(taken.count), 0] if outputs == count else [taken.at(0), skip + outputs]
+            if outputs == count:
+                return [taken.at(taken.count), 0]
+            return [taken.at(0), skip + outputs + (checksum if skip + outputs else 0)]
 
         return Chunk(made.slice(skip, len(made)), at)
 

@@ -55,7 +55,7 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
             "changes": json.dumps(list(spec.changes)[-_KEPT:]) if spec.changes else "",
         }
         if (budget := spec.node.budget) is not None:
-            state["planned"] = json.dumps([0, [[budget.text, 0]]], separators=(",", ":"))
+            state["planned"] = json.dumps([0, [[budget.text, 0, 0]]], separators=(",", ":"))
     elif spec.groups:
         state["groups"] = spec.groups
     if cursor.planned is not None:
@@ -177,7 +177,7 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cu
         return Cursor(found["epoch"], found["position"] if at is None else at.start)
     if at is None:
         at = PlannedAt(found["position"])
-    for text, _ in at.legs:
+    for text, *_ in at.legs:
         if budget.earlier(text) is None:
             raise changed_budget(text, budget)
     return Cursor(found["epoch"], found["position"], planned=at if found["position"] else None)
@@ -213,9 +213,9 @@ def planned_in(found: Mapping[str, Any]) -> PlannedAt | None:
         return None
     listed = _json(found["planned"], list, "planned")
     good = len(listed) == 2 and is_count(listed[0]) and isinstance(listed[1], list)
-    if good and all(isinstance(leg, list) and len(leg) == 2 for leg in listed[1]):
-        legs = tuple((text, done) for text, done in listed[1])
-        if all(isinstance(text, str) and is_count(done) for text, done in legs):
+    if good and all(isinstance(leg, list) and len(leg) == 3 for leg in listed[1]):
+        legs = tuple((text, done, checksum) for text, done, checksum in listed[1])
+        if all(isinstance(text, str) and is_count(done) and is_count(checksum) for text, done, checksum in legs):
             return PlannedAt(listed[0], legs)
     raise StateError(f"the state is damaged: 'planned' is {found['planned']!r:.40}.")
 

@@ -142,7 +142,7 @@ def describe(
 
 def _batches(delivered: int, at: PlannedAt) -> str:
     """Return where batches by tokens are, in words."""
-    inside = "; ".join(f"{done} of it with max_tokens={json.loads(text)[0]:,}" for text, done in at.legs)
+    inside = "; ".join(f"{done} of it with max_tokens={json.loads(text)[0]:,}" for text, done, _ in at.legs)
     return (
         f"{delivered:,} delivered, and a window of rows in progress: {inside}" if inside else f"{delivered:,} delivered"
     )

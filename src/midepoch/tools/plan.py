@@ -145,11 +145,11 @@ def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options,
     spec, cursor, notes = resumed.spec, resumed.cursor, []
     shards = [replace(spec, shard=Shard(rank, ranks)) for rank in range(ranks)]
     options = replace(options, planning=planning)
-    plan = TokenPlan(shards[0], options, cursor)
+    plan = TokenPlan(shards[0].leaf, options, cursor)
     if not plan.has(0):
         notes.append(f"epoch {cursor.epoch} is over: it continues with epoch {cursor.epoch + 1}.")
         cursor = Cursor(cursor.epoch + 1)
-        plan = TokenPlan(shards[0], options, cursor)
+        plan = TokenPlan(shards[0].leaf, options, cursor)
     order = spec.leaf.order.at(cursor.epoch, spec.source.layout)
     batches = []
     for step in range(steps):
@@ -158,7 +158,7 @@ def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options,
             batches.append(tuple(tuple(order.chosen(positions).tolist()) for positions in asked))
     before, total = plan.rows_before(cursor.position), plan.count()
     left = total - cursor.position
-    whole = TokenPlan(shards[0], options, Cursor(cursor.epoch)).count()
+    whole = TokenPlan(shards[0].leaf, options, Cursor(cursor.epoch)).count()
     own = [Reading((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))]
     return ResumePlan(
         accepted=True,
