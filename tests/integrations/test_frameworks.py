@@ -99,6 +99,7 @@ def test_transformers(program: Program, tmp_path: Path) -> None:
     assert "has 2 now" in refused["smaller steps"]
     assert "does not contain the position in the data" in refused["no state"]
     assert "loader_options" in refused["a loader"]
+    assert "steps_per_epoch=… to the loader, or TrainingArguments(max_steps=…)" in refused["epochs of tokens"]
 
 
 def test_accelerate(program: Program, tmp_path: Path) -> None:

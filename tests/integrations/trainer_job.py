@@ -96,7 +96,7 @@ def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | Non
         train_dataset=data(folder, case),
         eval_dataset=midepoch.from_files(folder / "data.parquet"),
         callbacks=[watching],
-        loader_options={"last_batch": "drop"} if case == "options" else None,
+        loader_options=LOADER_OPTIONS.get(case),
         compute_metrics=metrics,
     )
     trainer.can_return_loss = True
@@ -107,6 +107,9 @@ def run(folder: Path, case: str, options: dict[str, Any], checkpoint: Path | Non
     if checkpoint is None and case in ("epochs", "ranks"):
         result["evaluated"] = trainer.evaluate()["eval_rows"]
     return result
+
+
+LOADER_OPTIONS: dict[str, Any] = {"options": {"last_batch": "drop"}, "known": {"max_tokens": 64, "length": [8] * ROWS}}
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -124,6 +127,10 @@ def refusals(folder: Path) -> dict[str, str]:
             run(folder, "epochs", {**ALONE["epochs"], **options}, checkpoint)
         except (ValueError, CheckpointNotFoundError) as problem:
             found[name] = str(problem)
+    try:
+        run(folder, "known", ALONE["epochs"])
+    except ValueError as problem:
+        found["epochs of tokens"] = str(problem)
     try:
         ResumableTrainer(Model(), train_dataset=data(folder, "epochs").loader(4))
     except TypeError as problem:
