@@ -557,6 +557,17 @@ def test_rows_that_cannot_be_read_do_not_come_together(tmp_path: Path) -> None:
     assert sorted(each for each, mark in marks if not mark) == [each for each in range(ROWS) if not 60 <= each < 90]
 
 
+def test_lengths_that_are_wrong_are_warned_about(
+    open_ds: Callable[[], midepoch.Dataset], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midepoch.loader.collation._warned", False)
+    list(open_ds().loader(max_tokens=100, length=[1] * ROWS))
+    assert [record.message for record in caplog.records if "not those of column 'input_ids'" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == 1
+
+
 def test_steps_of_several_ranks_are_equal(open_ds: Callable[[], midepoch.Dataset]) -> None:
     ds = open_ds().shuffle(seed=1).select_columns("id")
     with pytest.raises(ValueError, match="needs equal steps"):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.timings import Timings
-from midepoch.loader.collation import collated, marked
+from midepoch.loader.collation import arranged, collated, marked
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import Made, StepPlan
 from midepoch.pipeline.engine import Engine
@@ -205,7 +205,7 @@ class BatchMaker:
 
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         if self._options.layout is not None:
-            return self._options.layout.arrange(batch, allocate, self.format)
+            return arranged(batch, self.format, self._options, allocate)
         if self._options.collate_fn is None:
             return self._cut(self._engine.presented(batch, self.format, allocate))
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"

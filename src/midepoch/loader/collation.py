@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import pyarrow as pa
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
 from midepoch.transforms import Batch, finish, present, present_rows
-from midepoch.transforms.formats import can_repeat
+from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
+
+_log = logging.getLogger("midepoch")
+_warned = False
 
 
 def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
@@ -24,6 +28,24 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
     bits = np.packbits(padding, bitorder="little")  # pa.array would import pandas: 0.6 s
     mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
     return batch.with_columns({**batch.columns, PADDING: mark})
+
+
+def arranged(batch: Batch, kind: str, options: Options, allocate: Allocate | None = None) -> dict[str, Any]:
+    """Lay out the rows of a batch. Warn once if it has more tokens than the budget by which its rows were chosen."""
+    global _warned
+    layout, budget = options.layout, options.budget
+    assert layout is not None
+    columns = layout.arrange(batch, allocate, kind)
+    if budget is not None and layout.context is None and not _warned:
+        places = int(np.size(columns[layout.column]))
+        if places > budget.tokens:
+            _warned = True
+            _log.warning(
+                "a batch has %d places for tokens, more than max_tokens=%d: the lengths given as length= are not those "
+                "of column %r.",
+                places, budget.tokens, layout.column,
+            )  # fmt: skip
+    return columns
 
 
 def collated(batch: Batch, kind: str, options: Options, generators: Generators, epoch: int, where: str = "") -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.loader.collation import collated, marked
+from midepoch.loader.collation import arranged, collated, marked
 from midepoch.loader.options import PADDING, Options
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
@@ -48,7 +48,7 @@ class Presenter:
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
             batch = marked(batch, np.arange(len(batch)) >= bounds[genuine] - bounds[0])
         if self._options.layout is not None:
-            return self._options.layout.arrange(batch, kind=self._format)
+            return arranged(batch, self._format, self._options)
         if self._options.collate_fn is None:
             return self._cut(present(batch, self._format))
         return collated(batch, self._format, self._options, self._generators, epoch)
