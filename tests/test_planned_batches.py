@@ -164,43 +164,38 @@ def test_batches_do_not_depend_on_the_world(name: str, open_ds: Callable[[], mid
         assert lengths == list(map(len, ranks))
 
 
-@pytest.mark.parametrize("name", [*BY_POSITION, "sizes"])
-def test_every_row_once_over_changing_worlds(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+def over_worlds(make: Callable[..., midepoch.Loader], legs: Any, states_of: Callable[[list[Any]], Any]) -> list[int]:
+    """The ids of an epoch that is run on changing numbers of ranks, (ranks, steps) after each other; the last to its end."""
     seen: list[int] = []
     state: Any = None
-    for world, steps in ((2, 3), (3, 1), (1, 2), (4, None)):
-        loaders = [LOADERS[name](open_ds(), rank=rank, world_size=world) for rank in range(world)]
+    for world, steps in legs:
+        loaders = [make(rank=rank, world_size=world, last_batch="uneven") for rank in range(world)]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
         if steps is None:
-            seen += [each for loader in loaders for batch in epoch_of(loader) for each in batch]
-            break
+            return seen + [each for loader in loaders for batch in epoch_of(loader) for each in batch]
         for _ in range(steps):
             seen += [each for loader in loaders for each in ids(next(loader))]
-        states = [loader.state_dict() for loader in loaders]
+        state = states_of([loader.state_dict() for loader in loaders])
+    raise AssertionError("the last leg has no end")
+
+
+@pytest.mark.parametrize("name", [*BY_POSITION, "sizes"])
+def test_every_row_once_over_changing_worlds(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    def one(states: list[Any]) -> Any:
         assert all(each == states[0] for each in states)
-        state = json.loads(json.dumps(states[0]))
-        assert len(json.dumps(state)) < 1024
-    assert sorted(seen) == list(range(ROWS))
+        assert len(json.dumps(states[0])) < 1024
+        return json.loads(json.dumps(states[0]))
+
+    legs = ((2, 3), (3, 1), (1, 2), (4, None))
+    assert sorted(over_worlds(lambda **kw: LOADERS[name](open_ds(), **kw), legs, one)) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("name", AT_RUN_TIME)
 def test_every_row_once_over_changing_worlds_of_lanes(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
     expected = sorted(each for batch in epoch_of(LOADERS[name](open_ds())) for each in batch)
-    seen: list[int] = []
-    states: Any = None
-    for world, steps in ((2, 2), (1, 1), (2, None)):
-        loaders = [LOADERS[name](open_ds(), rank=rank, world_size=world, last_batch="uneven") for rank in range(world)]
-        for loader in loaders:
-            if states is not None:
-                loader.load_state_dict(states)
-        if steps is None:
-            seen += [each for loader in loaders for batch in epoch_of(loader) for each in batch]
-            break
-        for _ in range(steps):
-            seen += [each for loader in loaders for each in ids(next(loader))]
-        states = [loader.state_dict() for loader in loaders]
+    seen = over_worlds(lambda **kw: LOADERS[name](open_ds(), **kw), ((2, 2), (1, 1), (2, None)), list)
     if name != "mixed":  # a mix repeats its shorter part
         assert sorted(seen) == expected
     assert set(seen) == set(expected)

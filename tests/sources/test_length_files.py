@@ -24,11 +24,10 @@ from data import write_arrow
 from midepoch.errors import DataChangedError, FormatError
 from midepoch.sources import Source, length_files
 from midepoch.sources import lengths as lengths_module
-from midepoch.sources.lengths import RowLengths, lengths_of
+from midepoch.sources.lengths import lengths_of
 from midepoch.sources.storage import _warned
+from row_lengths import VALUES, everything, expected, sidecars, source_of
 from s3 import Server, storage_options
-
-VALUES = [None, "", "a", "é" * 3, "word " * 60, None, "x" * 70_000, "end"]
 
 
 @pytest.fixture
@@ -43,26 +42,6 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(lengths_module, "measured_blocks", counting)
     return columns
-
-
-def source_of(path: Path, folder: Path | None = None, **options: Any) -> Source:
-    return midepoch.from_files(path, index_dir=folder, **options).pipeline.source
-
-
-def everything(lengths: RowLengths) -> list[int]:
-    found = lengths.of(np.arange(len(lengths)))
-    assert found.dtype == np.int64
-    assert lengths.total == found.sum()
-    assert lengths.longest == found.max(initial=0)
-    return list(found.tolist())
-
-
-def expected(values: list[Any]) -> list[int]:
-    return [0 if v is None else len(v.encode()) if isinstance(v, str) else len(v) for v in values]
-
-
-def sidecars(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.midepoch-lengths"))
 
 
 def test_second_call_maps_the_file(tmp_path: Path, readings: list[str]) -> None:

@@ -20,30 +20,10 @@ from data import write_arrow
 from midepoch.errors import ColumnError, CorruptBlockError
 from midepoch.sources import Source, length_blocks, length_files
 from midepoch.sources.index import open_index
-from midepoch.sources.lengths import RowLengths, lengths_of
+from midepoch.sources.lengths import lengths_of
+from row_lengths import VALUES, everything, expected, sidecars, source_of
 
-VALUES = [None, "", "a", "é" * 3, "word " * 60, None, "x" * 70_000, "end"]
 LISTS: list[Any] = [[1] * n for n in (3, 0, 1, 300, 2)] + [None, [7]]
-
-
-def source_of(path: Path, folder: Path | None = None, **options: Any) -> Source:
-    return midepoch.from_files(path, index_dir=folder, **options).pipeline.source
-
-
-def everything(lengths: RowLengths) -> list[int]:
-    found = lengths.of(np.arange(len(lengths)))
-    assert found.dtype == np.int64
-    assert lengths.total == found.sum()
-    assert lengths.longest == found.max(initial=0)
-    return list(found.tolist())
-
-
-def expected(values: list[Any]) -> list[int]:
-    return [0 if v is None else len(v.encode()) if isinstance(v, str) else len(v) for v in values]
-
-
-def sidecars(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.midepoch-lengths"))
 
 
 COLUMNS = {
