@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from test_torchrun import HERE, read
 
+import midepoch
 from data import write_arrow
 from launch import Launch
-from midepoch import audit
+from midepoch import WorldError, audit
+from midepoch.loader.loader import Loader
+from midepoch.pipeline.cursor import Cursor
 
 ROWS = 301
 
@@ -36,3 +41,18 @@ def test_ranks_take_equal_steps_to_the_last_row(tmp_path: Path, launched: Launch
         assert rows == list(range(1, ROWS, 2) if name == "run time" else range(ROWS))
         assert name == "run time" or all(each["state"] for each in (*first, *then))
         assert audit.read_run(tmp_path / "ledger" / name).exact
+
+
+def test_a_last_step_without_a_row_for_a_rank_is_refused_before_the_first_one(tmp_path: Path) -> None:
+    """Where the batches of an epoch are counted quickly: not after days."""
+    table = pa.table({"id": range(9), "input_ids": [[1] * 10] * 9})
+    ds = midepoch.from_files(str(write_arrow(tmp_path / "a.arrow", table, 4))).shuffle(seed=1)
+    for ranks, refused in ((4, True), (3, False)):
+        planned = ds.loader(max_tokens=10, rank=0, world_size=ranks)
+        options = replace(planned.options, last_batch=None)  # as on ranks that train together
+        loader = Loader(planned.pipeline, options, Cursor())
+        if refused:
+            with pytest.raises(WorldError, match="has 1 row left for 4 ranks"):
+                next(loader)
+        else:
+            assert len(list(loader)) == 3

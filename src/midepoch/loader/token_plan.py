@@ -8,7 +8,6 @@ from itertools import accumulate
 import numpy as np
 
 from midepoch._internal.progress import shown
-from midepoch.audit.planned import MOST_ROWS
 from midepoch.audit.records import UNKNOWN
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
@@ -22,6 +21,10 @@ from midepoch.pipeline.spec import PipelineSpec
 
 _SHOWN_ROWS = 10_000_000
 """Rows of an epoch from which on counting its batches takes seconds."""
+_COUNTED_ROWS = 1_000_000
+"""Rows up to which the batches are counted when a pass begins, to know its last step: 0.3 s. For more, an error about it
+comes with that step.
+"""
 
 
 class TokenPlan:
@@ -149,7 +152,7 @@ class TokenPlan:
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, where batches are counted quickly."""
-        if self._last_batch is not None or ranks == 1 or (self._epoch.total is None and self.rows > MOST_ROWS):
+        if self._last_batch is not None or ranks == 1 or (self._epoch.total is None and self.rows > _COUNTED_ROWS):
             return 0
         total = self._epoch.count()
         last = total - (total - self._start) % ranks
