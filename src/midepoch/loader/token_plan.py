@@ -22,8 +22,8 @@ from midepoch.pipeline.spec import PipelineSpec
 _SHOWN_ROWS = 10_000_000
 """Rows of an epoch from which on counting its batches takes seconds."""
 _COUNTED_ROWS = 1_000_000
-"""Rows up to which the batches are counted when a pass begins, to know its last step: 0.3 s. For more, an error about it
-comes with that step.
+"""Rows up to which the batches are counted when a pass begins, to know its last step: 0.3 s. For more rows, an error
+about it comes with that step.
 """
 
 
