@@ -425,7 +425,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "text"), WRONG, ids=str)
+@pytest.mark.parametrize(("options", "kind", "text"), WRONG, ids=[text for _, _, text in WRONG])
 def test_wrong_arguments_are_explained(
     options: dict[str, Any], kind: type[Exception], text: str, open_ds: Callable[[], midepoch.Dataset]
 ) -> None:
