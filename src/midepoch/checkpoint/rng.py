@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,27 @@ import numpy.random  # imported now: numpy would import it at first use, at wors
 from midepoch._internal.imports import loaded
 from midepoch.errors import CheckpointDamagedError
 
+_turn = threading.RLock()
+"""Held while generators of torch are read or set. A thread that sets one keeps the interpreter while it waits for
+another that reads it, and that one may need the interpreter for the garbage collector: both would wait forever.
+"""
+
+
+def _renew() -> None:
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)  # the thread that holds it is not in the child
+
 
 def capture() -> dict[str, Any]:
     """Return the states of all generators that are in use in this process, as a tree."""
+    with _turn:
+        return _capture()
+
+
+def _capture() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "state": np.array(numbers, np.uint32), "gauss": gauss},
@@ -40,6 +60,11 @@ def checked(state: Any) -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Set all generators that are part of the state and in use in this process."""
+    with _turn:
+        _restore(state)
+
+
+def _restore(state: dict[str, Any]) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(map(int, python["state"])), python["gauss"]))
     if np.random.get_state(legacy=False)["bit_generator"] != state["numpy"]["bit_generator"]:
