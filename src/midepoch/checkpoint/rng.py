@@ -15,7 +15,7 @@ from midepoch.errors import CheckpointDamagedError
 
 _turn = threading.RLock()
 """Held while generators of torch are read or set. A thread that sets one keeps the interpreter while it waits for
-another that reads it, and that one may need the interpreter for the garbage collector: both would wait forever.
+another that reads it, and that one may need the interpreter for the garbage collector: both would wait indefinitely.
 """
 
 
