@@ -16,6 +16,8 @@ Additional fields of loaders:
 - ``planned`` (text, JSON): [position at which the window in progress begins, [[budget, batches delivered], …]]. Then
   ``position`` counts batches
 - ``steps``: steps since the run began, where something depends on their number
+- ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
+  lanes JSON, {lane: its outputs}
 """
 
 from __future__ import annotations
@@ -140,6 +142,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "planned": (str,),
     "steps": (int,),
     "weights": (str,),
+    "done": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -161,6 +164,7 @@ _DEFAULTS = {
     "planned": "",
     "steps": 0,
     "weights": "",
+    "done": "",
 }
 _MOST_LANES = 2**31
 
