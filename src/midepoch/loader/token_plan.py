@@ -16,7 +16,7 @@ from midepoch.loader.options import Options
 from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
 from midepoch.order import Shard
 from midepoch.order.budget import dealt
-from midepoch.order.intervals import EMPTY
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
@@ -182,6 +182,22 @@ class TokenPlan:
         """The numbers of the steps, where some batches are done."""
         first = -(-self._start // self._ranks) if self._steps is None else self._steps
         return StepNumbers.of(self._done, self._start, first, BatchSizes((0,), (self._ranks,)))
+
+    @property
+    def done(self) -> Intervals:
+        """Batches that are not delivered after the start."""
+        return self._done
+
+    def turn(self, step: int) -> int:
+        after = self._start + step * self._ranks
+        return after if not step or self._has(after - 1) else self._end(self._epoch.count())
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
+        cursor = self.cursor(steps - 1) if steps else start
+        if not done:
+            return cursor
+        batch = self._batch(self.turn(steps))
+        return self._epoch.cursor_amid_done(batch, cursor.done.union(done))._replace(steps=cursor.steps)
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, where batches are counted quickly."""

@@ -183,6 +183,16 @@ class StepOutputs:
             order = own if order is None else order[own]
         return items if order is None else items.keep(order)
 
+    def own_outputs(self) -> dict[int, Int64Array]:
+        """Return the numbers of the outputs of this process, by lane."""
+        numbers = np.concatenate(self._numbers_taken())
+        numbers = numbers if self._order is None else numbers[self._order]
+        lanes, shard = self._lane_of, self._share.shard
+        if self._done is not None:
+            numbers, lanes = numbers[self._kept], lanes[self._kept]
+        numbers, lanes = numbers[shard.index :: shard.count], lanes[shard.index :: shard.count]
+        return {self._numbers[lane]: numbers[lanes == lane] for lane in np.unique(lanes).tolist()}
+
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.
 

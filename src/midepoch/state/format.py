@@ -18,6 +18,7 @@ Additional fields of loaders:
 - ``steps``: steps since the run began, where something depends on their number
 - ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
   lanes JSON, {lane: its outputs}
+- ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "steps": (int,),
     "weights": (str,),
     "done": (str,),
+    "leased": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -165,6 +167,7 @@ _DEFAULTS = {
     "steps": 0,
     "weights": "",
     "done": "",
+    "leased": "",
 }
 _MOST_LANES = 2**31
 
