@@ -21,7 +21,7 @@ from typing import Any
 from midepoch.audit.leases import record_of
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.lease_channel import Channel, acknowledge
-from midepoch.loader.lease_state import LeasedLanes, LeasedSteps, Taken, lane_cursor
+from midepoch.loader.lease_state import Frontier, LeasedLanes, LeasedSteps, Taken
 from midepoch.loader.plans import StepPlan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
@@ -155,26 +155,21 @@ class Tracker:
             for step in noted:
                 self.inbox.pop(step, None)
 
-    def frontier(self) -> tuple[Cursor, int]:
-        """Return the cursor before the oldest step that is not acknowledged, and its number. For lanes."""
+    def frontier(self) -> Frontier:
+        """Return where acknowledgements are, with all that came before this call."""
         with self._lock:
             while True:
                 self.settle()
                 oldest = self.acked.after(0)
-                at = self.last if oldest == self.delivered else self.out.get(oldest)
+                over = oldest == self.delivered
+                at = self.last if over else self.out.get(oldest)
                 if at is not None:
-                    return lane_cursor(at, oldest == self.delivered), oldest
+                    return Frontier(self.acked, oldest, at, over, over and self.ended)
+                # Acknowledged a moment ago, by another thread.
 
     def cursor(self, *, alone: bool) -> tuple[Cursor, str]:
         """Return the cursor of a state, and what is added to it on one rank of several."""
-        with self._lock:
-            while True:
-                self.settle()
-                oldest = self.acked.after(0)
-                before = self.last if oldest == self.delivered else self.out.get(oldest)
-                if before is not None:
-                    return self._taken.saved(self.acked, oldest, before, oldest == self.delivered, alone)
-                # Acknowledged a moment ago, by another thread.
+        return self._taken.saved(self.frontier(), alone=alone)
 
 
 class LeaseBook:
