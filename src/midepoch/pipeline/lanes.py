@@ -77,6 +77,21 @@ class Lanes:
                 kept += pulled.count - dropped
         return StepOutputs(self, self._start.epoch, before, taken) if kept else None
 
+    def skip_done(self) -> int:
+        """Take and drop outputs that are done, up to the next one that is not. Return their number."""
+        dropped = 0
+        while self.done is not None and any(self.live):
+            live = np.flatnonzero(self.live)
+            lane = int(live[np.argmin(self.outputs[live])])
+            first = int(self.outputs[lane])
+            if (count := self.done[lane].after(first) - first) < 1:
+                break
+            pulled = self.intakes[lane].take(count if len(live) == 1 else 1)
+            self.live[lane] = pulled.count > 0
+            self.outputs[lane] += pulled.count
+            dropped += pulled.count
+        return dropped
+
     def cursor(self) -> Cursor:
         """Return the cursor after all outputs that were taken."""
         cursors = {
