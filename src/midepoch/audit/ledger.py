@@ -10,7 +10,8 @@ once a second: the milliseconds from its ``time`` to the last step. So a killed 
 loaded state is a line of JSON as well, with ``"load": true``.
 
 If positions cannot be computed, some steps are followed by the cursors of the lanes in braces
-(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors.
+(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors. ``x12;`` before a step (or the end): so many
+outputs were excluded since the step before. If positions are excluded, they are in the line of JSON.
 """
 
 from __future__ import annotations
@@ -34,14 +35,12 @@ from midepoch.audit.headers import header_of
 from midepoch.audit.lanes import LaneRecorder
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import (
-    LOST,
-    UNKNOWN,
-)
+from midepoch.audit.records import LOST, UNKNOWN
 from midepoch.audit.starts import new_file, process_name
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -150,13 +149,13 @@ class Ledger:
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
         begun yet.
         """
-        shard, until = spec.shard, UNKNOWN
+        shard, until, done = spec.shard, UNKNOWN, EMPTY
         if end is not None:
-            until = end.known(MOST_ROWS)
+            until, done = end.known(MOST_ROWS), spec.done_after(cursor)
         self._ends = end is None or until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
         header: dict[str, Any] = {
-            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning),
+            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning, done),
             "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "name": self.name,
@@ -210,6 +209,8 @@ class Ledger:
         now = self._last = time.monotonic()
         due = now >= self._due
         record = b"." if not skipped else b"-%d." % skipped
+        if self._lanes is not None and isinstance(cursor, StepOutputs) and cursor.dropped:
+            record = b"x%d;" % cursor.dropped + record
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile
             self._beside = False
@@ -282,9 +283,11 @@ class Ledger:
                 os.pwrite(self._file, zeros, end)
         self.end = end
 
-    def finish(self, waited: float, end: Cursor) -> None:
-        """Record that a pass was iterated to its end."""
+    def finish(self, waited: float, end: Cursor, dropped: int = 0) -> None:
+        """Record that a pass was iterated to its end. ``dropped``: outputs excluded after the last step."""
         self.flush()
+        if dropped:
+            self._write(b"x%d;" % dropped)
         if self._ends:
             self._write(b"#")
         if self._lanes is not None and end.lanes is not None:

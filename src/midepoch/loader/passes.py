@@ -163,7 +163,7 @@ class Pass(HasState):
         if self._ledger is not None and not self._recorded and self.plan is None:
             self._loader.record_end(self._ledger, self.start, self._end())
         elif self._ledger is not None:
-            self._ledger.finish(self._meter.waited, self._end())
+            self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
 
     def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
         self.start, self.rolled, self._restart = cursor, rolled, None
@@ -227,7 +227,7 @@ class Pass(HasState):
         complete = self.plan is not None and not self.plan.has_for(self._since, self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:
-                self._ledger.finish(self._meter.waited, self._end())
+                self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
             self._loader.epoch_over(self._end(), self.rolled)
         else:
             self._loader.left(self)
