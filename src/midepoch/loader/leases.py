@@ -4,8 +4,8 @@
 acknowledged. *LeaseBook*: the leases of a loader, over all passes. The state of a loader with leases is the oldest step
 that is not acknowledged, and the later ones that are.
 
-``ack`` may be called by any thread, and by a signal handler. It takes no lock: removing the step from ``out`` decides
-which of several calls is the first, and the step is then noted in ``inbox``. All else is done by ``settle``.
+``ack`` may be called by any thread, and by a signal handler. It takes no lock: the step is noted in ``inbox``, and
+removing it from ``out`` decides which of several calls is the first. All else is done by ``settle``.
 """
 
 from __future__ import annotations
@@ -122,14 +122,13 @@ class Tracker:
 
     def ack(self, step: int, rejected: bool) -> bool:
         """Acknowledge a step. Return False if it is not out."""
-        try:
-            cursor = self.out.pop(step)
-        except KeyError:
+        cursor = self.out.get(step)
+        if cursor is None:
             return False
-        self.inbox[step] = (cursor, rejected)
+        self.inbox[step] = (cursor, rejected)  # before it leaves ``out``: a state always finds it in one of them
         if self.returned:
             self.returned.discard(step)
-        return True
+        return self.out.pop(step, None) is not None
 
     def settle(self) -> None:
         """Add what was acknowledged to ``acked``, and record it in the ledger.

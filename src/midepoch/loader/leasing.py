@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.checks import integer
 from midepoch.audit.leases import RETURNED
-from midepoch.loader.counted import Counted
+from midepoch.loader.exclusion import Excluding
 from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, LeaseBook, Tracker, Waiting
 from midepoch.loader.options import check_continues
@@ -129,7 +129,7 @@ class LeaseItems:
         return self._tracker.held
 
 
-class Leasing(Counted):
+class Leasing(Excluding):
     """The methods of a loader that deal with leases."""
 
     leases: LeaseBook
