@@ -187,6 +187,7 @@ class Leasing(Excluding):
             batches.leased = EMPTY
             return batches, self.track(batches)
         start, plan = items.resume(tracker)
+        tracker.ended = False  # until this pass has come to the end
         batches = self._begin_pass(Start(start), tracker.start)
         batches.leased = items.left_out
         if plan is not None:
