@@ -33,7 +33,7 @@ from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
-from midepoch.audit.leases import leases_of
+from midepoch.audit.leases import LeaseSteps, leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
 from midepoch.audit.records import LOST, UNKNOWN, VERSION
@@ -41,7 +41,7 @@ from midepoch.audit.starts import new_file, process_name
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.order.intervals import EMPTY
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -130,9 +130,9 @@ class Ledger:
         load: bool = False,
         sizes: BatchSizes | None = None,
         planning: Planning | None = None,
-        leased: Intervals | None = None,
+        leased: LeaseSteps | None = None,
     ) -> None:
-        """Record that a pass begins at a cursor. ``leased``: its batches are leases, without these steps.
+        """Record that a pass begins at a cursor. ``leased``: the steps of its leases, if its batches are leases.
 
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.

@@ -40,7 +40,7 @@ class Channel:
     def __init__(self, ack: Ack) -> None:
         self._ack, self._owner = ack, os.getpid()
         prefix = f"midepoch-leases-{os.getuid()}-"
-        parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(path) + 60 < _LONGEST_PATH), "/tmp")
+        parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(path) + 45 < _LONGEST_PATH), "/tmp")
         _remove_stale(Path(parent), prefix)
         self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # only this user may enter it
         self.address = str(self._folder / _SOCKET)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
+from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.ledger import Ledger
 from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
@@ -24,7 +25,6 @@ from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
 from midepoch.loader.token_plan import TokenPlan, make_plan
-from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
@@ -343,7 +343,7 @@ class Loader(Leasing):
         self.how, self.origin = "on", end
 
     def begin_record(
-        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: Intervals | None = None
+        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: LeaseSteps | None = None
     ) -> None:
         """Record that a pass begins at a cursor, or that a state was loaded there."""
         ledger.begin(
