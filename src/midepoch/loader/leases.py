@@ -148,7 +148,7 @@ class Tracker:
                     break
             for kind, flag in (("a", False), ("r", True)):
                 steps = {step: cursor for step, (cursor, rejected) in noted.items() if rejected is flag}
-                units = self._taken.add(steps) if steps else {}
+                units = self._taken.add(steps, recorded=self._ledger is not None) if steps else {}
                 if steps and self._ledger is not None:
                     self._ledger.note(record_of(kind, Intervals.from_positions(steps), units))
             for step in noted:

@@ -99,7 +99,9 @@ class LeaseItems:
         if not self._tracker.delivered and self._pass.start is not self._tracker.start:
             self._tracker = self._loader.track(self._pass)  # nothing was left where it was to begin
         tracker, delivered = self._tracker, self._loader.delivered
-        step = self._acked.remaining(number) if tracker.plan is not None else self._first + number
+        step = self._first + number
+        if self._acked and tracker.plan is not None:
+            step = self._acked.remaining(number)
         self._noted = number + 1
         if step >= tracker.delivered:
             if empty:
