@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 import midepoch
 from data import write_arrow
 from midepoch.audit import Ledger, read_run
 from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.cli.app import app
 from midepoch.errors import CheckpointMismatchError, LeaseError, MidepochError
 from midepoch.loader import lease_channel
 
@@ -467,3 +469,17 @@ def test_the_ledger_shows_what_was_skipped_or_acknowledged_twice(data: str, tmp_
     run = read_run(tmp_path / "a")
     assert not run.exact
     assert (run.epochs[0].never, run.epochs[0].examples[:2]) == (32, (64, 65))
+
+
+def test_audit_shows_the_counts_of_leases(data: str, tmp_path: Path) -> None:
+    loader = make(data, 16, audit=str(tmp_path))
+    with loader.lease() as items:
+        leases = take(items, 6)
+        leases[0].ack()
+        leases[4].reject()
+        loader.state_dict()
+        runner = CliRunner(env={"COLUMNS": "200"})
+        shown, found = (runner.invoke(app, ["audit", str(tmp_path), *options]) for options in ([], ["--json"]))
+    assert shown.exit_code == 0 and "still out" in shown.stdout
+    counts = json.loads(found.stdout)["loaders"][0]["epochs"][0]["leases"]
+    assert counts == {"leased": 96, "acknowledged": 32, "rejected": 16, "out": 64, "returned": 0}

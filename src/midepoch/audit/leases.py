@@ -148,7 +148,7 @@ class RankPass(NamedTuple):
     record: LeaseRecord | None
     plain: Intervals | None = None
     done: Intervals = EMPTY
-    """What was not delivered in a pass without leases."""
+    """Positions that a pass without leases did not deliver."""
 
 
 class LeaseCounts(NamedTuple):

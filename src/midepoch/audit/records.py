@@ -147,7 +147,7 @@ class Passed:
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
     leases: LeaseRecord | None = None
-    """What was leased and acknowledged, if its batches were leases."""
+    """Leases and acknowledgements, if its batches were leases."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:

@@ -23,7 +23,7 @@ Outputs = Mapping[int, Intervals]
 
 
 class Frontier(NamedTuple):
-    """Where acknowledgements are. ``oldest``: the first step that is not in ``acked``, those that are.
+    """The progress of acknowledgements. ``oldest``: the first step that is not in ``acked``.
 
     ``at``: the cursor after it or, if ``over`` (nothing is out), that after the step before. ``complete``: the pass has
     no more steps, and nothing is out.
@@ -37,7 +37,7 @@ class Frontier(NamedTuple):
 
 
 class Taken(Protocol):
-    """What is acknowledged of a pass, in the units of a state."""
+    """The acknowledged part of a pass, in the units of a state."""
 
     def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Outputs:
         """Add acknowledged steps, with the cursors after them. Return their outputs by lane, or as lane 0 their turns.

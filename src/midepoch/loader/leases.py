@@ -155,7 +155,7 @@ class Tracker:
                 self.inbox.pop(step, None)
 
     def frontier(self) -> Frontier:
-        """Return where acknowledgements are, with all that came before this call."""
+        """Return the progress, with all acknowledgements that came before this call."""
         with self._lock:
             while True:
                 self.settle()

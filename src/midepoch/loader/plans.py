@@ -102,7 +102,7 @@ class StepPlan(Protocol):
 
     @property
     def done(self) -> Intervals:
-        """What is not delivered after the start."""
+        """Positions, or batches, after the start that are not delivered."""
 
     def turns(self, steps: Int64Array) -> Int64Array:
         """Return what comes before each step, of all that is delivered: positions that remain, or batches."""
