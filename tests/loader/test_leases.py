@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -483,3 +484,36 @@ def test_audit_shows_the_counts_of_leases(data: str, tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "still out" in shown.stdout
     counts = json.loads(found.stdout)["loaders"][0]["epochs"][0]["leases"]
     assert counts == {"leased": 96, "acknowledged": 32, "rejected": 16, "out": 64, "returned": 0}
+
+
+def test_a_forked_process_takes_leases_of_its_own(data: str) -> None:
+    loader = make(data)
+    with loader.lease() as items:
+        lease = next(items)
+    child = os.fork()
+    if not child:
+        loader.load_state_dict(loader.state_dict())
+        with loader.lease() as items:
+            own = next(items)
+            good = own.ack() and not own.ack() and loader.position == 8
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert loader.position == 0
+    assert lease.ack()
+
+
+def test_a_loader_that_is_gone_leaves_no_thread_and_no_folder(data: str) -> None:
+    before = set(threading.enumerate())
+    loader = make(data)
+    with loader.lease() as items:
+        remote = pickle.loads(pickle.dumps(next(items)))
+    folder = Path(loader.leases.address()).parent
+    (thread,) = set(threading.enumerate()) - before
+    assert remote.ack()
+    del loader, items
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not folder.exists()
+    with pytest.raises(LeaseError, match="cannot be acknowledged"):
+        remote.ack()

@@ -169,10 +169,10 @@ class Loader(Leasing):
         self._sources.forget()
         spec = resumed.spec.for_processes(self.shard.count) if resumed.spec.has_positions else resumed.spec
         # No call between these: a signal handler that saves must not see only some of them.
-        self.leases.drop()
         self._spec, self._named, self._left = spec, False, None
         self._cursor = self.origin = resumed.cursor
         self.delivered, self.how, self._resume_point = None, "loaded", resumed.cursor
+        self.leases.drop()
         if self._counterparts is not None:
             self._counterparts.loaded()
         if self.ledger is not None:  # now, not with the first batch: there may be no batch left
