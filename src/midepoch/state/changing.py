@@ -13,9 +13,9 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
-from midepoch.order.mixing import Schedule, spans
+from midepoch.order.mixing import MixOrder, spans
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.mixed import old_schedule
+from midepoch.pipeline.mixed import old_order
 from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.open import start
 from midepoch.pipeline.passes import FIRST, place_of
@@ -128,11 +128,11 @@ def _coming(
         if position + need > old[0][0]:
             return None
         mapping = [number for _, number in old[0][1]]
-        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
+        sources = old_order(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
             position, position + need
         )
         return dict(Counter(mapping[source] for source in sources.tolist()))
-    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
+    schedule = MixOrder(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 
