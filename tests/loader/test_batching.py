@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,64 @@ def test_a_size_that_no_epoch_can_fill_is_an_error(ds: midepoch.Dataset, sizes: 
     """At its step, every epoch would be empty, so that no step follows."""
     with pytest.raises(ValueError, match="fewer than a global batch of 100"):
         ds.loader(sizes, last_batch="drop")
+
+
+def length_of_text(row: dict[str, Any]) -> int:
+    return len(row["text"]) if row["id"] != 8 else -1
+
+
+def test_the_function_of_lengths_is_named_in_its_errors(ds: midepoch.Dataset) -> None:
+    with pytest.raises(midepoch.MapError, match=r"^loader\(length=length_of_text\) failed on row 8 .*returned -1"):
+        list(ds.loader(max_tokens=100, length=length_of_text))
+
+
+class Doubled:
+    """A function that names the columns that it makes."""
+
+    outputs = ("twice",)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"twice": 2 * row["id"]}
+
+
+KEPT: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
+    "cast of another": lambda ds: ds.cast({"id": "int32"}),
+    "function of another": lambda ds: ds.map(Doubled()),
+    "selected": lambda ds: ds.map(Doubled()).select_columns(["id", "input_ids"]),
+    "renamed": lambda ds: ds.rename_columns({"input_ids": "ids"}).map(Doubled()).rename_columns({"ids": "input_ids"}),
+}
+CHANGED: dict[str, Callable[[midepoch.Dataset], midepoch.Dataset]] = {
+    "cast": lambda ds: ds.cast({"input_ids": pa.list_(pa.int64())}),
+    "function": lambda ds: ds.map(tokenized),
+    "swapped": lambda ds: (
+        ds.map(tokenized).rename_columns({"input_ids": "ids"}).map(Doubled()).rename_columns({"ids": "input_ids"})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*KEPT, *CHANGED])
+def test_lengths_in_the_files_are_used_if_no_step_changes_the_column(ds: midepoch.Dataset, name: str) -> None:
+    """Then batches are planned: their number is known. Otherwise they are formed after the steps have run."""
+    changed = {**KEPT, **CHANGED}[name](ds)
+    loader = changed.loader(max_tokens=100)
+    if name in KEPT:
+        assert len(loader) == len(ds.loader(max_tokens=100)) == len(list(loader))
+        assert changed.lengths("input_ids").tolist() == ds.lengths("input_ids").tolist()
+        return
+    with pytest.raises(TypeError, match="not known before"):
+        len(loader)
+    with pytest.raises(midepoch.ColumnError, match="may change column 'input_ids'"):
+        changed.lengths("input_ids")
+
+
+def test_a_column_that_a_later_step_removes_has_no_lengths(ds: midepoch.Dataset) -> None:
+    for removed in (
+        ds.map(Doubled()).remove_columns("input_ids"),
+        ds.map(Doubled()).select_columns("id"),
+        ds.map(Doubled(), remove_columns=["input_ids"]),
+        ds.map(Doubled()).rename_columns({"input_ids": "tokens"}),
+    ):
+        with pytest.raises(midepoch.ColumnError, match="there is no such column|need the column of tokens"):
+            removed.loader(max_tokens=100)
+        with pytest.raises(midepoch.ColumnError, match="no column 'input_ids'"):
+            removed.lengths("input_ids")
