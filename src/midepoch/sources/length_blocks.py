@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch._internal.processes import cores
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.errors import CorruptBlockError, DataNotFoundError
 from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.damage import is_damage
+from midepoch.sources.damage import changed, is_damage
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
 from midepoch.sources.resources import retried
 from midepoch.sources.source import Source
@@ -100,14 +100,6 @@ def _offset_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
 def _is_view(kind: pa.DataType) -> bool:
     of_lists = pt.is_list_view(kind) or pt.is_large_list_view(kind)
     return bool(of_lists or pt.is_string_view(kind) or pt.is_binary_view(kind))
-
-
-def changed(path: str, difference: str) -> DataChangedError:
-    """Return the error for a file that is no longer as it was indexed."""
-    return DataChangedError(
-        f"{path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
-        "a state saved before will then be refused."
-    )
 
 
 def measured_blocks(source: Source, column: str, *, skip_corrupt: bool) -> Iterator[Measured]:

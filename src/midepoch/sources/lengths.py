@@ -17,10 +17,10 @@ import numpy.typing as npt
 from midepoch._internal.progress import shown
 from midepoch.errors import ColumnError, DataNotFoundError, FormatError
 from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.damage import changed
 from midepoch.sources.index import IndexedFile, default_index_dir
 from midepoch.sources.length_blocks import (
     Measured,
-    changed,
     constant_length,
     has_length,
     measured_blocks,
