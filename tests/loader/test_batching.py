@@ -12,6 +12,7 @@ import pytest
 
 import midepoch
 from data import write_arrow
+from midepoch.order.budget import Budget, in_words
 
 ROWS = 90
 
@@ -139,3 +140,48 @@ def test_a_column_that_a_later_step_removes_has_no_lengths(ds: midepoch.Dataset)
             removed.loader(max_tokens=100)
         with pytest.raises(midepoch.ColumnError, match="no column 'input_ids'"):
             removed.lengths("input_ids")
+
+
+def test_only_columns_of_lists_are_proposed_as_tokens(ds: midepoch.Dataset) -> None:
+    with pytest.raises(midepoch.ColumnError, match=r"with a column of lists \('tokens'\), or pass a collate_fn"):
+        ds.rename_columns({"input_ids": "tokens"}).loader(max_tokens=100)
+    for length in (None, "text"):
+        with pytest.raises(midepoch.ColumnError, match=r"there are 'id', 'text'\. None has lists: tokenize\(\) first"):
+            ds.remove_columns("input_ids").loader(max_tokens=100, length=length)
+
+
+def test_wrong_lengths_and_pads_say_what_is_possible(ds: midepoch.Dataset) -> None:
+    floats = ds.cast({"id": "float32"})
+    with pytest.raises(midepoch.ColumnError, match="no lengths. Pass length="):
+        next(floats.loader(max_tokens=100, length="id"))
+    for length in (5, [1.0] * ROWS, {"id": 3}):
+        with pytest.raises(ValueError, match="may also be the name of a column, or a function"):
+            ds.loader(max_tokens=100, length=length)  # type: ignore[arg-type]
+    with pytest.raises(midepoch.ColumnError, match="pad_values=….: no column 'labels'. There are: id, input_ids, text"):
+        ds.loader(max_tokens=100, pad_values={"labels": -100})
+
+
+def test_a_column_of_the_files_without_lengths_is_an_error(tmp_path: Path) -> None:
+    columns = {"input_ids": pa.array([[1], [2, 3]]), "score": [0.5, 0.25]}
+    write_arrow(tmp_path / "scores.arrow", pa.table(columns), 2)
+    scores = midepoch.from_files(str(tmp_path / "scores.arrow"))
+    with pytest.raises(midepoch.ColumnError, match=r"loader\(length='score'\).*double.*integers that count them"):
+        scores.loader(max_tokens=100, length="score")
+
+
+def test_other_budgets_are_told_as_arguments(ds: midepoch.Dataset) -> None:
+    before = ds.map(tokenized).loader(max_tokens=100, bucket_window=30)
+    next(before)
+    after = ds.map(tokenized).loader(5, max_tokens=200, bucket_window=30, pad_to_multiple_of=8, balance="tokens")
+    with pytest.raises(midepoch.CheckpointMismatchError) as caught:
+        after.load_state_dict(before.state_dict())
+    assert "max_tokens=100, bucket_window=30, length='input_ids'" in str(caught.value)
+    assert "max_tokens=200, batch_size=5, pad_to_multiple_of=8, bucket_window=30, balance='tokens'" in str(caught.value)
+    assert in_words("[1, 2]") == "[1, 2]" and in_words("no JSON") == "no JSON"
+    assert in_words(Budget(64, padded=False, length="n").text).startswith("max_tokens=64, layout='varlen', bucket_w")
+
+
+def test_a_removed_file_says_what_to_do(ds: midepoch.Dataset, tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").unlink()
+    with pytest.raises(midepoch.DataNotFoundError, match=r"a\.arrow was removed .* Restore it, or open the dataset"):
+        ds.loader(max_tokens=100)

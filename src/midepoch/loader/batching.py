@@ -20,9 +20,11 @@ from midepoch.pipeline.node import Node
 from midepoch.pipeline.planned import FilledLengths, GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import HIDDEN, Buckets
+from midepoch.sources.length_blocks import has_length
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import Map
 from midepoch.transforms.arrow_values import flat_numbers
+from midepoch.transforms.columns import check_columns
 from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.layout import LAYOUTS, Layout
@@ -132,6 +134,8 @@ class Batching:
         if not arrays:
             raise ValueError(f"layout={kind!r} makes arrays, but the format is {spec.format!r}. Omit one of them.")
         pads = self._pads()
+        if (known := spec.node.known_columns) is not None:
+            check_columns(list(pads), known, "loader(pad_values=…)")
         other, column = tuple(name for name, value in pads.items() if value is None), self._token_column(spec)
         if column in other:
             raise ValueError(f"pad_values={{{column!r}: None}}: its lengths are those of the rows, so it is laid out.")
@@ -159,9 +163,11 @@ class Batching:
             if kind is None or is_list_type(kind):
                 return self.length
         if known and _TOKENS not in known and spec.node.known.certain:
+            lists = ", ".join(repr(name) for name, column in known.items() if is_list_type(column.kind))
+            remedy = f"Pass length= with a column of lists ({lists})" if lists else "None has lists: tokenize() first"
             raise ColumnError(
                 f"max_tokens and layout need the column of tokens: length={_TOKENS!r} by default, but there are "
-                f"{', '.join(map(repr, known))}. Pass length= with one of them, or a collate_fn that makes the batch."
+                f"{', '.join(map(repr, known))}. {remedy}, or pass a collate_fn that makes the batch."
             )
         return _TOKENS
 
@@ -207,6 +213,8 @@ class Batching:
         kind = spec.base.source.schema.field(name).type
         if _is_number(kind):
             return _given(_numbers(dataset, length), spec)
+        if not has_length(kind):
+            raise _no_length(length, kind)
         found = lengths_of(spec.base.source, name, skip_corrupt=spec.base.on_error == "skip")
         mean = found.total / max(1, len(found) - found.unreadable)
         known: Lengths = found if not found.unreadable else FilledLengths(found, max(1, round(mean)))
@@ -271,6 +279,13 @@ def _longest(lengths: Lengths, selection: Selection, by_source: bool) -> tuple[i
     return found
 
 
+def _no_length(column: str, kind: pa.DataType) -> ColumnError:
+    return ColumnError(
+        f"loader(length={column!r}): the column contains {kind}, whose values have no length. Name a column of lists "
+        "of tokens, or of integers that count them."
+    )
+
+
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind))
 
@@ -291,7 +306,7 @@ def _given(numbers: npt.NDArray[Any], spec: PipelineSpec) -> tuple[Lengths, floa
     if numbers.ndim != 1 or len(numbers) != rows or (len(numbers) and numbers.dtype.kind not in "iu"):
         raise ValueError(
             f"loader(length=…) takes one integer for each of the {rows:,} rows of the dataset, before any shuffle, got "
-            f"{numbers.dtype} of shape {numbers.shape}."
+            f"{numbers.dtype} of shape {numbers.shape}. It may also be the name of a column, or a function of a row."
         )
     if len(numbers) and numbers.min() < 0:
         raise ValueError(f"loader(length=…): the length of row {int(np.argmin(numbers))} is {numbers.min()}.")

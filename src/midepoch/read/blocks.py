@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_batches import BatchReader
 from midepoch.sources.arrow_ipc import scan
-from midepoch.sources.damage import changed, is_damage
+from midepoch.sources.damage import changed, is_damage, removed
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
@@ -84,7 +84,7 @@ class Blocks:
                 stat = os.stat(file.path)
                 buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
             except FileNotFoundError:
-                raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
+                raise removed(file.path) from None
             if buffer.size != file.size:
                 raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
             if stat.st_mtime_ns != file.mtime_ns:

@@ -8,7 +8,15 @@ import re
 
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataChangedError, FetchError, FormatError, MapError, MidepochError
+from midepoch.errors import (
+    CorruptBlockError,
+    DataChangedError,
+    DataNotFoundError,
+    FetchError,
+    FormatError,
+    MapError,
+    MidepochError,
+)
 
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OF_NUMBERS = (errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ERANGE, errno.EDOM, errno.EILSEQ)
@@ -67,4 +75,11 @@ def changed(path: str, difference: str) -> DataChangedError:
     return DataChangedError(
         f"{path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
         "a state saved before will then be refused."
+    )
+
+
+def removed(path: str) -> DataNotFoundError:
+    """Return the error for a file that is no longer there."""
+    return DataNotFoundError(
+        f"{path} was removed after the dataset was opened. Restore it, or open the dataset again without it."
     )

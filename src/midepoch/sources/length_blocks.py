@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch._internal.processes import cores
-from midepoch.errors import CorruptBlockError, DataNotFoundError
+from midepoch.errors import CorruptBlockError
 from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.damage import changed, is_damage
+from midepoch.sources.damage import changed, is_damage, removed
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
 from midepoch.sources.resources import retried
 from midepoch.sources.source import Source
@@ -165,7 +165,7 @@ def _mapping(source: Source, number: int) -> pa.Buffer:
     try:
         buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
     except FileNotFoundError:
-        raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
+        raise removed(file.path) from None
     if buffer.size != file.size:
         raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
     return buffer
