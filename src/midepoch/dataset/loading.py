@@ -46,7 +46,7 @@ class Loading(Sampling):
         length: str | Sequence[int] | npt.NDArray[np.integer[Any]] | Callable[[Any], int] | None = None,
         layout: str | None = None,
         pad_to_multiple_of: int | None = None,
-        pad_values: Mapping[str, float] | None = None,
+        pad_values: Mapping[str, float | None] | None = None,
         bucket_window: int | None = None,
         balance: str | Callable[[Any], float] | None = None,
         context_parallel: Any = None,
@@ -90,9 +90,9 @@ class Loading(Sampling):
 
         ``layout``: "padded" to [rows, longest] with an attention mask, the default with ``max_tokens``, or "varlen":
         one row after the other, with ``cu_seqlens``, ``position_ids`` and ``segment_ids``. ``pad_to_multiple_of``
-        rounds up; ``pad_values`` by column, default: -100 for labels, else 0. ``context_parallel``: (rank, size), a
-        process group or ``mesh["cp"]``; this rank gets its part of every sequence, by ``cp_layout``: "contiguous",
-        "head_tail" or "per_document". Give ``data_parallel``, too.
+        rounds up; ``pad_values`` by column, default: -100 for labels, else 0; None leaves a column as it is.
+        ``context_parallel``: (rank, size), a process group or ``mesh["cp"]``; this rank gets its part of every
+        sequence, by ``cp_layout``: "contiguous", "head_tail" or "per_document". Give ``data_parallel``, too.
 
         ``steps_per_epoch``: a pass has this number of batches, and continues where the last one stopped.
 
@@ -100,8 +100,8 @@ class Loading(Sampling):
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
         functions.
         """
+        from midepoch.loader.batching import Batching
         from midepoch.loader.make import make_loader
-        from midepoch.loader.shape import Shape
 
         if batch_size is UNSET and self.pipeline.node.schedule is not None:
             batch_size = self.pipeline.node.schedule
@@ -133,7 +133,7 @@ class Loading(Sampling):
             worker_init_fn=worker_init_fn,
             timeout=timeout,
             dataset=self,
-            shape=Shape(
+            batching=Batching(
                 max_tokens,
                 length,
                 layout,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.timings import Timings
-from midepoch.loader.collation import arranged, collated, marked
+from midepoch.loader.collation import arranged, collated, marked, own_part
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import Made, StepPlan
 from midepoch.pipeline.engine import Engine
@@ -174,14 +174,14 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            return Made(self._cut(columns), plan.cursor(read.step), read.asked, 0, not read.asked)
+            return Made(own_part(columns, self._options), plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            return Made(self._cut(read.columns), plan.cursor(read.step), length, missing)
+            return Made(own_part(read.columns, self._options), plan.cursor(read.step), length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
@@ -198,16 +198,11 @@ class BatchMaker:
         self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
-    def _cut(self, columns: Any) -> Any:
-        """Return the part of every sequence that this rank gets."""
-        options = self._options
-        return columns if options.context is None else options.context.cut(columns, pads=options.pads)
-
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         if self._options.layout is not None:
             return arranged(batch, self.format, self._options, allocate)
         if self._options.collate_fn is None:
-            return self._cut(self._engine.presented(batch, self.format, allocate))
+            return own_part(self._engine.presented(batch, self.format, allocate), self._options)
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 

@@ -48,6 +48,11 @@ def arranged(batch: Batch, kind: str, options: Options, allocate: Allocate | Non
     return columns
 
 
+def own_part(columns: Any, options: Options) -> Any:
+    """Return the part of every sequence that this rank gets."""
+    return columns if options.context is None else options.context.cut(columns, pads=options.pads)
+
+
 def collated(batch: Batch, kind: str, options: Options, generators: Generators, epoch: int, where: str = "") -> Any:
     """Call ``collate_fn`` on the rows or columns of a batch, with seeded global generators."""
     function: Any = options.collate_fn

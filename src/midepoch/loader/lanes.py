@@ -28,7 +28,7 @@ class LaneSteps:
 
     def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
-        self._sizes, self._step, self._counts = options.sizes, first_step, options.counts_steps or first_step > 0
+        self._sizes, self._step = options.sizes, first_step
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
@@ -56,8 +56,6 @@ class LaneSteps:
         if deal is None or (self._last_batch == "drop" and deal.total < full):
             return None
         self._step += 1
-        if self._counts:
-            deal.steps = self._step
         return deal
 
     def _agree(self, equal: EqualSteps) -> None:
@@ -94,7 +92,7 @@ class LaneBatches:
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor)
         self._steps = LaneSteps(self._lanes, options, equal, cursor.steps)
-        self._taken, self._counts_steps = cursor.steps, options.counts_steps or cursor.steps > 0
+        self._delivered_steps, self._counts_steps = cursor.steps, options.counts(cursor)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
         self._measures = here and equal is None  # else workers or other ranks are waited for
@@ -110,18 +108,19 @@ class LaneBatches:
     @property
     def end(self) -> Cursor:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
-        return self._lanes.cursor().at_end()._replace(steps=self._taken)
+        return self._lanes.cursor().at_end()._replace(steps=self._delivered_steps)
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
-            self._taken += self._counts_steps
+            self._delivered_steps += self._counts_steps
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.
                 return Made(self._presenter.padding(self._something(), self._epoch), self.end)
-            rows = deal.items.batches.places.size if isinstance(deal.items, Bunches) else len(deal.items)
+            deal.steps = self._delivered_steps
+            rows = deal.items.row_count if isinstance(deal.items, Bunches) else len(deal.items)
             if len(deal.items):
                 self._last = deal.items
                 value = self._presenter.batch(deal.items, self._epoch)

@@ -136,9 +136,8 @@ class Loader(Counted):
         if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
             self._resume_point = None
         if self.how == "fresh" and not self._cursor.begun:
-            self.origin = Cursor(
-                epoch, steps=self._cursor.steps
-            )  # a run that begins there, as by those who make a loader for every epoch
+            # A run that begins there, as by those who make a loader for every epoch.
+            self.origin = Cursor(epoch, steps=self._cursor.steps)
         point = self._resume_point
         if (
             epoch != self._cursor.epoch
@@ -216,18 +215,16 @@ class Loader(Counted):
         return Stretch(self) if self._options.steps_per_epoch else self._begin_pass()
 
     def _begin_pass(self) -> Pass:
-        self._end_iteration()
+        self._end_pass()
         self._draw_seed()
         batches = Pass(self, self.next_start())
         self.iterator = weakref.ref(batches)
         return batches
 
-    def data_pass(self, *, anew: bool = False) -> Pass:
-        """Return the pass over the data that passes of a number of steps share. ``anew``: begin the next one."""
-        if self._data_pass is None or anew:
-            loads = self.loads
+    def data_pass(self, *, next_epoch: bool = False) -> Pass:
+        """Return the pass over the data that passes of a number of steps share, or begin that of its next epoch."""
+        if self._data_pass is None or next_epoch:
             self._data_pass = self._begin_pass()
-            self.loads = loads  # the iterator over steps stays valid
         return self._data_pass
 
     def next_start(self) -> Start:
@@ -354,11 +351,15 @@ class Loader(Counted):
         return self.iterator() if self.iterator is not None else None
 
     def _end_iteration(self) -> None:
+        """End the pass in progress, and all iterators over a number of steps."""
+        self._end_pass()
+        self.loads += 1
+
+    def _end_pass(self) -> None:
         live = self._live()
         if live is not None:
             live.close()
         self.iterator = self._pass = self._data_pass = None
-        self.loads += 1
 
     def close(self) -> None:
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""

@@ -122,16 +122,17 @@ class Plan:
     first_step: int | None = None
 
     @staticmethod
-    def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
-        """Return the plan of a rank from a cursor on."""
+    def make(spec: PipelineSpec, options: Options, cursor: Cursor, rows: int | None = None) -> Plan:
+        """Return the plan of a rank from a cursor on. ``rows``: of the epoch, by default those of the pipeline."""
         ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
+        rows = spec.rows if rows is None else rows
         if sizes is None:
-            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends)
-            return replace(plan, first_step=cursor.steps) if options.counts_steps or cursor.steps else plan
+            plan = Plan.of(cursor.epoch, cursor.position, rows, options.batch_size * ranks, ends)
+            return replace(plan, first_step=cursor.steps) if options.counts(cursor) else plan
         plan = Plan(
             cursor.epoch,
             cursor.position,
-            spec.rows,
+            rows,
             sizes.at(cursor.steps) * ranks,
             ends == "pad",
             BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes)),
@@ -223,10 +224,9 @@ class Plan:
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
 
 
-def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
-    """Return the number of batches of a rank, given the number of outputs of all ranks."""
-    if options.last_batch == "uneven":
-        # The last step does not count if it has no output for this rank.
-        return -(-spec.shard.before(outputs) // options.batch_size)
-    step = options.batch_size * spec.shard.count
-    return outputs // step if options.last_batch == "drop" else -(-outputs // step)
+def batches_of(spec: PipelineSpec, options: Options, outputs: int, first_step: int = 0) -> int:
+    """Return the number of batches of a rank in an epoch, given the number of outputs of all ranks.
+
+    ``first_step``: the step of the run at which the epoch begins, for batch sizes that change.
+    """
+    return Plan.make(spec, options, Cursor(steps=first_step), outputs).share(spec.shard)

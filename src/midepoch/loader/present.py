@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.loader.collation import arranged, collated, marked
+from midepoch.loader.collation import arranged, collated, marked, own_part
 from midepoch.loader.options import PADDING, Options
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
@@ -22,8 +22,8 @@ class Presenter:
         self._format = spec.format or ("torch" if plain else "python")
         self._options, self._generators = options, Generators(spec.node.seed, spec.global_seed or 0)
         self._pads = options.batch_size if options.last_batch == "pad" else None
-        self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
-        self._arrays = self._arrays and options.layout is None
+        arranges = options.collate_fn is not None or options.layout is not None
+        self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
 
     def batch(self, items: Items, epoch: int) -> Any:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -42,7 +42,7 @@ class Presenter:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            return self._cut(columns)
+            return own_part(columns, self._options)
         batch = materialize(items)
         if self._pads is not None:
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
@@ -50,10 +50,5 @@ class Presenter:
         if self._options.layout is not None:
             return arranged(batch, self._format, self._options)
         if self._options.collate_fn is None:
-            return self._cut(present(batch, self._format))
+            return own_part(present(batch, self._format), self._options)
         return collated(batch, self._format, self._options, self._generators, epoch)
-
-    def _cut(self, columns: Any) -> Any:
-        """Return the part of every sequence that this rank gets."""
-        options = self._options
-        return columns if options.context is None else options.context.cut(columns, pads=options.pads)

@@ -38,7 +38,7 @@ class TokenPlan:
         assert options.planning is not None
         self.epoch, self._ranks, self._last_batch = cursor.epoch, leaf.shard.count, options.last_batch
         self.rows, self._start, self.begin = leaf.rows, cursor.position, cursor
-        self._steps = cursor.steps if options.counts_steps or cursor.steps else None
+        self._steps = cursor.steps if options.counts(cursor) else None
         self._typical = options.planning.typical_rows
         self._epoch = PlannedEpoch.at(leaf, options.planning, cursor)
 

@@ -134,6 +134,11 @@ class Bunches:
         return replace(self, rows=self.rows.with_ordinals(number))
 
     @property
+    def row_count(self) -> int:
+        """The number of rows of all of them."""
+        return int(self.batches.bounds[-1] - self.batches.bounds[0])
+
+    @property
     def chosen(self) -> Batch | RowRefs | Pieces:
         """The rows of all of them, in their order."""
         places, bounds = self.batches
