@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import index
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.order.schedule_fields import paths_of, title_of
 from midepoch.order.shard import Shard
 
 Int64Array = npt.NDArray[np.int64]
@@ -111,13 +113,16 @@ class Schedule:
 
     phases: Sequence[Phase]
     max_passes: Mapping[str, int] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str | list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         phases = self.phases
         if isinstance(phases, (str, Mapping)) or not isinstance(phases, Sequence) or not phases:
             raise TypeError(f"a schedule takes a list of phases, got {phases!r:.60}")
-        phases = tuple(phase if isinstance(phase, Phase) else _from_dict(Phase, phase, "a phase") for phase in phases)
+        phases = tuple(
+            phase if isinstance(phase, Phase) else _from_dict(Phase, phase, title_of(phase, number))
+            for number, phase in enumerate(phases)
+        )
         object.__setattr__(self, "phases", phases)
         names = [phase.name for phase in phases]
         if len(set(names)) < len(names):
@@ -126,9 +131,19 @@ class Schedule:
             if not isinstance(value, Mapping):
                 raise TypeError(f"schedule: {name} is a dict by name of the source, got {value!r:.60}")
             object.__setattr__(self, name, {str(source): each for source, each in value.items()})
-        for source, passes in self.max_passes.items():
-            _count(passes, f"schedule: max_passes of {source!r}")
-        _ = self.plan
+        passes = {
+            source: _count(most, f"schedule: max_passes of {source!r}", required=True)
+            for source, most in self.max_passes.items()
+        }
+        object.__setattr__(self, "max_passes", passes)
+        object.__setattr__(self, "sources", {source: paths_of(given, source) for source, given in self.sources.items()})
+        names = list(self.names)
+        for source in passes:
+            if source not in names:
+                raise ValueError(
+                    f"schedule: max_passes of {source!r}: no phase has a weight for it. The sources are "
+                    f"{', '.join(names)}."
+                )
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -228,6 +243,26 @@ class Schedule:
         schedule: Schedule = _from_dict(Schedule, given, "a schedule")
         return schedule
 
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Schedule:
+        """Return the schedule in a .yaml, .yml or .json file. Errors name the file, the phase and the field.
+
+        YAML requires PyYAML, which is in the extra ``midepoch[cli]``.
+        """
+        from midepoch._internal import config
+
+        given = config.read(path)
+        try:
+            return Schedule.from_dict(given)
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(f"{fspath(path)}: {problem}") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the schedule to a .yaml, .yml or .json file, atomically."""
+        from midepoch._internal import config
+
+        config.write(path, self.to_dict())
+
     @cached_property
     def text(self) -> str:
         """The schedule as JSON, except for the paths of its sources. A state has it."""
@@ -309,8 +344,8 @@ def _shares(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights] if total else list(weights)
 
 
-def _count(value: Any, what: str) -> int | None:
-    if value is None:
+def _count(value: Any, what: str, required: bool = False) -> int | None:
+    if value is None and not required:
         return None
     try:
         number = None if isinstance(value, bool) else index(value)
