@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from midepoch.loader import Loader
+    from midepoch.order.schedule import Schedule
 
 UNSET: Any = object()
 
@@ -21,7 +22,7 @@ class Loading(Sampling):
 
     def loader(
         self,
-        batch_size: int | Mapping[int, int] | None = UNSET,
+        batch_size: int | Mapping[int, int] | Schedule | None = UNSET,
         num_workers: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -55,10 +56,12 @@ class Loading(Sampling):
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
         ``batch_size``: rows for each rank, or sizes by the first step at which they apply, as in ``{0: 8, 1000: 16}``;
-        None delivers single rows. A batch is a dict of columns, as torch tensors
-        unless ``with_format`` chose otherwise. Rank and world size are those of the shard, or given, or detected
-        (``torch.distributed``, JAX, Ray Train, the launcher). ``data_parallel``: the ranks that shard the data, if not
-        all of them do (tensor, context, pipeline parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+        None delivers single rows. The default is that of a schedule, if the dataset is mixed by one. A batch is a dict
+        of columns, as torch tensors unless ``with_format`` chose otherwise.
+
+        Rank and world size are those of the shard, or given, or detected (``torch.distributed``, JAX, Ray Train, the
+        launcher). ``data_parallel``: the ranks that shard the data, if not all of them do (tensor, context, pipeline
+        parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
 
         ``last_batch``: the treatment of the last global batch if it is not full:
 
@@ -100,6 +103,8 @@ class Loading(Sampling):
         from midepoch.loader.make import make_loader
         from midepoch.loader.shape import Shape
 
+        if batch_size is UNSET and self.pipeline.node.schedule is not None:
+            batch_size = self.pipeline.node.schedule
         if batch_size is UNSET and max_tokens is None:
             raise TypeError("Dataset.loader() needs batch_size, or max_tokens. For example ds.loader(batch_size=32).")
         if prefetch is not None and prefetch_factor is not None:

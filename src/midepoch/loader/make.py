@@ -19,6 +19,7 @@ from midepoch.loader.movers import check_device
 from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
 from midepoch.loader.shape import Shape, Shaped
 from midepoch.order import Shard
+from midepoch.order.schedule import Schedule
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
@@ -50,6 +51,11 @@ def make_loader(
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
     shape = Shape() if shape is None else shape
+    if rank is None and data_parallel is None:
+        rank, world_size = _without_context(shape.context(), spec.shard, rank, world_size)
+    shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
+    if spec.node.schedule is not None and shape.max_tokens is None:
+        batch_size = _scheduled_size(batch_size, spec.node.schedule, spec, shard.count)
     rows, sizes = batch_size, None
     if shape.max_tokens is not None:
         if isinstance(rows, Mapping):
@@ -69,9 +75,6 @@ def make_loader(
     is_shard = spec.shard.count > 1  # of which the rows are already known
     shaped = shape.applied(spec, dataset, options.get("collate_fn") is not None, rows)
     spec = shaped.spec
-    if rank is None and data_parallel is None:
-        rank, world_size = _without_context(shape.context(), spec.shard, rank, world_size)
-    shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
     _advise_lanes(shaped, shard)
     last_batch = last_batch_of(drop_last, last_batch)
     check_agreed(spec.seed_alone, shard.count)
@@ -165,6 +168,28 @@ def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> Non
         if not drop_last:
             raise
         _log.warning("%s", problem)  # the epoch is empty then, as in torch's loaders
+
+
+def _scheduled_size(given: Any, schedule: Schedule, spec: PipelineSpec, ranks: int) -> Any:
+    """Return the batch sizes of a rank by the schedule, or the given one if the schedule has none."""
+    sizes = schedule.batch_sizes(ranks)
+    counted = any(phase.steps is not None for phase in schedule.phases)
+    if counted and not spec.node.follows_schedule:
+        raise ValueError(
+            f"the phases of the schedule are in steps of the run, and steps after the mix change the number of rows "
+            f"({spec.node.text}): phases would end elsewhere. Filter and map the sources before they are mixed, and "
+            "call pack() without a length."
+        )
+    if given is schedule and sizes is None:
+        raise TypeError("loader() needs batch_size: the phases of the schedule have no global_batch_size.")
+    if given is schedule or sizes is None:
+        return given if sizes is None else sizes if len(sizes) > 1 else sizes[0]
+    if given not in (sizes, sizes[0] if len(sizes) == 1 else sizes):
+        raise ValueError(
+            f"loader(batch_size={given}): the schedule gives {', '.join(map(str, sizes.values()))} rows for each of "
+            f"{ranks} ranks. Omit batch_size."
+        )
+    return given
 
 
 def _counterparts_of(

@@ -270,6 +270,24 @@ class Schedule:
         given.pop("sources", None)
         return json.dumps(given, separators=(",", ":"))
 
+    def batch_sizes(self, ranks: int) -> dict[int, int] | None:
+        """Return the batch sizes of a rank by the first step at which they apply. None if the phases have none."""
+        if any(one.global_batch_size is None for one in self.plan):
+            return None
+        found: dict[int, int] = {}
+        step = 0
+        for one in self.plan:
+            size, rest = divmod(one.global_batch_size or 0, ranks)
+            if rest:
+                raise ValueError(
+                    f"phase {one.name!r}: a global batch of {one.global_batch_size:,} rows cannot be divided equally "
+                    f"among {ranks} ranks. Use a multiple of {ranks}."
+                )
+            if size not in list(found.values())[-1:]:
+                found[step] = size
+            step += one.steps or 0
+        return found
+
     def segments(self, names: Sequence[str], lane: Shard) -> Segments:
         """Return the weights over the positions of a lane, for sources in this order."""
         starts, stops, weights, phases = [0], list[int](), list[list[float]](), list[int]()

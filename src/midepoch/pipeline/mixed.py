@@ -63,7 +63,7 @@ class Mixed:
         if end is not None or all(self._parts[number].barren for number in self._active):
             self._ended, size = True, size if end is None else end
         self._position += size
-        schedule_version, items, filled = self._schedule_version, *_in_order(draws, places, size)
+        schedule_version, items, filled = self._schedule_version, *in_order(draws, places, size)
         self._growing.made(items)
 
         def at(outputs: int) -> At:
@@ -116,7 +116,7 @@ def old_order(old: At, seed: int, epoch: int, lane: int, schedule_version: int) 
     return MixOrder(spans([weight for weight, _ in old[1]]), seed, epoch, lane, schedule_version)
 
 
-def _in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
+def in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
     """Return the outputs of the parts in the order of their positions, up to the end, and those positions."""
     parts = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
     if not parts:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.order import Shard
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
 from midepoch.pipeline.bunches import bunches
@@ -18,7 +19,7 @@ from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Rebatc
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row
-from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
+from midepoch.transforms.packing import NUMBER_BITS, Documents, PackSpec, best_fit, concatenated
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -39,7 +40,9 @@ class Packing:
         self.skipped += outputs
 
 
-def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing) -> Flow:
+def stage(
+    spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing, lane: Shard
+) -> Flow:
     """Return the flow of a stage over the flow before it, which is opened at the inner cursor."""
     if isinstance(spec, Local) and spec.keeps_rows:
         return Same(source(cursor), spec.steps, run)
@@ -50,7 +53,7 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunCon
     if isinstance(spec, Buckets):
         return Bucketed(flow, inner, spec, run, count)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
-        return Packed(flow, spec, inner, count, packing)
+        return Packed(flow, spec, inner, count, packing, lane)
     if isinstance(spec, PackSpec):
         return Grouped(flow, inner, spec.window, lambda batch: _packed(batch, spec, packing), count)
     if isinstance(spec, Rebatch):
@@ -241,7 +244,8 @@ class Packed:
     """Documents one after the other, split into sequences.
 
     Cursor: [cursor before the document in which the next sequence begins, delivered tokens of it]. The rest of a chunk
-    is kept in memory while running, and read again on resume.
+    is kept in memory while running, and read again on resume. If a schedule gives the lengths, the number of the next
+    sequence is above the delivered tokens.
     """
 
     _FIRST, _TOKENS = 32, 1 << 22
@@ -249,8 +253,10 @@ class Packed:
     more cost memory: 16 MiB of int32 for each column.
     """
 
-    def __init__(self, source: Flow, spec: PackSpec, inner: At, offset: int, packing: Packing) -> None:
+    def __init__(self, source: Flow, spec: PackSpec, inner: At, count: int, packing: Packing, lane: Shard) -> None:
         self._source, self._spec, self._packing = source, spec, packing
+        offset, self._number = spec.delivered(count)
+        self._phases = ((), ()) if spec.schedule is None else spec.schedule.lengths(lane)
         self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
         self._skip = offset
         self._pending: list[Documents] = []
@@ -263,17 +269,28 @@ class Packed:
         self._ended = False
 
     def pull(self) -> Chunk | None:
-        length = self._spec.length
-        while not self._ended and self._total < length:
+        length, most = self._next_length()
+        while most != 0 and not self._ended and self._total < length:
             self._refill()
         packs = self._total // length
         if self._ended and not self._spec.drop_remainder:
             packs = -(-self._total // length)
+        packs = packs if most is None else min(packs, most)
         if not packs:
             self._pending, self._total = [], 0
             return None
         self._packing.note(min(self._total, packs * length), packs * length)
-        return self._chunk(packs)
+        return self._chunk(packs, length)
+
+    def _next_length(self) -> tuple[int, int | None]:
+        """Return the length of the next sequences, and their number if a schedule limits it."""
+        if self._spec.schedule is None:
+            return self._spec.length, None
+        ends, lengths = self._phases
+        for end, length in zip(ends, lengths, strict=True):
+            if self._number < end:
+                return length, end - self._number
+        return self._spec.length, 0
 
     def _refill(self) -> None:
         chunk, first = (self._source.pull(), 0) if self._intake is None else self._intake
@@ -298,8 +315,9 @@ class Packed:
         self._origins.append((chunk, first, len(batch)))
         self._count = max(1, self._TOKENS * len(batch) // max(1, documents.tokens))
 
-    def _chunk(self, packs: int) -> Chunk:
-        length, base, inner, total = self._spec.length, self._offset, self._inner, self._total
+    def _chunk(self, packs: int, length: int) -> Chunk:
+        base, inner, total = self._offset, self._inner, self._total
+        first = self._number if self._spec.schedule is not None else -1
         origins = tuple(self._origins)
         ends = np.cumsum(np.concatenate([part.lengths for part in self._pending]))
         firsts = np.arange(packs + 1) * length
@@ -307,23 +325,25 @@ class Packed:
         into = firsts - np.where(documents > 0, ends[documents - 1], -base)
 
         def at(outputs: int) -> At:
+            number = 0 if first < 0 else (first + outputs) << NUMBER_BITS
             if not outputs:
-                return [inner if base else _at(origins, 0, inner), base]
+                return [inner if base else _at(origins, 0, inner), base + number]
             if outputs * length >= total:
-                return [_at(origins, len(ends), inner), 0]
+                return [_at(origins, len(ends), inner), number]
             document, offset = int(documents[outputs]), int(into[outputs])
-            return [_at(origins, document, inner, before=offset > 0), offset]
+            return [_at(origins, document, inner, before=offset > 0), offset + number]
 
         starts = documents[:packs]
         ordinals = with_ordinals(self._ordinals[starts], into[:packs])
-        columns = concatenated(self._pending, self._spec, packs)
+        columns = concatenated(self._pending, self._spec, packs, length)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
         self._keep_rest(min(total, packs * length), at(packs))
-        return Chunk(made, at, table=_token_table(origins, ends, length, base))
+        self._number += packs
+        return Chunk(made, at, table=_token_table(origins, ends, length, base, first))
 
     def _keep_rest(self, tokens: int, cursor: At) -> None:
         """Drop delivered tokens. Documents after the last token are gone, too."""
-        self._inner, self._offset = cursor
+        self._inner, self._offset = cursor[0], self._spec.delivered(cursor[1])[0]
         self._total -= tokens
         gone, pending = 0, []
         for part in self._pending:
@@ -343,7 +363,7 @@ class Packed:
 
 
 def _token_table(
-    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int
+    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int, number: int
 ) -> Callable[[Int64Array, bool], Int64Array] | None:
     """Return the table of cursors of packed sequences, where the documents have one."""
     if any(chunk.table is None for chunk, _, _ in origins):
@@ -368,7 +388,7 @@ def _token_table(
         found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
         for some, values in parts:
             found[some, :-1] = values
-        found[:, -1] = into
+        found[:, -1] = into if number < 0 else into + ((number + outputs) << NUMBER_BITS)
         return found
 
     return table

@@ -57,6 +57,8 @@ def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
     """Return the number of outputs before a stage that must stay the same, so that ``need`` of its own do."""
     if isinstance(stage, Slice):
         return need
+    if isinstance(stage, PackSpec):
+        skip = stage.delivered(skip)[0]
     if need == 0 and not skip:
         return 0
     if need is None or need > 1:
@@ -81,11 +83,11 @@ def changed_mix(
     """Return the cursor of a mix with previous weights as one of the current mix."""
     count = len(weights) if isinstance(weights, list) else -1
     whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
-    if not whole or not _are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
+    if not whole or not are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
         return at  # not a cursor of a mix: refused by the check that follows
     position, schedule_version, each, *old = at
     coming = _coming(base, weights, position, schedule_version, old, need, of)
-    entries = [_entry(one, each, coming, of) for one in found]
+    entries = [entry_of(one, each, coming, of) for one in found]
     if not changed:
         return [position, schedule_version, entries, *old]
     if need == 0 and not (old and position < old[0][0]):
@@ -136,7 +138,8 @@ def _coming(
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 
-def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: LaneContext) -> At:
+def entry_of(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: LaneContext) -> At:
+    """Return the entry of a part in the cursor of the current mix. ``coming``: next outputs by saved number."""
     entry = [0, FIRST, start(one.spec)] if one.old is None else each[one.old]
     if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
         need = None if coming is None else coming.get(one.old, 0)
@@ -145,5 +148,6 @@ def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: La
     return entry
 
 
-def _are_weights(weights: list[Any]) -> bool:
+def are_weights(weights: Sequence[Any]) -> bool:
+    """Return True for weights of a mix."""
     return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)
