@@ -311,3 +311,31 @@ def test_the_order_of_the_sources_is_that_of_the_mix(datasets: dict[str, Any]) -
         labels = Turns(share, 777, 5, 0, 0, 0).sources(0, 777)
         assert [use.source for use in plan.totals] == list(names)
         assert [use.rows for use in plan.totals] == np.bincount(labels).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule([Phase("one", {"a": 0.7, "b": 0.3}, rows=50), Phase("two", rows=70, final_weights={"b": 1, "c": 2})]),
+        Schedule([Phase("one", {"a": 0.4567, "b": 0.5433}, rows=90), Phase("two", {"b": 1, "c": 1}, rows=60)], {"b": 1, "c": 1}),
+        Schedule([Phase("one", {"a": 1, "b": 1, "c": 1}, rows=200)], {"a": 1, "b": 1, "c": 2}),
+    ],
+)  # fmt: skip
+def test_the_plan_is_that_of_a_real_run(datasets: dict[str, Any], schedule: Schedule, ranks: int) -> None:
+    sources = {name: datasets[name].map(Named(name)) for name in schedule.names}
+    mixed = midepoch.mix(sources, schedule, seed=4).with_lanes(ranks).with_format("python")
+    seen = Counter(name for batch in mixed.loader(ranks) for name in batch["of"])
+    plan = plan_schedule(schedule, {name: datasets[name] for name in schedule.names}, ranks=ranks, seed=4)
+    assert {use.source: use.rows for use in plan.totals} == {name: seen[name] for name in schedule.names}
+    assert (plan.problem is not None) is (sum(seen.values()) < schedule.total)
+
+
+class Named:
+    """Adds the name of the source to a row."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"of": self.name}

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from operator import index
 from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.schedule_fields import paths_of, title_of
+from midepoch.order.schedule_fields import OPEN as OPEN
+from midepoch.order.schedule_fields import count_of, paths_of, title_of, weights_of
 from midepoch.order.shard import Shard
 
 Int64Array = npt.NDArray[np.int64]
 
 STAIRS = 64
 """Steps of equal length in which weights change linearly over a phase."""
-OPEN = 2**62
-"""The end of a phase without a length."""
 _LENGTHS = ("steps", "rows", "tokens")
 
 
@@ -53,12 +50,12 @@ class Phase:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a phase needs a name, such as 'warm-up', got {self.name!r:.60}")
         for name in (*_LENGTHS, "sequence_length", "global_batch_size"):
-            object.__setattr__(self, name, _count(getattr(self, name), f"phase {self.name!r}: {name}"))
+            object.__setattr__(self, name, count_of(getattr(self, name), f"phase {self.name!r}: {name}"))
         given = [name for name in _LENGTHS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"phase {self.name!r} has {' and '.join(given)}: its length is given in one of them.")
         for name in ("weights", "final_weights"):
-            object.__setattr__(self, name, _weights(getattr(self, name), f"phase {self.name!r}: {name}"))
+            object.__setattr__(self, name, weights_of(getattr(self, name), f"phase {self.name!r}: {name}"))
         if self.final_weights is not None and not given:
             raise ValueError(f"phase {self.name!r}: final_weights need a length, in steps, rows or tokens.")
 
@@ -132,7 +129,7 @@ class Schedule:
                 raise TypeError(f"schedule: {name} is a dict by name of the source, got {value!r:.60}")
             object.__setattr__(self, name, {str(source): each for source, each in value.items()})
         passes = {
-            source: _count(most, f"schedule: max_passes of {source!r}", required=True)
+            source: count_of(most, f"schedule: max_passes of {source!r}", required=True)
             for source, most in self.max_passes.items()
         }
         object.__setattr__(self, "max_passes", passes)
@@ -360,36 +357,6 @@ def _stairs(begin: int, end: int, first: list[float], last: list[float]) -> list
 def _shares(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights] if total else list(weights)
-
-
-def _count(value: Any, what: str, required: bool = False) -> int | None:
-    if value is None and not required:
-        return None
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = int(value) if isinstance(value, float) and value.is_integer() else None  # 1e9 in YAML
-    if number is None:
-        raise TypeError(f"{what} must be an integer, got {value!r:.60}")
-    if not 0 < number < OPEN:
-        raise ValueError(f"{what} must be at least 1, got {value!r:.60}")
-    return number
-
-
-def _weights(value: Any, what: str) -> dict[str, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{what} is a dict by name of the source, such as {{'web': 0.7, 'code': 0.3}}, got {value!r:.60}"
-        )
-    weights = {str(name): weight for name, weight in value.items()}
-    numbers = [isinstance(weight, (int, float)) and not isinstance(weight, bool) for weight in weights.values()]
-    if not all(numbers) or not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
-        raise ValueError(f"{what} must be numbers of at least 0, got {dict(value)!r:.60}")
-    if not any(weights.values()):
-        raise ValueError(f"{what}: at least one weight must be above 0, got {dict(value)!r:.60}")
-    return weights
 
 
 def _plain(value: Any) -> Any:

@@ -14,13 +14,12 @@ from midepoch.order.schedule import OPEN, Schedule
 from midepoch.order.shard import Shard
 from midepoch.order.turn_counts import count, draw_of
 from midepoch.order.turns import Turns
+from midepoch.pipeline.scheduled import EVENTS
 
 FloatArray = npt.NDArray[np.float64]
 Limit = tuple[int, int] | None
 """The most passes over a source, and its rows."""
 
-EVENTS = 20
-"""Bits of the number of changes within a segment, in the number of a stretch of draws."""
 _EXACT_ROWS, _EXACT_STRETCHES = 10**9, 1 << 14
 """Rows, and stretches over all lanes, up to which draws are counted exactly: at most 10 s."""
 
