@@ -208,7 +208,7 @@ def lightning(folder: Path) -> None:
 
 
 def cli(folder: Path) -> None:
-    """The command is there, reads a ledger, and draws it."""
+    """The command is there, reads a ledger, and draws it; schedules are read and written as YAML."""
     ds = midepoch.from_files(write(folder)).with_format("numpy")
     list(ds.loader(7, audit=folder / "run"))
     command = str(Path(sys.executable).parent / "midepoch")
@@ -218,6 +218,9 @@ def cli(folder: Path) -> None:
     assert "100" in said, said
     subprocess.run([command, "report", str(folder / "run"), "-o", str(folder / "report.html")], check=True, timeout=300)
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    schedule = midepoch.Schedule([midepoch.Phase("all", {"a": 3, "b": 1}, rows=8)])
+    schedule.save(folder / "run.yaml")
+    assert midepoch.Schedule.load(folder / "run.yaml") == schedule
 
 
 def media(folder: Path) -> None:

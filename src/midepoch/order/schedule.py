@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from operator import index
+from os import PathLike, fspath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.order.schedule_fields import OPEN as OPEN
+from midepoch.order.schedule_fields import count_of, paths_of, title_of, weights_of
 from midepoch.order.shard import Shard
 
 Int64Array = npt.NDArray[np.int64]
 
 STAIRS = 64
 """Steps of equal length in which weights change linearly over a phase."""
-OPEN = 2**62
-"""The end of a phase without a length."""
 _LENGTHS = ("steps", "rows", "tokens")
 
 
@@ -51,12 +50,12 @@ class Phase:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a phase needs a name, such as 'warm-up', got {self.name!r:.60}")
         for name in (*_LENGTHS, "sequence_length", "global_batch_size"):
-            object.__setattr__(self, name, _count(getattr(self, name), f"phase {self.name!r}: {name}"))
+            object.__setattr__(self, name, count_of(getattr(self, name), f"phase {self.name!r}: {name}"))
         given = [name for name in _LENGTHS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"phase {self.name!r} has {' and '.join(given)}: its length is given in one of them.")
         for name in ("weights", "final_weights"):
-            object.__setattr__(self, name, _weights(getattr(self, name), f"phase {self.name!r}: {name}"))
+            object.__setattr__(self, name, weights_of(getattr(self, name), f"phase {self.name!r}: {name}"))
         if self.final_weights is not None and not given:
             raise ValueError(f"phase {self.name!r}: final_weights need a length, in steps, rows or tokens.")
 
@@ -111,13 +110,16 @@ class Schedule:
 
     phases: Sequence[Phase]
     max_passes: Mapping[str, int] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str | list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         phases = self.phases
         if isinstance(phases, (str, Mapping)) or not isinstance(phases, Sequence) or not phases:
             raise TypeError(f"a schedule takes a list of phases, got {phases!r:.60}")
-        phases = tuple(phase if isinstance(phase, Phase) else _from_dict(Phase, phase, "a phase") for phase in phases)
+        phases = tuple(
+            phase if isinstance(phase, Phase) else _from_dict(Phase, phase, title_of(phase, number))
+            for number, phase in enumerate(phases)
+        )
         object.__setattr__(self, "phases", phases)
         names = [phase.name for phase in phases]
         if len(set(names)) < len(names):
@@ -126,9 +128,19 @@ class Schedule:
             if not isinstance(value, Mapping):
                 raise TypeError(f"schedule: {name} is a dict by name of the source, got {value!r:.60}")
             object.__setattr__(self, name, {str(source): each for source, each in value.items()})
-        for source, passes in self.max_passes.items():
-            _count(passes, f"schedule: max_passes of {source!r}")
-        _ = self.plan
+        passes = {
+            source: count_of(most, f"schedule: max_passes of {source!r}", required=True)
+            for source, most in self.max_passes.items()
+        }
+        object.__setattr__(self, "max_passes", passes)
+        object.__setattr__(self, "sources", {source: paths_of(given, source) for source, given in self.sources.items()})
+        names = list(self.names)
+        for source in passes:
+            if source not in names:
+                raise ValueError(
+                    f"schedule: max_passes of {source!r}: no phase has a weight for it. The sources are "
+                    f"{', '.join(names)}."
+                )
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -228,6 +240,26 @@ class Schedule:
         schedule: Schedule = _from_dict(Schedule, given, "a schedule")
         return schedule
 
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Schedule:
+        """Return the schedule in a .yaml, .yml or .json file. Errors name the file, the phase and the field.
+
+        YAML requires PyYAML, which is in the extra ``midepoch[cli]``.
+        """
+        from midepoch._internal import config
+
+        given = config.read(path)
+        try:
+            return Schedule.from_dict(given)
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(f"{fspath(path)}: {problem}") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the schedule to a .yaml, .yml or .json file, atomically."""
+        from midepoch._internal import config
+
+        config.write(path, self.to_dict())
+
     @cached_property
     def text(self) -> str:
         """The schedule as JSON, except for the paths of its sources. A state has it."""
@@ -325,36 +357,6 @@ def _stairs(begin: int, end: int, first: list[float], last: list[float]) -> list
 def _shares(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights] if total else list(weights)
-
-
-def _count(value: Any, what: str) -> int | None:
-    if value is None:
-        return None
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = int(value) if isinstance(value, float) and value.is_integer() else None  # 1e9 in YAML
-    if number is None:
-        raise TypeError(f"{what} must be an integer, got {value!r:.60}")
-    if not 0 < number < OPEN:
-        raise ValueError(f"{what} must be at least 1, got {value!r:.60}")
-    return number
-
-
-def _weights(value: Any, what: str) -> dict[str, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{what} is a dict by name of the source, such as {{'web': 0.7, 'code': 0.3}}, got {value!r:.60}"
-        )
-    weights = {str(name): weight for name, weight in value.items()}
-    numbers = [isinstance(weight, (int, float)) and not isinstance(weight, bool) for weight in weights.values()]
-    if not all(numbers) or not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
-        raise ValueError(f"{what} must be numbers of at least 0, got {dict(value)!r:.60}")
-    if not any(weights.values()):
-        raise ValueError(f"{what}: at least one weight must be above 0, got {dict(value)!r:.60}")
-    return weights
 
 
 def _plain(value: Any) -> Any:
