@@ -363,9 +363,12 @@ class Packed:
 
 
 def _token_table(
-    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int, number: int
+    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int, first_number: int
 ) -> Callable[[Int64Array, bool], Int64Array] | None:
-    """Return the table of cursors of packed sequences, where the documents have one."""
+    """Return the table of cursors of packed sequences, where the documents have one.
+
+    ``first_number``: the number of the first sequence, or -1 without a schedule.
+    """
     if any(chunk.table is None for chunk, _, _ in origins):
         return None
 
@@ -388,7 +391,7 @@ def _token_table(
         found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
         for some, values in parts:
             found[some, :-1] = values
-        found[:, -1] = into if number < 0 else into + ((number + outputs) << NUMBER_BITS)
+        found[:, -1] = into if first_number < 0 else into + ((first_number + outputs) << NUMBER_BITS)
         return found
 
     return table
