@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
-from midepoch.loader.counted import Counted
+from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
+from midepoch.loader.exclusion import Excluding
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
@@ -39,7 +40,7 @@ class _Left(NamedTuple):
 
 
 @hinted_methods(HINTS, only=HINTED)
-class Loader(Counted):
+class Loader(Excluding):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -189,9 +190,30 @@ class Loader(Counted):
         planning = self._options.planning
         resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
+        if planning is not None and resumed.spec.excluded:
+            raise CheckpointMismatchError(
+                "excluded",
+                f"{sum(map(len, resumed.spec.excluded)):,} rows are excluded",
+                "batches by max_tokens",
+                "such batches are planned with all rows. Resume with batches of a number of rows",
+            )
         if planning is not None:  # plans the window in progress: its batches must be those that were saved
             make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
+
+    def _exclude_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
+        live = self._live()
+        if spec is not self._spec:
+            self._sources.forget()
+        if self._resume_point is not None and self._resume_point[:2] == cursor[:2]:
+            self._resume_point = cursor
+        self._spec, self._left = spec, None
+        if self.delivered is None or live is None or not live.is_open:
+            self._cursor, self.delivered = cursor, None
+        else:
+            self.delivered = cursor
+        if live is not None and live.is_open:
+            live.reopen()
 
     @property
     def state_is_global(self) -> bool:
@@ -307,7 +329,7 @@ class Loader(Counted):
     def compare(self, start: Cursor, *, first: bool) -> None:
         """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
         if self._counterparts is not None:
-            self._counterparts.compare(self._spec.identity, start, first=first)
+            self._counterparts.compare(self._spec.identity, start, self._spec.excluded, first=first)
 
     def record_end(self, ledger: Ledger, start: Cursor, end: Cursor) -> None:
         """Record a pass without batches that comes to the end of the epoch: what was left became nothing."""

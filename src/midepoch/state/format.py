@@ -16,6 +16,9 @@ Additional fields of loaders:
 - ``planned`` (text, JSON): [position at which the window in progress begins, [[budget, batches delivered], …]]. Then
   ``position`` counts batches
 - ``steps``: steps since the run began, where something depends on their number
+- ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
+  lanes JSON, {lane: its outputs}
+- ``excluded`` (text, JSON): {number of a source: its rows before the shuffle that are not delivered}
 """
 
 from __future__ import annotations
@@ -140,6 +143,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "planned": (str,),
     "steps": (int,),
     "weights": (str,),
+    "done": (str,),
+    "excluded": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -161,6 +166,8 @@ _DEFAULTS = {
     "planned": "",
     "steps": 0,
     "weights": "",
+    "done": "",
+    "excluded": "",
 }
 _MOST_LANES = 2**31
 
