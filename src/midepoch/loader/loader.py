@@ -13,7 +13,6 @@ from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
 from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
-from midepoch.loader.exclusion import Excluding
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
@@ -23,6 +22,7 @@ from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
 from midepoch.loader.token_plan import TokenPlan, make_plan
+from midepoch.loader.weighting import Weighting
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
@@ -40,7 +40,7 @@ class _Left(NamedTuple):
 
 
 @hinted_methods(HINTS, only=HINTED)
-class Loader(Excluding):
+class Loader(Weighting):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -201,9 +201,9 @@ class Loader(Excluding):
             make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
 
-    def _exclude_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
+    def _continue_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
         live = self._live()
-        if spec is not self._spec:
+        if spec.excluded is not self._spec.excluded:
             self._sources.forget()
         if self._resume_point is not None and self._resume_point[:2] == cursor[:2]:
             self._resume_point = cursor

@@ -90,6 +90,9 @@ def changed_mix(
     entries = [entry_of(one, each, coming, of) for one in found]
     if not changed:
         return [position, schedule_version, entries, *old]
+    same = [one.old for one in found] == list(range(count))
+    if same and need is not None and old and position + need <= old[0][0] > position:
+        return [position, schedule_version, entries, *old]  # what comes after the outputs in progress has changed
     if need == 0 and not (old and position < old[0][0]):
         return [0, schedule_version + 1, entries]
     if coming is not None and need is not None and not old and (need == 1 or not of.inside):

@@ -69,7 +69,7 @@ class Matched:
             new, convert = self._mix(spec, base, saved, parts, where)
         else:
             new, convert = self._several(spec, base, parts, where)
-        return new, lambda at, need, of: _through(spec, at, need, of, convert)
+        return new, lambda at, need, of: through(spec, at, need, of, convert)
 
     def _pipeline(self, spec: Node, base: Leaf, saved: Mapping[str, Any], where: str) -> Node:
         base = taken_over(base, {**DEFAULTS, **saved}, self._allow)
@@ -250,7 +250,7 @@ def _data_of(described: Mapping[str, Any]) -> Any:
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
 
 
-def _through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
+def through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
     """Convert the part of a cursor below the stages of a flow."""
     skips, asked = [], need
     for stage in reversed(spec.remembering):
