@@ -99,6 +99,8 @@ class Pass(HasState):
                         loader.begin_record(ledger, self.start)
                     if self.plan is None:
                         ledger.prepare_step(cursor)
+                    if made.traced is not None:
+                        ledger.documents.write(self.delivered, made.traced.table)
                     recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, cursor)
                 # The cursor moves only here, together with the batch. Python handles signals at calls, and there is

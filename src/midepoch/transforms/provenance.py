@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentTable:
-    """The pieces of documents in the sequences of a batch. Sequence k has those from ``bounds[k]`` to ``bounds[k + 1]``."""
+    """The pieces of documents in the sequences of a batch. Those of sequence k begin at ``bounds[k]``."""
 
     bounds: Int64Array
     pieces: npt.NDArray[Any]
