@@ -95,7 +95,7 @@ def test_packed_columns(data: st.DataObject, dtype: str, strategy: str) -> None:
             total = sum(part.tokens for part in parts)
             packs = total // length if drop else -(-total // length)
             if strategy == "best_fit":
-                columns, first, tokens = best_fit(parts[0], spec)
+                columns, first, tokens, _ = best_fit(parts[0], spec)
             elif packs:
                 columns, tokens = concatenated(parts, spec, packs, length), min(total, packs * length)
             else:

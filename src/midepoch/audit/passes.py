@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from midepoch._internal.address import Address, is_address
+from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
@@ -60,6 +61,10 @@ class Generation:
     workers: int | None = None
     finished: bool = False
     """True if all ranks reached the end of the epoch."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources, if batches have provenance."""
+    documents: dict[int, tuple[RecordedDocuments, int]] = field(default_factory=dict)
+    """By rank, the documents of the steps of its process, and the number of the pass in that process."""
 
     @property
     def how(self) -> str:
@@ -233,4 +238,6 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: _last_time(one) for rank, one in of_rank.items()},
         max((one.workers for one in passes if one.workers is not None), default=None),
         len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),
+        passes[0].sources,
+        {rank: (one.documents, one.beginning[1]) for rank, one in of_rank.items() if one.documents is not None},
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
 from midepoch.errors import StateError
@@ -105,6 +106,10 @@ class Passed:
     """The machine or container of the process."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources, if batches have provenance."""
+    documents: RecordedDocuments | None = None
+    """The documents of the steps of the process, if they are recorded."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -188,6 +193,8 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             workers=header.get("workers"),
             space=header.get("space", ""),
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
+            sources=tuple(header.get("sources", ())),
+            documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

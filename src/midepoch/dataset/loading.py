@@ -52,6 +52,7 @@ class Loading(Sampling):
         context_parallel: Any = None,
         cp_layout: str | None = None,
         steps_per_epoch: int | None = None,
+        provenance: bool = False,
     ) -> Loader:
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
@@ -96,6 +97,12 @@ class Loading(Sampling):
 
         ``steps_per_epoch``: a pass has this number of batches, and continues where the last one stopped.
 
+        ``provenance``: batches name their rows: ``source`` (a number in ``loader.sources``) and ``row`` (its number in
+        that source before any shuffle), for an output of several rows that of the first. Packed sequences have
+        ``doc_ids`` instead, with ``source``, ``row`` and ``start`` (the first of its tokens that are in the sequence)
+        for each document; those of sequence k are ``cu_docs[k]`` to ``cu_docs[k + 1]``. With ``audit``, the documents
+        of each step are recorded, too.
+
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
         functions.
@@ -132,6 +139,7 @@ class Loading(Sampling):
             device=device,
             worker_init_fn=worker_init_fn,
             timeout=timeout,
+            provenance=provenance,
             dataset=self,
             batching=Batching(
                 max_tokens,

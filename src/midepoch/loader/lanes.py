@@ -109,7 +109,7 @@ class LaneBatches:
         self._spec, self._options, self._bundles, self._epoch = spec, options, bundles, cursor.epoch
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
-        self._lanes = spec.open(spec.shard, self._mine, cursor)
+        self._lanes = spec.open(spec.shard, self._mine, cursor, traced=bool(options.provenance))
         self._delivered_steps, self._counts_steps = cursor.steps, options.counts(cursor)
         self._steps = LaneSteps(self._lanes, options, equal, cursor.steps, counts=self._counts_steps)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
@@ -138,20 +138,21 @@ class LaneBatches:
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.
-                return Made(self._presenter.padding(self._something(), self._epoch), self.end)
+                value, traced = self._presenter.padding(self._something(), self._epoch)
+                return Made(value, self.end, traced=traced)
             rows = deal.items.row_count if isinstance(deal.items, Bunches) else len(deal.items)
             if len(deal.items):
                 self._last = deal.items
-                value = self._presenter.batch(deal.items, self._epoch)
+                value, traced = self._presenter.batch(deal.items, self._epoch)
             elif self._options.last_batch == "pad":
-                value = self._presenter.padding(deal.some, self._epoch)
+                value, traced = self._presenter.padding(deal.some, self._epoch)
             else:
                 continue  # all of it is for other ranks
             self._timings.present += perf_counter() - began
             if self.packed != self._counted:
                 self._count_packed()
             before, self._skipped = self._skipped, self._count_skipped()
-            return Made(value, deal, rows, self._skipped - before)
+            return Made(value, deal, rows, self._skipped - before, traced=traced)
         return None
 
     def _measured_step(self) -> Any:
@@ -190,4 +191,5 @@ class LaneBatches:
         return self._last
 
     def _first(self, process: Shard, beginning: Cursor) -> StepOutputs | None:
-        return self._spec.open(process, self._bundles(), beginning).take(1)
+        traced = bool(self._options.provenance)
+        return self._spec.open(process, self._bundles(), beginning, traced=traced).take(1)

@@ -352,6 +352,7 @@ class Loader(Weighting):
             planning=self._options.planning,
             measured=self.meter,
             load=load,
+            sources=self.sources if self._options.provenance else (),
         )
 
     def open(self, cursor: Cursor, plan: StepPlan | None) -> BatchSource:

@@ -18,6 +18,7 @@ from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
 from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
+from midepoch.loader.provenance import provenance_of
 from midepoch.order import Shard
 from midepoch.order.schedule import Schedule
 from midepoch.order.sizes import BatchSizes
@@ -45,6 +46,7 @@ def make_loader(
     audit: Any,
     dataset: Any = None,
     batching: Batching | None = None,
+    provenance: Any = False,
     **options: Any,
 ) -> Loader:
     """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
@@ -104,6 +106,7 @@ def make_loader(
         layout=batched.layout,
         context=batched.context,
         pads=batched.pads,
+        provenance=provenance_of(spec, provenance),
         **options,
     )
     if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):

@@ -82,6 +82,7 @@ class Options:
     budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
     of them in a step. ``steps_per_epoch``: steps of a pass, 0 for all. ``layout``: how rows of different lengths become
     arrays. ``context``: the part of each sequence that this rank gets, padded with ``pads`` where necessary.
+    ``provenance``: the kind of provenance in batches ("rows", "packed"), or "" for none.
     """
 
     batch_size: int
@@ -104,6 +105,7 @@ class Options:
     layout: Layout | None = None
     context: ContextSlice | None = None
     pads: Mapping[str, Any] | None = None
+    provenance: str = ""
 
     def counts(self, cursor: Cursor) -> bool:
         """Return True if steps are counted from a cursor on: something depends on them, or they were counted before."""

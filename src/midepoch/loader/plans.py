@@ -19,6 +19,7 @@ from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.transforms.provenance import Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,6 +34,8 @@ class Made(NamedTuple):
     empty: bool = False
     timings: Timings | None = None
     """The time that a worker has spent since its last report."""
+    traced: Traced | None = None
+    """The provenance of the rows without padding, if positions do not give it."""
 
 
 class BatchSource(Protocol):

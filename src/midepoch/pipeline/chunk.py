@@ -15,6 +15,7 @@ from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
 from midepoch.transforms.batch import alike, with_ordinals
+from midepoch.transforms.provenance import Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -54,6 +55,16 @@ class RowRefs:
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
         return replace(self, ordinals=with_ordinals(ordinals, number))
 
+    @property
+    def traced(self) -> Traced:
+        """The provenance of the rows. Draws by weight have other numbers here than their rows."""
+        rows = self.rows
+        for leaf in (
+            np.unique(self.leaves).tolist() if any(engine.leaf.order.repeats for engine in self.engines) else ()
+        ):
+            rows = np.where(self.leaves == leaf, self.engines[leaf].row_numbers(self.rows), rows)
+        return Traced(rows, self.leaves.astype(np.int16))
+
     def read(self) -> Batch:
         """Read the rows."""
         batch = self._read()
@@ -65,6 +76,7 @@ class RowRefs:
         for leaf in np.unique(self.leaves).tolist():
             places = np.flatnonzero(self.leaves == leaf)
             part = self.engines[leaf].read(self.rows[places])
+            part = replace(part, leaves=leaf) if leaf else part
             parts.append(part if self.schema is None else self.schema.conform(part))
             found.append(places)
         if len(parts) == 1:

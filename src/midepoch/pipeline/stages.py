@@ -20,6 +20,7 @@ from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row
 from midepoch.transforms.packing import NUMBER_BITS, Documents, PackSpec, best_fit, concatenated
+from midepoch.transforms.provenance import DocumentTable, Int16Array, concatenated_pieces
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -27,11 +28,12 @@ Int64Array = npt.NDArray[np.int64]
 class Packing:
     """Counts of packed tokens and of the token slots of sequences, and of skipped outputs.
 
-    ``skipped``: by functions after a stage, under ``on_error="skip"``.
+    ``skipped``: by functions after a stage, under ``on_error="skip"``. ``traced``: sequences name their documents.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, traced: bool = False) -> None:
         self.tokens = self.places = self.skipped = 0
+        self.traced = traced
 
     def note(self, tokens: int, places: int) -> None:
         self.tokens, self.places = self.tokens + tokens, self.places + places
@@ -234,10 +236,11 @@ def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
 
 
 def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
-    columns, first, tokens = best_fit(Documents.of(batch.columns, spec), spec)
+    columns, first, tokens, pieces = best_fit(Documents.of(batch.columns, spec), spec, traced=packing.traced)
     packing.note(tokens, len(first) * spec.length)
     ordinals = np.arange(len(first), dtype=np.int64)
-    return Batch(columns, batch.rows[first], batch.places[first], True, {}, ordinals)
+    table = None if pieces is None else DocumentTable.of(pieces, batch.rows, batch.leaves)
+    return Batch(columns, batch.rows[first], batch.places[first], True, {}, ordinals, documents=table)
 
 
 class Packed:
@@ -263,6 +266,7 @@ class Packed:
         self._total = 0  # tokens of the pending documents
         self._rows: Int64Array = np.zeros(0, np.int64)
         self._ordinals: Int64Array = np.zeros(0, np.int64)
+        self._leaves: Int16Array = np.zeros(0, np.int16)
         self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, first number, count
         self._intake: tuple[Chunk, int] | None = None  # a chunk, and the number of its outputs that were taken
         self._count = self._FIRST
@@ -312,6 +316,8 @@ class Packed:
         self._pending.append(documents)
         self._total += documents.tokens
         self._rows, self._ordinals = np.append(self._rows, batch.rows), np.append(self._ordinals, ordinals)
+        if self._packing.traced:
+            self._leaves = np.append(self._leaves, np.broadcast_to(np.asarray(batch.leaves, np.int16), len(batch)))
         self._origins.append((chunk, first, len(batch)))
         self._count = max(1, self._TOKENS * len(batch) // max(1, documents.tokens))
 
@@ -336,7 +342,10 @@ class Packed:
         starts = documents[:packs]
         ordinals = with_ordinals(self._ordinals[starts], into[:packs])
         columns = concatenated(self._pending, self._spec, packs, length)
-        made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
+        table = None
+        if self._packing.traced:
+            table = DocumentTable.of(concatenated_pieces(ends, firsts, base), self._rows, self._leaves)
+        made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals, documents=table)
         self._keep_rest(min(total, packs * length), at(packs))
         self._number += packs
         return Chunk(made, at, table=_token_table(origins, ends, length, base, first))
@@ -353,7 +362,7 @@ class Packed:
                 pending.append(rest)
             gone, tokens = gone + dropped, max(0, tokens - part.tokens)
         self._pending = pending
-        self._rows, self._ordinals = self._rows[gone:], self._ordinals[gone:]
+        self._rows, self._ordinals, self._leaves = self._rows[gone:], self._ordinals[gone:], self._leaves[gone:]
         origins = []
         for chunk, first, count in self._origins:
             if gone < count:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from midepoch.errors import ColumnError, MapError
 from midepoch.order.schedule import Schedule
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.columns import check_columns
+from midepoch.transforms.provenance import Pieces, sorted_pieces
 
 Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
@@ -262,11 +263,20 @@ def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
         columns[LABELS][columns["position_ids"] == 0] = IGNORED
 
 
-def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int]:
-    """Pack all documents by best-fit-decreasing. Documents that are too long are split first.
+class Fitted(NamedTuple):
+    """Packed sequences: their columns, the number of the first document of each, and the number of packed tokens.
 
-    Return the columns, for each sequence the number of its first document, and the number of packed tokens.
+    ``pieces``: of documents, if they are traced.
     """
+
+    columns: dict[str, Any]
+    first: Int64Array
+    tokens: int
+    pieces: Pieces | None
+
+
+def best_fit(documents: Documents, spec: PackSpec, *, traced: bool = False) -> Fitted:
+    """Pack all documents by best-fit-decreasing. Documents that are too long are split first."""
     length, lengths = spec.length, documents.lengths
     counts = -(-lengths // length)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -283,8 +293,8 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
         some = kept[rows]
         rows = (np.cumsum(kept) - 1)[rows]
         rooms = rooms[kept]
-        arrays = (rows, offsets, numbers, owners, sizes, stored, is_last, starts)
-        rows, offsets, numbers, owners, sizes, stored, is_last, starts = (array[some] for array in arrays)
+        arrays = (rows, offsets, numbers, owners, into, sizes, stored, is_last, starts)
+        rows, offsets, numbers, owners, into, sizes, stored, is_last, starts = (array[some] for array in arrays)
     targets, size = rows * length + offsets, len(rooms) * length
     incomplete = np.flatnonzero(rooms)
     padding = (incomplete + 1) * length - rooms[incomplete], rooms[incomplete]
@@ -304,7 +314,8 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
         order = np.argsort(rows, kind="stable")
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
     _add_labels(columns, spec)
-    return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum())
+    pieces = sorted_pieces(rows, numbers, owners, into, sizes) if traced else None
+    return Fitted(_as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces)
 
 
 def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
@@ -313,18 +324,21 @@ def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
     bounds = np.empty(ends[-1] if len(ends) else 0, np.int32)
     bounds[np.arange(len(rows)) + rows] = starts
     bounds[ends - 1] = stops
-    return pa.ListArray.from_arrays(_values(np.append(0, ends).astype(np.int32)), _values(bounds))
+    return pa.ListArray.from_arrays(arrow_values(np.append(0, ends).astype(np.int32)), arrow_values(bounds))
 
 
 def _as_arrow(columns: dict[str, Any], length: int) -> dict[str, pa.Array]:
     """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
     return {
-        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(_values(values), length)
+        name: values
+        if isinstance(values, pa.Array)
+        else pa.FixedSizeListArray.from_arrays(arrow_values(values), length)
         for name, values in columns.items()
     }
 
 
-def _values(values: Values) -> pa.Array:
+def arrow_values(values: Values) -> pa.Array:
+    """Return numbers as an Arrow array. Nothing is copied. (pa.array would import pandas.)"""
     if values.dtype.kind == "b":
         bits = np.packbits(values, bitorder="little")
         return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])
