@@ -195,7 +195,7 @@ def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoc
     assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
 
 
-PACKED = ["pack", "best fit", "packed mix"]
+PACKED = ["pack", "best fit", "packed mix", "schedule by tokens"]
 
 
 @pytest.mark.parametrize("name", PACKED)
