@@ -125,6 +125,11 @@ class LaneBatches:
         return self._lanes.packing.tokens, self._lanes.packing.places
 
     @property
+    def dropped(self) -> int:
+        """Outputs that were excluded since the last step."""
+        return self._lanes.dropped
+
+    @property
     def end(self) -> Cursor:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
         return self._lanes.cursor().at_end()._replace(steps=self._delivered_steps)

@@ -103,6 +103,19 @@ class StepPlan(Protocol):
     def end_cursor(self) -> Cursor:
         """The cursor after the last step."""
 
+    @property
+    def done(self) -> Intervals:
+        """What is not delivered after the start."""
+
+    def turn(self, step: int) -> int:
+        """Return what comes before a step, of all that is delivered: positions that remain, or batches."""
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
+        """Return the cursor after a number of steps from ``start`` on, with more that is not to be delivered.
+
+        ``alone``: no other rank adds what it has acknowledged.
+        """
+
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, as far as it is known."""
 
@@ -270,6 +283,13 @@ class Plan:
         if self.done is not EMPTY:
             first, stop = self.done.remaining(first), self.done.remaining(stop - 1) + 1
         return f"positions {first:,} to {stop - 1:,}"
+
+    def turn(self, step: int) -> int:
+        return min(self._first(step), self.end)
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:  # noqa: ARG002
+        cursor = self.cursor(steps - 1) if steps else start
+        return cursor._replace(done=cursor.done.union(done)) if done else cursor
 
     def known(self, rows: int) -> int:  # noqa: ARG002
         return self.rows

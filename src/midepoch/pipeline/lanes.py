@@ -53,6 +53,8 @@ class Lanes:
         self.live = [not at.ended for at in cursors]
         self.done = [at.done for at in cursors] if any(at.done for at in cursors) else None
         """For each lane the numbers of outputs that are dropped, or None if there are none."""
+        self.dropped = 0
+        """Outputs dropped since the last step."""
         self.intakes = [
             Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
             for lane, at in zip(self.numbers, cursors, strict=True)
@@ -75,6 +77,7 @@ class Lanes:
                 first = int(self.outputs[lane])
                 dropped = 0 if self.done is None else self.done[lane].count(first, first + pulled.count)
                 self.outputs[lane] += pulled.count
+                self.dropped += dropped
                 wanted -= pulled.count - dropped
                 kept += pulled.count - dropped
         return StepOutputs(self, self._start.epoch, before, taken) if kept else None
@@ -92,6 +95,7 @@ class Lanes:
             self.live[lane] = pulled.count > 0
             self.outputs[lane] += pulled.count
             dropped += pulled.count
+        self.dropped += dropped
         return dropped
 
     def cursor(self) -> Cursor:
@@ -144,7 +148,8 @@ class StepOutputs:
         self._position = lanes.position
         self.marks = [intake.mark() for intake in lanes.intakes]
         """Where each lane is after all of the outputs: a cursor, or a chunk and how many of its outputs come before."""
-        self._done = lanes.done
+        self._done, self.dropped = lanes.done, lanes.dropped
+        lanes.dropped = 0
         self.total = sum(some.count for _, some in taken) if lanes.done is None else len(self._kept)
         """Outputs of all processes that share these lanes, without those that are dropped."""
 
@@ -199,6 +204,16 @@ class StepOutputs:
             own = np.arange(shard.index, self.total, shard.count)
             order = own if order is None else order[own]
         return items if order is None else items.keep(order)
+
+    def own_outputs(self) -> dict[int, Int64Array]:
+        """Return the numbers of the outputs of this process, by lane."""
+        numbers = np.concatenate(self._numbers_taken())
+        numbers = numbers if self._order is None else numbers[self._order]
+        lanes, shard = self._lane_of, self._share.shard
+        if self._done is not None:
+            numbers, lanes = numbers[self._kept], lanes[self._kept]
+        numbers, lanes = numbers[shard.index :: shard.count], lanes[shard.index :: shard.count]
+        return {self._numbers[lane]: numbers[lanes == lane] for lane in np.unique(lanes).tolist()}
 
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.

@@ -22,6 +22,7 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import LaneContext
 from midepoch.state.done import changed_batches, changed_mix, done_in_lanes, done_of_all, done_text
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
+from midepoch.state.leased import combined
 from midepoch.state.matching import CHECKED, Matched
 
 _log = logging.getLogger("midepoch")
@@ -84,7 +85,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("the list of the states of all ranks is empty.")
-    parsed = [parse(one) for one in several]
+    parsed = _without_leases([parse(one) for one in several])
     if spec.has_positions:
         first = parsed[_rank_to_load(parsed, spec.shard)]
         done = done_of_all(first, parsed)
@@ -153,7 +154,19 @@ def one_of(state: Any, shard: Shard) -> Any:
         return state
     if not state:
         raise StateError("the list of the states of all ranks is empty.")
-    return state[_rank_to_load([parse(one) for one in state], shard)]
+    parsed = [parse(one) for one in state]
+    if any(one["leased"] for one in parsed):
+        return _without_leases(parsed)
+    return state[_rank_to_load(parsed, shard)]
+
+
+def _without_leases(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return states that are equivalent to those of ranks with leases."""
+    if not any(one["leased"] for one in found):
+        return found
+    free = {"leased", "planned", "steps", "flow", "known", "epoch_outputs"}
+    _check_alike(found, _OF_POSITION | free, "different runs")
+    return [dict(one) for one in combined(found)]
 
 
 def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
