@@ -1,0 +1,45 @@
+"""A loop of reinforcement learning with rollout processes, killed at random points: each prompt is trained on once."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+from forks import Forks
+
+EXAMPLE, JOB = Path(__file__).parents[1] / "examples" / "rollouts.py", Path(__file__).with_name("rollouts_job.py")
+PROMPTS = 400
+
+
+def trained(folder: Path) -> Counter[int]:
+    """How often the last model was trained on each prompt: without steps that were lost with an attempt."""
+    steps: list[tuple[int, list[int]]] = []
+    for line in (folder / "trained.txt").read_text().splitlines():
+        kind, step, *prompts = line.split()
+        if kind == "from":
+            steps = [each for each in steps if each[0] <= int(step)]
+        else:
+            steps.append((int(step), [int(prompt) for prompt in prompts]))
+    return Counter(prompt for _, prompts in steps for prompt in prompts)
+
+
+def rejected(folder: Path) -> set[int]:
+    """Prompts that some worker was about to reject, in any attempt."""
+    return {int(line) for path in folder.glob("rejected-*.txt") for line in path.read_text().splitlines()}
+
+
+def test_killed_at_random_points(torch_forks: Forks, tmp_path: Path) -> None:
+    chosen = random.Random()
+    for workers in (2, 3, 1, 2):
+        outcomes = chosen.randrange(1, 60)
+        (killed,) = torch_forks.run([str(JOB), str(EXAMPLE), str(outcomes), str(tmp_path), "--workers", str(workers)])
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    (done,) = torch_forks.run([str(EXAMPLE), str(tmp_path), "--workers", "3"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    once = trained(tmp_path)
+    assert set(once.values()) == {1}
+    others = set(range(PROMPTS)) - once.keys()
+    assert others and others <= rejected(tmp_path)
+    assert done.stdout == f"{PROMPTS} prompts: {len(once)} trained on, {len(others)} rejected\n"
