@@ -32,16 +32,15 @@ from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.headers import header_of
 from midepoch.audit.lanes import LaneRecorder
+from midepoch.audit.leases import leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import (
-    LOST,
-    UNKNOWN,
-)
+from midepoch.audit.records import LOST, UNKNOWN, VERSION_OF_LEASES
 from midepoch.audit.starts import new_file, process_name
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
+from midepoch.order.intervals import Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -51,8 +50,7 @@ from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
-_FIRST_MARK = 1.0
-"""Seconds to the first mark. Each of the next comes after twice the time, up to ``_MARK_SECONDS``."""
+_FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
 _SEEN_SECONDS = 1.0
 _SEEN = b'"seen":"%012d"'
 _PAGE = mmap.PAGESIZE
@@ -138,8 +136,9 @@ class Ledger:
         load: bool = False,
         sizes: BatchSizes | None = None,
         planning: Planning | None = None,
+        leased: Intervals | None = None,
     ) -> None:
-        """Record that a pass begins at a cursor.
+        """Record that a pass begins at a cursor. ``leased``: its batches are leases, without these steps.
 
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.
@@ -166,6 +165,8 @@ class Ledger:
             "time": round(time.time(), 3),
             **({"load": True} if load else {}),
         }
+        if leased is not None:
+            header |= {"midepoch_ledger": VERSION_OF_LEASES, "leases": leases_of(cursor, leased)}
         self._lanes = None
         if end is None:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
@@ -239,6 +240,10 @@ class Ledger:
         else:
             with suppress(OSError):
                 os.pwrite(self._file, seen, self._seen)
+
+    def note(self, record: bytes) -> None:
+        """Add a record of leases to the pass."""
+        self._write(record)
 
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or a pass ends."""

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
+from midepoch.audit.leases import LeaseRecord, read_leases
 from midepoch.errors import StateError
 from midepoch.order.sizes import BatchSizes
 
 VERSION = 2
+VERSION_OF_LEASES = 3
+"""Version of the records of passes with leases, and the newest."""
 VERSION_OF_POSITIONS = 1
 """Version of the records of passes over positions."""
 UNKNOWN = 2**62
@@ -25,7 +28,7 @@ LOST = b"~"
 Place = tuple[int, int]
 """An epoch and a position."""
 
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}")
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}|<[^>]*>")
 
 
 class Shape(NamedTuple):
@@ -105,6 +108,8 @@ class Passed:
     """The machine or container of the process."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
+    leases: LeaseRecord | None = None
+    """What was leased and acknowledged, if its batches were leases."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -141,7 +146,7 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
         return None  # truncated, so nothing can follow
     if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
         raise StateError(f"{path} is not a ledger of midepoch.")
-    if header["midepoch_ledger"] > VERSION:
+    if header["midepoch_ledger"] > VERSION_OF_LEASES:
         raise StateError(f"{path} was written by a newer midepoch. Upgrade midepoch to read it.")
     return header
 
@@ -188,6 +193,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             workers=header.get("workers"),
             space=header.get("space", ""),
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
+            leases=read_leases(header.get("leases"), record),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

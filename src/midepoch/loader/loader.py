@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
-from midepoch.loader.counted import Counted
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.leases import LeaseBook
+from midepoch.loader.leasing import Leasing, state_of
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
@@ -22,6 +23,7 @@ from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
 from midepoch.loader.token_plan import TokenPlan, make_plan
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
@@ -39,7 +41,7 @@ class _Left(NamedTuple):
 
 
 @hinted_methods(HINTS, only=HINTED)
-class Loader(Counted):
+class Loader(Leasing):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -84,6 +86,7 @@ class Loader(Counted):
         self._data_pass: Pass | None = None
         self.iterator: weakref.ref[Pass] | None = None
         self._sources = Sources(options, equal, self.meter.timings)
+        self.leases = LeaseBook()
         self._packed = (0, 0)
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
@@ -130,6 +133,7 @@ class Loader(Counted):
                     f"other, and the next one is {self.epoch}. Load a state to continue at another step."
                 )
             return
+        self.end_leases()
         live, left = self._live(), self._left
         self._pass = self._left = None
         self.namings += 1
@@ -154,12 +158,14 @@ class Loader(Counted):
         """Return the state after the last batch delivered: flat and JSON-able.
 
         If positions can be computed, it is equal on all ranks and under 1 KB. Otherwise it has a few integers for each
-        lane of this rank.
+        lane of this rank. With leases, it is what this rank has acknowledged.
         """
         self._draw_seed()
+        at, own = state_of(self.leases, self.shard.count == 1)
         if self.ledger is not None:
             self.ledger.flush()
-        return states.save(self._spec, self._where())
+        state = states.save(self._spec, self._where() if at is None else at)
+        return {**state, "leased": own} if own else state
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
         """Continue from a state, or from the list of the states of all ranks.
@@ -174,6 +180,7 @@ class Loader(Counted):
         self._sources.forget()
         spec = resumed.spec.for_processes(self.shard.count) if resumed.spec.has_positions else resumed.spec
         # No call between these: a signal handler that saves must not see only some of them.
+        self.leases.drop()
         self._spec, self._named, self._left = spec, False, None
         self._cursor = self.origin = resumed.cursor
         self.delivered, self.how, self._resume_point = None, "loaded", resumed.cursor
@@ -196,13 +203,13 @@ class Loader(Counted):
 
     @property
     def state_is_global(self) -> bool:
-        """True if the state of one rank restores all ranks. False if each runs lanes of its own."""
-        return self._spec.state_is_global
+        """True if the state of one rank restores all ranks. False if each has lanes, or leases, of its own."""
+        return self._spec.state_is_global and (self.leases.tracker is None or self.shard.count == 1)
 
     @property
     def takes_states_of_all_ranks(self) -> bool:
         """True if the list of the states of all ranks restores any number of them."""
-        return not self._spec.has_positions
+        return True
 
     def _draw_seed(self) -> None:
         """Fix the seed of the global generators while functions run: at the first pass, or the first state."""
@@ -210,15 +217,21 @@ class Loader(Counted):
             self._spec = self._spec.seeded()
 
     def _where(self) -> Cursor:
+        if (at := state_of(self.leases, self.shard.count == 1)[0]) is not None:
+            return at
         return self._cursor if self.delivered is None else _resolved(self.delivered)
 
     def __iter__(self) -> Iterator[Any]:
         return Stretch(self) if self._options.steps_per_epoch else self._begin_pass()
 
-    def _begin_pass(self) -> Pass:
+    def _begin_pass(self, start: Start | None = None, cursor: Cursor | None = None) -> Pass:
+        if start is None:
+            self.end_leases()
         self._end_iteration()
         self._draw_seed()
-        batches = Pass(self, self.next_start())
+        if cursor is not None:  # leases that were left are continued
+            self._cursor, self.delivered, self._named = cursor, None, False
+        batches = Pass(self, self.next_start() if start is None else start)
         self.iterator = weakref.ref(batches)
         return batches
 
@@ -318,7 +331,9 @@ class Loader(Counted):
         ledger.finish(self.meter.waited, end)
         self.how, self.origin = "on", end
 
-    def begin_record(self, ledger: Ledger, cursor: Cursor, *, load: bool = False) -> None:
+    def begin_record(
+        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: Intervals | None = None
+    ) -> None:
         """Record that a pass begins at a cursor, or that a state was loaded there."""
         ledger.begin(
             self._spec,
@@ -333,11 +348,12 @@ class Loader(Counted):
             planning=self._options.planning,
             measured=self.meter,
             load=load,
+            leased=leased,
         )
 
-    def open(self, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
-        """Open the batches from a cursor on."""
-        return self._sources.open(self._spec, cursor, plan)
+    def open(self, cursor: Cursor, plan: StepPlan | None, *, alone: bool = False) -> BatchSource:
+        """Open the batches from a cursor on. ``alone``: ranks do not agree on their steps."""
+        return self._sources.open(self._spec, cursor, plan, alone=alone)
 
     def leave_source(self, source: BatchSource | None) -> None:
         """Close the source of a pass that has ended. Workers stop with it unless they are persistent."""

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.ledger import Ledger
 from midepoch.errors import MidepochError
 from midepoch.loader.callers import warn_of_lightning
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
-from midepoch.loader.plans import BatchSource, Made
+from midepoch.loader.plans import BatchSource, Made, StepPlan
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
 from midepoch.transforms.formats import prepare
@@ -40,6 +42,10 @@ class Pass(HasState):
     """Iterator over the batches of a pass. The cursor of the loader moves with every batch."""
 
     _closed = True  # before it has begun
+    ended = False
+    """True if the end of the epoch was reached."""
+    leased: Intervals | None = None
+    """Steps that are left out because they are acknowledged, if batches are leased: then ranks go at their own pace."""
 
     def __init__(self, loader: Loader, start: Start) -> None:
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
@@ -53,7 +59,7 @@ class Pass(HasState):
         self.start, self.rolled, self._restart, self._left = start
         self._meter.begin()
         self._namings = self._loader.namings
-        self.plan = self._loader.plan(self.start)
+        self.plan: StepPlan | None = self._loader.plan(self.start)
         self.source: BatchSource | None = None
         self._made = self.delivered = 0  # batches made, and delivered
         self._closed = self._over = False
@@ -96,7 +102,7 @@ class Pass(HasState):
                 cursor = made.cursor
                 if ledger is not None:
                     if not self.delivered:  # a pass is recorded from its first batch on
-                        loader.begin_record(ledger, self.start)
+                        loader.begin_record(ledger, self.start, leased=self.leased)
                     if self.plan is None:
                         ledger.prepare_step(cursor)
                     recorded = ledger.recorded
@@ -133,10 +139,10 @@ class Pass(HasState):
         """Return the next batch, or None at the end of the epoch, when the loader moves to the next."""
         loader = self._loader
         while True:
-            if self._made < 2:
+            if self._made < (2 if self.leased is None else 1):
                 loader.compare(self.start, first=not self._made)
             if self.source is None and (self.plan is None or self.plan.has(0)):
-                self.source = loader.open(self.start, self.plan)
+                self.source = loader.open(self.start, self.plan, alone=self.leased is not None)
             made = None if self.source is None else self.source.next()
             if made is not None:
                 if self._restart is not None:
@@ -150,7 +156,7 @@ class Pass(HasState):
                 self._record_end()
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
                 continue
-            self._over = True
+            self._over = self.ended = True
             self._record_end()
             loader.epoch_over(self._end(), self.rolled)
             return None
@@ -173,6 +179,11 @@ class Pass(HasState):
         lanes = self.lanes
         assert lanes is not None
         return lanes.end
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger in which it is recorded, if any."""
+        return self._ledger
 
     @property
     def lanes(self) -> LaneBatches | None:
@@ -207,6 +218,7 @@ class Pass(HasState):
         if complete and self._failure is None:
             if self._ledger is not None:
                 self._ledger.finish(self._meter.waited, self._end())
+            self.ended = True
             self._loader.epoch_over(self._end(), self.rolled)
         else:
             self._loader.left(self)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.timings import Timings
+from midepoch.loader.numbers import StepNumbers
 from midepoch.loader.options import Options
 from midepoch.order import Shard, epoch_end
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
@@ -67,7 +70,7 @@ class StepPlan(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The position of the cursor after the last step, or None if it is not known yet."""
+        """The place after the last step, or None if it is not known yet."""
 
     def has(self, step: int) -> bool:
         """Return True if there is such a step, for some rank."""
@@ -97,6 +100,16 @@ class StepPlan(Protocol):
     def end_cursor(self) -> Cursor:
         """The cursor after the last step."""
 
+    @property
+    def done(self) -> Intervals:
+        """What is not delivered after the start."""
+
+    def turn(self, step: int) -> int:
+        """Return what comes before a step, of all that is delivered: positions that remain, or batches."""
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
+        """Return the cursor after a number of steps from ``start`` on, with more that is not to be delivered."""
+
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, as far as it is known."""
 
@@ -111,6 +124,9 @@ class Plan:
     ``padded``: the last one is as large as the others, with padding after the end of the epoch. ``sizes``: the batch
     sizes of a rank, if they change: then B is that of the step. ``first_step``: number of the first step in the run, if
     steps are counted.
+
+    ``done``: positions after the start that are not delivered. Then ``start``, ``end``, ``bounds`` and ``reach`` count
+    only the positions that remain. Methods that return positions or cursors return those of the epoch.
     """
 
     epoch: int
@@ -120,39 +136,53 @@ class Plan:
     padded: bool = False
     sizes: BatchSizes | None = None
     first_step: int | None = None
+    done: Intervals = EMPTY
 
     @staticmethod
     def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
         """Return the plan of a rank from a cursor on."""
         ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
         if sizes is None:
-            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends)
+            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends, cursor.done)
             return replace(plan, first_step=cursor.steps) if options.counts_steps or cursor.steps else plan
+        start, rows, done = cursor.done.left(cursor.position, spec.rows)
         plan = Plan(
             cursor.epoch,
-            cursor.position,
-            spec.rows,
+            start,
+            rows,
             sizes.at(cursor.steps) * ranks,
             ends == "pad",
             BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes)),
             cursor.steps,
+            done,
         )
         whole = len(plan) if plan.bounds(len(plan))[0] == plan.end else max(0, len(plan) - 1)
         return replace(plan, end=plan.bounds(whole)[0]) if ends == "drop" else plan
 
     @staticmethod
-    def of(epoch: int, start: int, rows: int, global_batch: int, last_batch: str | None) -> Plan:
-        return Plan(
-            epoch, start, epoch_end(start, rows, global_batch, last_batch == "drop"), global_batch, last_batch == "pad"
-        )
+    def of(
+        epoch: int, position: int, rows: int, global_batch: int, last_batch: str | None, done: Intervals = EMPTY
+    ) -> Plan:
+        start, rows, done = done.left(position, rows)
+        end = epoch_end(start, rows, global_batch, last_batch == "drop")
+        return Plan(epoch, start, end, global_batch, last_batch == "pad", done=done)
 
     @property
     def rows(self) -> int:
-        return self.end
+        return self.end if self.done is EMPTY else self.done.remaining(self.end)
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """The numbers of the steps, where some positions are done."""
+        sizes = BatchSizes((0,), (self.global_batch,)) if self.sizes is None else self.sizes
+        first = -(-self.start // self.global_batch) if self.first_step is None else self.first_step
+        return StepNumbers.of(self.done, self.start, first, sizes)
 
     def __len__(self) -> int:
         if self.sizes is None or self.end <= self.start:
             return max(0, -(-(self.end - self.start) // self.global_batch))
+        if self.done is not EMPTY:
+            return self.numbers.count(self.end)
         stop = self._base + self.end - self.start
         steps = self.sizes.step_at(stop)
         return steps + (self.sizes.before(steps) < stop) - (self.first_step or 0)
@@ -167,6 +197,8 @@ class Plan:
         """Return the position at which a step begins, also after the end of the epoch."""
         if self.sizes is None:
             return self.start + step * self.global_batch
+        if self.done is not EMPTY:
+            return self.numbers.begin(step)
         return self.start + self.sizes.before((self.first_step or 0) + step) - self._base
 
     def has(self, step: int) -> bool:
@@ -179,11 +211,21 @@ class Plan:
         return self._first(step), min(self._first(step + 1), self.end)
 
     def cursor(self, step: int) -> Cursor:
+        if self.done is not EMPTY:
+            return self._cursor_amid_done(step + 1)
         steps = 0 if self.first_step is None else self.first_step + step + 1
         return Cursor(self.epoch, min(self._first(step + 1), self.end), steps=steps)
 
+    def _cursor_amid_done(self, steps: int) -> Cursor:
+        """Return the cursor after a number of steps, and after the positions that follow them and are done."""
+        position = self.done.remaining(min(self._first(steps), self.end))
+        number = 0 if self.first_step is None else self.numbers.number(steps)
+        return Cursor(self.epoch, position, steps=number, done=self.done.from_(position))
+
     @property
     def end_cursor(self) -> Cursor:
+        if self.done is not EMPTY:
+            return self._cursor_amid_done(len(self))
         return Cursor(self.epoch, self.end, steps=0 if self.first_step is None else self.first_step + len(self))
 
     def reach(self, step: int) -> int:
@@ -202,22 +244,42 @@ class Plan:
         else:
             parts = [shard.positions(self._first(each), self.reach(each)) for each in steps]
             positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
+        if self.done is not EMPTY:
+            return self._ask_amid_done(positions, ends)
         if not self.padded:
             return Asked(positions, ends, None)
         return Asked(positions % self.end, ends, int(np.searchsorted(positions, self.end)))
+
+    def _ask_amid_done(self, numbers: Int64Array, ends: list[int]) -> Asked:
+        """Return the positions with these numbers among those that remain. Padding is the same as after a resume."""
+        positions = self.done.remaining(numbers)
+        if not self.padded:
+            return Asked(positions, ends, None)
+        padding = numbers >= self.end
+        positions[padding] = (numbers[padding] - self.end) % self.rows
+        return Asked(positions, ends, int(np.searchsorted(numbers, self.end)))
 
     def batch_rows(self, shard: Shard) -> int:
         return -(-self.global_batch // shard.count)
 
     def first_position(self, step: int) -> int:
-        return self._first(step)
+        return self._first(step) if self.done is EMPTY else self.done.remaining(self._first(step))
 
     def place(self, step: int) -> str:
         first, stop = self.bounds(step)
+        if self.done is not EMPTY:
+            first, stop = self.done.remaining(first), self.done.remaining(stop - 1) + 1
         return f"positions {first:,} to {stop - 1:,}"
 
+    def turn(self, step: int) -> int:
+        return min(self._first(step), self.end)
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
+        cursor = self.cursor(steps - 1) if steps else start
+        return cursor._replace(done=cursor.done.union(done)) if done else cursor
+
     def known(self, rows: int) -> int:  # noqa: ARG002
-        return self.end
+        return self.rows
 
     def left_out(self, ranks: int) -> int:
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from midepoch.errors import CheckpointMismatchError, ColumnError
 from midepoch.order import EpochOrder, Layout, Order
 from midepoch.order.budget import Batches, Budget, TooLongError
+from midepoch.order.intervals import Intervals
 from midepoch.order.keys import derive
 from midepoch.pipeline.cursor import Cursor, PlannedAt
 from midepoch.pipeline.leaf import Leaf
@@ -185,6 +186,15 @@ class PlannedEpoch:
             batches,
             planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done, window.checksum))),
         )
+
+    def cursor_amid_done(self, batches: int, done: Intervals) -> Cursor:
+        """Return the cursor after a number of batches, with later ones that are done and the budget that forms them."""
+        self.window_of(batches - 1)  # some before it were not asked for
+        cursor, window = self.cursor(batches), self.window_of(batches) if done else None
+        if window is None:
+            return cursor
+        leg = (self._budget.text, window.done + batches - window.before, window.checksum)
+        return cursor._replace(planned=PlannedAt(window.start, (*window.legs, leg)), done=done)
 
     def rows_before(self, batches: int) -> int:
         """Return the number of rows of the epoch in the batches before."""

@@ -16,6 +16,9 @@ Additional fields of loaders:
 - ``planned`` (text, JSON): [position at which the window in progress begins, [[budget, batches delivered], …]]. Then
   ``position`` counts batches
 - ``steps``: steps since the run began, where something depends on their number
+- ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
+  lanes JSON, {lane: its outputs}
+- ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
 """
 
 from __future__ import annotations
@@ -140,6 +143,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "planned": (str,),
     "steps": (int,),
     "weights": (str,),
+    "done": (str,),
+    "leased": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -161,6 +166,8 @@ _DEFAULTS = {
     "planned": "",
     "steps": 0,
     "weights": "",
+    "done": "",
+    "leased": "",
 }
 _MOST_LANES = 2**31
 
