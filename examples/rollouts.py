@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 import midepoch
 from midepoch.checkpoint import PipelineCheckpoint
+from midepoch.loader.leases import Lease
 
 PROMPTS, GROUP, GROUPS, DEPTH, EVERY, DIGITS, WIDTH = 400, 8, 8, 4, 5, 10, 16
 
@@ -46,7 +47,7 @@ class Worker:
 
     process: BaseProcess
     pipe: Connection
-    tasks: dict[int, midepoch.Lease] = field(default_factory=dict)
+    tasks: dict[int, Lease] = field(default_factory=dict)
 
 
 def make_data(path: Path) -> None:
@@ -67,13 +68,12 @@ def generate(pipe: Connection, log: Path) -> None:
             chances /= chances.sum()
             completions = rng.choice(DIGITS, size=GROUP, p=chances)
             rewards = (completions == (prompt["left"] + prompt["right"]) % DIGITS).astype(np.float32)
-            group = Group(completions, chances[completions], rewards)
             if rewards.min() == rewards.max():
                 print(prompt["prompt"], file=rejected)
                 lease.reject()  # from this process: it is in every state that is saved from now on
                 pipe.send((lease.id, None))
             else:
-                pipe.send((lease.id, group))
+                pipe.send((lease.id, (completions, chances[completions], rewards)))
 
 
 def train(folder: Path, workers: int, die_at: int | None) -> None:
@@ -92,7 +92,7 @@ def train(folder: Path, workers: int, die_at: int | None) -> None:
     log = open(folder / "trained.txt", "a", buffering=1)  # noqa: SIM115
     print("from", step, file=log)
 
-    def update(groups: list[tuple[midepoch.Lease, Group]]) -> None:
+    def update(groups: list[tuple[Lease, Group]]) -> None:
         """Make a step of GRPO: advantages within each group, clipped ratios to the policy that generated it."""
         nonlocal step
         prompts = {name: torch.tensor([lease.batch[name] for lease, _ in groups]) for name in ("left", "right")}
@@ -131,8 +131,8 @@ def train(folder: Path, workers: int, die_at: int | None) -> None:
 
 
 def rollouts(
-    leases: Iterator[midepoch.Lease], model: Any, workers: list[Worker]
-) -> Iterator[tuple[midepoch.Lease, Group]]:
+    leases: Iterator[Lease], model: Any, workers: list[Worker]
+) -> Iterator[tuple[Lease, Group]]:
     """Keep all workers busy, and yield groups that were not rejected, in the order in which they are complete."""
     while True:
         weights = tuple(model[name].detach().numpy() for name in ("left", "right", "out"))
@@ -146,15 +146,15 @@ def rollouts(
         for pipe in wait([worker.pipe for worker in workers]):
             worker = next(each for each in workers if each.pipe is pipe)
             try:
-                number, group = worker.pipe.recv()
+                number, answer = worker.pipe.recv()
             except (EOFError, ConnectionError):
                 workers.remove(worker)
                 if not workers:
                     raise RuntimeError("all workers have died") from None
                 continue
             lease = worker.tasks.pop(number)
-            if group is not None:
-                yield lease, group
+            if answer is not None:
+                yield lease, Group(*answer)
 
 
 def start(count: int, folder: Path) -> list[Worker]:

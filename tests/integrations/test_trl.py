@@ -97,12 +97,12 @@ def test_every_prompt_once_on_other_numbers_of_ranks(trl_forks: Forks, tmp_path:
     always = {"num_generations": 4, "steps_per_generation": 2, "save_steps": 1, "num_train_epochs": 2, "prompts": 22}
     attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, die_at=3, **always)
     attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=4, die_at=9, **always)
-    attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, die_at=12, **always)
-    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=4, **always)
-    assert resumed_from(tmp_path) == [0, 3, 9, 12]
+    attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, **always)
+    assert resumed_from(tmp_path) == [0, 3, 9]
     assert trained(tmp_path) == dict.fromkeys(range(22), 8)
 
 
+@pytest.mark.slow
 def test_groups_across_ranks(trl_forks: Forks, tmp_path: Path) -> None:
     """Each rank has half of the completions of every prompt, in one step."""
     always = {"num_generations": 8, "gradient_accumulation_steps": 2, "save_steps": 1, "prompts": 7}
