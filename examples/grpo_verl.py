@@ -24,8 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from verl import DataProto
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
 from verl.utils.dataset.rl_dataset import collate_fn
+from verl.workers.config import ActorConfig
 
 import midepoch
 
@@ -122,7 +123,8 @@ def update(policy: Policy, optimizer: Any, batch: DataProto, *, die: bool) -> No
     mask = torch.ones_like(batch.batch["rewards"])
     advantages, _ = compute_grpo_outcome_advantage(batch.batch["rewards"], mask, batch.non_tensor_batch["uid"])
     now, before = policy.log_probs(batch), batch.batch["old_log_probs"]
-    loss = compute_policy_loss(before, now, advantages, mask, cliprange=0.2)[0]
+    actor = ActorConfig(strategy="fsdp", rollout_n=GENERATIONS, ppo_micro_batch_size_per_gpu=BATCH)
+    loss, _ = compute_policy_loss_vanilla(before, now, advantages, mask, config=actor)
     optimizer.zero_grad()
     loss.backward()
     if die:

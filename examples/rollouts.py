@@ -130,9 +130,7 @@ def train(folder: Path, workers: int, die_at: int | None) -> None:
     print(f"{PROMPTS} prompts: {trained['prompts']} trained on, {PROMPTS - trained['prompts']} rejected")
 
 
-def rollouts(
-    leases: Iterator[Lease], model: Any, workers: list[Worker]
-) -> Iterator[tuple[Lease, Group]]:
+def rollouts(leases: Iterator[Lease], model: Any, workers: list[Worker]) -> Iterator[tuple[Lease, Group]]:
     """Keep all workers busy, and yield groups that were not rejected, in the order in which they are complete."""
     while True:
         weights = tuple(model[name].detach().numpy() for name in ("left", "right", "out"))

@@ -30,16 +30,29 @@ def rejected(folder: Path) -> set[int]:
     return {int(line) for path in folder.glob("rejected-*.txt") for line in path.read_text().splitlines()}
 
 
-def test_killed_at_random_points(torch_forks: Forks, tmp_path: Path) -> None:
+def check(folder: Path, said: str) -> None:
+    """Every prompt was trained on once, or rejected."""
+    once = trained(folder)
+    assert set(once.values()) == {1}
+    others = set(range(PROMPTS)) - once.keys()
+    assert others and others <= rejected(folder)
+    assert said == f"{PROMPTS} prompts: {len(once)} trained on, {len(others)} rejected\n"
+
+
+def test_learner_killed_at_random_points(torch_forks: Forks, tmp_path: Path) -> None:
     chosen = random.Random()
     for workers in (2, 3, 1, 2):
-        outcomes = chosen.randrange(1, 60)
-        (killed,) = torch_forks.run([str(JOB), str(EXAMPLE), str(outcomes), str(tmp_path), "--workers", str(workers)])
+        lines = str(chosen.randrange(1, 60))
+        command = [str(JOB), str(EXAMPLE), "learner", lines, str(tmp_path), "--workers", str(workers)]
+        (killed,) = torch_forks.run(command)
         assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     (done,) = torch_forks.run([str(EXAMPLE), str(tmp_path), "--workers", "3"])
     assert done.returncode == 0, done.stderr[-3000:]
-    once = trained(tmp_path)
-    assert set(once.values()) == {1}
-    others = set(range(PROMPTS)) - once.keys()
-    assert others and others <= rejected(tmp_path)
-    assert done.stdout == f"{PROMPTS} prompts: {len(once)} trained on, {len(others)} rejected\n"
+    check(tmp_path, done.stdout)
+
+
+def test_worker_killed_at_a_random_point(torch_forks: Forks, tmp_path: Path) -> None:
+    lines = str(random.Random().randrange(1, 150))
+    (done,) = torch_forks.run([str(JOB), str(EXAMPLE), "worker", lines, str(tmp_path), "--workers", "2"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(tmp_path, done.stdout)
