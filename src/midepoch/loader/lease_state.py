@@ -56,9 +56,9 @@ class LeasedSteps:
         if alone:
             # Among the positions in between, those that are not delivered in the pass are done as well.
             done = Intervals.of(plan.done.remaining(turns.starts), plan.done.remaining(turns.stops - 1) + 1)
-            return plan.cursor_with(self._start, oldest, done), ""
+            return plan.cursor_with(self._start, oldest, done, alone=True), ""
         fields = [self._shard.index, self._shard.count, plan.turn(oldest), turns.encode()]
-        return plan.cursor_with(self._start, oldest, EMPTY), json.dumps(fields, separators=(",", ":"))
+        return plan.cursor_with(self._start, oldest, EMPTY, alone=False), json.dumps(fields, separators=(",", ":"))
 
 
 class LeasedLanes:
@@ -171,8 +171,8 @@ class RemainingSteps:
     def turn(self, step: int) -> int:
         return self.plan.turn(self.step(step))
 
-    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
-        return self.plan.cursor_with(start, self.step(steps), done)
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
+        return self.plan.cursor_with(start, self.step(steps), done, alone=alone)
 
     def left_out(self, ranks: int) -> int:
         return self.plan.left_out(ranks)

@@ -168,17 +168,13 @@ class Leasing(Counted):
 
     def track(self, batches: Pass) -> Tracker:
         """Begin the leases of a pass."""
-        spec, at = self._spec, batches.start
-        share = Share.of(spec.lanes, spec.shard)
-        if (
-            batches.plan is None and at.lanes is None
-        ):  # so that a state names its lanes before the first acknowledgement
-            lane = LaneCursor(0, False, start(spec.node))
-            at = at._replace(
-                lanes=LaneCursors(dict.fromkeys(share.lanes.positions(0, spec.lanes).tolist(), lane), share.lanes)
-            )
-            batches.start = at
-        return self.leases.begin(batches.plan, at, spec.shard, share, batches.ledger)
+        spec, share = self._spec, Share.of(self._spec.lanes, self._spec.shard)
+        if batches.plan is None:  # a state names the lanes of this rank, also before anything is acknowledged
+            known = {} if batches.start.lanes is None else batches.start.lanes.by_lane
+            fresh = LaneCursor(0, False, start(spec.node))
+            lanes = {lane: known.get(lane, fresh) for lane in share.lanes.positions(0, spec.lanes).tolist()}
+            batches.start = batches.start._replace(lanes=LaneCursors(lanes, share.lanes))
+        return self.leases.begin(batches.plan, batches.start, spec.shard, share, batches.ledger)
 
     def begin_leases(self, items: LeaseItems) -> tuple[Pass, Tracker]:
         """Return a pass of leases: the rest of one that was left, or a new one."""

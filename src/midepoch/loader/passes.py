@@ -128,7 +128,7 @@ class Pass(HasState):
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
         shard = self._loader.shard
-        if shard.count > 1 and made.skipped and self.plan is not None:
+        if shard.count > 1 and made.skipped and self.plan is not None and self.leased is None:
             raise MidepochError(
                 f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at '
                 f"{self.plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "

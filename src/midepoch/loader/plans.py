@@ -107,8 +107,11 @@ class StepPlan(Protocol):
     def turn(self, step: int) -> int:
         """Return what comes before a step, of all that is delivered: positions that remain, or batches."""
 
-    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
-        """Return the cursor after a number of steps from ``start`` on, with more that is not to be delivered."""
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
+        """Return the cursor after a number of steps from ``start`` on, with more that is not to be delivered.
+
+        ``alone``: no other rank adds what it has acknowledged.
+        """
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, as far as it is known."""
@@ -274,7 +277,7 @@ class Plan:
     def turn(self, step: int) -> int:
         return min(self._first(step), self.end)
 
-    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:  # noqa: ARG002
         cursor = self.cursor(steps - 1) if steps else start
         return cursor._replace(done=cursor.done.union(done)) if done else cursor
 

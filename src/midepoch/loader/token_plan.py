@@ -192,12 +192,13 @@ class TokenPlan:
         after = self._start + step * self._ranks
         return after if not step or self._has(after - 1) else self._end(self._epoch.count())
 
-    def cursor_with(self, start: Cursor, steps: int, done: Intervals) -> Cursor:
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
         cursor = self.cursor(steps - 1) if steps else start
-        if not done:
+        if alone and not done:
             return cursor
         batch = self._batch(self.turn(steps))
-        return self._epoch.cursor_amid_done(batch, cursor.done.union(done))._replace(steps=cursor.steps)
+        named = self._epoch.cursor_amid_done(batch, cursor.done.union(done), named=True)
+        return named._replace(steps=cursor.steps)
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, where batches are counted quickly."""

@@ -187,10 +187,13 @@ class PlannedEpoch:
             planned=PlannedAt(window.start, (*window.legs, (self._budget.text, done, window.checksum))),
         )
 
-    def cursor_amid_done(self, batches: int, done: Intervals) -> Cursor:
-        """Return the cursor after a number of batches, with later ones that are done and the budget that forms them."""
-        self.window_of(batches - 1)  # some before it were not asked for
-        cursor, window = self.cursor(batches), self.window_of(batches) if done else None
+    def cursor_amid_done(self, batches: int, done: Intervals, *, named: bool = False) -> Cursor:
+        """Return the cursor after a number of batches, with later ones that are done and the budget that forms them.
+
+        ``named``: with the budget in any case.
+        """
+        self.window_of(max(0, batches - 1))  # some before it were not asked for
+        cursor, window = self.cursor(batches), self.window_of(batches) if done or named else None
         if window is None:
             return cursor
         leg = (self._budget.text, window.done + batches - window.before, window.checksum)
