@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from forks import Forks
+from midepoch.audit import read_run
 
 EXAMPLE, JOB = Path(__file__).parents[1] / "examples" / "rollouts.py", Path(__file__).with_name("rollouts_job.py")
 PROMPTS = 400
@@ -36,6 +37,10 @@ def check(folder: Path, said: str) -> None:
     assert set(once.values()) == {1}
     others = set(range(PROMPTS)) - once.keys()
     assert others and others <= rejected(folder)
+    (epoch,) = read_run(folder / "ledger").epochs
+    assert epoch.exact and epoch.complete and epoch.leases is not None
+    assert (epoch.leases.acknowledged, epoch.leases.rejected) == (PROMPTS, len(others))
+    assert (epoch.leases.repeated, epoch.leases.never, epoch.leases.out) == (0, 0, 0)
     assert said == f"{PROMPTS} prompts: {len(once)} trained on, {len(others)} rejected\n"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forks import Forks
+from midepoch.audit import read_run
 
 pytest.importorskip("trl", reason="midepoch[trl] is not installed")
 
@@ -90,6 +91,8 @@ def test_every_prompt_once_over_kills(
         attempt(trl_forks, tmp_path, **always, **options, prompts=prompts, die_at=die_at)
     attempt(trl_forks, tmp_path, **always, **options, prompts=prompts)
     assert resumed_from(tmp_path) == [0, *kills]
+    proofs = [(epoch.exact, epoch.complete) for epoch in read_run(tmp_path / "ledger").epochs]
+    assert proofs == [(True, True)] * epochs
     assert trained(tmp_path) == dict.fromkeys(range(prompts), 4 * epochs)
 
 
@@ -134,6 +137,20 @@ def test_filtered_prompts(trl_forks: Forks, tmp_path: Path) -> None:
     attempt(trl_forks, tmp_path, die_at=8, **always)
     attempt(trl_forks, tmp_path, **always)
     assert trained(tmp_path) == dict.fromkeys(range(7), 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, "One must be a multiple of the other"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "kept": 7}, "Raise steps_per_generation"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str, trl_forks: Forks, tmp_path: Path) -> None:
+    always = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 2, "prompts": 8}
+    (refused,) = trl_forks.run([str(JOB), str(tmp_path), json.dumps(always | options)])
+    assert refused.returncode == 1
+    assert message in refused.stderr
 
 
 def test_example(trl_forks: Forks, tmp_path: Path) -> None:

@@ -229,8 +229,9 @@ def trl(folder: Path) -> None:
         return [float(len(each)) for each in completions]
 
     for steps in (2, 3):
-        args = GRPOConfig(str(folder / "out"), per_device_train_batch_size=4, num_generations=2, max_steps=steps)
-        args.max_completion_length, args.save_steps, args.use_cpu, args.bf16, args.report_to = 2, 2, True, False, []
+        plain: Any = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": 2, "save_steps": 2}
+        of_steps: Any = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": steps}
+        args = GRPOConfig(str(folder / "out"), **plain, **of_steps)
         model = LlamaForCausalLM(LlamaConfig(vocab_size=8, pad_token_id=0, eos_token_id=1, **sizes))
         trainer = ResumableGRPOTrainer(model, reward, args, train_dataset=ds, processing_class=tokenizer)
         trainer.train(resume_from_checkpoint=steps > 2)

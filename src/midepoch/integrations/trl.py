@@ -97,7 +97,7 @@ class ResumablePrompts(ResumableTraining):
         if is_ours:
             self.train_dataset = train_dataset
             _check_arguments(self.args)  # type: ignore[attr-defined]
-            _check_steps(self._layout())
+            _check_steps(self._layout(), train_dataset.pipeline.has_positions)
             self.add_callback(_Acknowledge(self))  # type: ignore[attr-defined]
 
     def train(self: Any, *rest: Any, **named: Any) -> Any:
@@ -242,8 +242,14 @@ def _length(loader: Loader, layout: Layout) -> int | None:
     return complete * layout.micro_batches(layout.prompts) + layout.micro_batches(rest)
 
 
-def _check_steps(layout: Layout) -> None:
+def _check_steps(layout: Layout, has_length: bool) -> None:
     uses, accumulated = layout.slices * layout.iterations, layout.accumulated
+    if accumulated > uses and not has_length:
+        raise ValueError(
+            f"a step has {accumulated} micro-batches (gradient_accumulation_steps), and a generation is used in {uses} "
+            "(steps_per_generation × num_iterations). With data of unknown length, as after filter, a step could have "
+            "generations of two epochs. Raise steps_per_generation."
+        )
     if uses % accumulated and accumulated % uses:
         raise ValueError(
             f"a generation is used in {uses} micro-batches (steps_per_generation × num_iterations) and a step has "
