@@ -67,7 +67,7 @@ class Rank:
     def leave(self) -> None:
         """Leave the block and begin another one, which delivers what was held again."""
         self.stack.close()
-        self.stack, self.over = ExitStack(), self.over and not self.held or self.loader.epoch > 0
+        self.stack, self.over = ExitStack(), (self.over and not self.held) or self.loader.epoch > 0
         self.held = []
         if not self.over:
             self.items = self._enter()

@@ -116,6 +116,7 @@ def _differ(mark: Any, other: Any) -> bool:
 
 
 _MOST_PENDING = 256
+_DROPPED = re.compile(rb"x(\d+);|(\.)")
 _STEP = re.compile(rb"-(\d+)\.|(\.)|\{([^}]*)\}|(#)")
 
 
@@ -177,6 +178,15 @@ class LaneTrack:
     def recorded(self) -> int:
         """Steps, and the end of the epoch, whose cursors are recorded: a killed process may have left out the last."""
         return max((segments[-1][0] + len(segments[-1][2]) - 1 for segments in self._segments.values()), default=0)
+
+    def dropped(self, steps: int) -> int:
+        """Return the outputs that were excluded up to a number of steps, or to the end."""
+        total = step = 0
+        for outputs, one in _DROPPED.findall(self.record):
+            if outputs and (step < steps or self.finished):
+                total += int(outputs)
+            step += bool(one)
+        return total
 
     @property
     def finished(self) -> bool:

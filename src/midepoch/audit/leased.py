@@ -39,5 +39,10 @@ def _of_rank(one: Generation, rank: int) -> RankPass:
     shape, shard, record = one.shape, Shard(rank, one.shape.ranks), one.leases.get(rank)
     plain = None
     if record is None and not one.lanes:
-        plain = Intervals.from_positions(shard.positions(shape.start, one.made(rank)))
-    return RankPass(shape.start, one.end, shard, shape.global_batch, record, plain)
+        amid = shape.amid
+        plain = Intervals.from_positions(
+            shard.positions(shape.start, one.made(rank))
+            if amid is None
+            else amid.done.remaining(shard.positions(amid.start, amid.done.before(one.made(rank))))
+        )
+    return RankPass(shape.start, one.end, shard, shape.global_batch, record, plain, Intervals.decode(shape.done))

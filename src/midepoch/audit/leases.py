@@ -129,6 +129,8 @@ class RankPass(NamedTuple):
     """Rows of a step, of all ranks."""
     record: LeaseRecord | None
     plain: Intervals | None = None
+    done: Intervals = EMPTY
+    """What was not delivered in a pass without leases."""
 
 
 class LeaseCounts(NamedTuple):
@@ -178,7 +180,7 @@ class LeaseCounter:
             if one.plain is None:
                 self._is_sure = False
             else:
-                self._begin(0, Intervals.of(0, one.start))
+                self._begin(0, one.done.union(Intervals.of(0, one.start)))
                 self._acknowledge(0, one.plain)
             return
         for lane, base in record.base(one.start).items():

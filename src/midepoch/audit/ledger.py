@@ -10,7 +10,8 @@ once a second: the milliseconds from its ``time`` to the last step. So a killed 
 loaded state is a line of JSON as well, with ``"load": true``.
 
 If positions cannot be computed, some steps are followed by the cursors of the lanes in braces
-(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors.
+(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors. ``x12;`` before a step (or the end): so many
+outputs were excluded since the step before. If positions are excluded, they are in the line of JSON.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.figures import Figures, Measured
-from midepoch.audit.headers import header_of
+from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
 from midepoch.audit.leases import leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import LOST, UNKNOWN, VERSION_OF_LEASES
+from midepoch.audit.records import LOST, UNKNOWN, VERSION
 from midepoch.audit.starts import new_file, process_name
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
-from midepoch.order.intervals import Intervals
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -56,13 +57,6 @@ _SEEN = b'"seen":"%012d"'
 _PAGE = mmap.PAGESIZE
 _numbers = count(1)  # passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
-
-
-class Ending(Protocol):
-    """The plan of a pass."""
-
-    def known(self, rows: int) -> int:
-        """Return the position at its end. UNKNOWN if it is not known, and there are more rows to count it by."""
 
 
 @hinted_methods({}, only=["__init__"])
@@ -149,13 +143,13 @@ class Ledger:
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
         begun yet.
         """
-        shard, until = spec.shard, UNKNOWN
+        shard, until, done = spec.shard, UNKNOWN, EMPTY
         if end is not None:
-            until = end.known(MOST_ROWS)
+            until, done = end.known(MOST_ROWS), spec.done_after(cursor)
         self._ends = end is None or until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
         header: dict[str, Any] = {
-            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning),
+            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning, done),
             "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "name": self.name,
@@ -166,7 +160,7 @@ class Ledger:
             **({"load": True} if load else {}),
         }
         if leased is not None:
-            header |= {"midepoch_ledger": VERSION_OF_LEASES, "leases": leases_of(cursor, leased)}
+            header |= {"midepoch_ledger": VERSION, "leases": leases_of(cursor, leased)}
         self._lanes = None
         if end is None:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
@@ -211,6 +205,8 @@ class Ledger:
         now = self._last = time.monotonic()
         due = now >= self._due
         record = b"." if not skipped else b"-%d." % skipped
+        if self._lanes is not None and isinstance(cursor, StepOutputs) and cursor.dropped:
+            record = b"x%d;" % cursor.dropped + record
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile
             self._beside = False
@@ -287,9 +283,11 @@ class Ledger:
                 os.pwrite(self._file, zeros, end)
         self.end = end
 
-    def finish(self, waited: float, end: Cursor) -> None:
-        """Record that a pass was iterated to its end."""
+    def finish(self, waited: float, end: Cursor, dropped: int = 0) -> None:
+        """Record that a pass was iterated to its end. ``dropped``: outputs excluded after the last step."""
         self.flush()
+        if dropped:
+            self._write(b"x%d;" % dropped)
         if self._ends:
             self._write(b"#")
         if self._lanes is not None and end.lanes is not None:

@@ -13,6 +13,7 @@ from midepoch.audit.leases import LeaseRecord
 from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
 from midepoch.audit.starts import host_of
 from midepoch.errors import DataNotFoundError
+from midepoch.order.intervals import Intervals
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""
@@ -108,6 +109,18 @@ class Generation:
     def kept_steps(self) -> int:
         """Number of steps up to the position at which the run left the pass."""
         return self.shape.steps_to(self.frontier)
+
+    @property
+    def kept_numbers(self) -> int:
+        """Number of those steps, with the ones that were excluded before and between them."""
+        if (amid := self.shape.amid) is None:
+            return self.kept_steps
+        return amid.numbers.number(self.kept_steps) - self.shape.first_step
+
+    @property
+    def done(self) -> Intervals:
+        """Positions that are not delivered."""
+        return Intervals.decode(self.shape.done)
 
     @property
     def kept_skipped(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,15 @@ from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.leases import LeaseRecord, read_leases
 from midepoch.errors import StateError
+from midepoch.order.intervals import Intervals
+from midepoch.order.numbers import StepNumbers, steps_filled
 from midepoch.order.sizes import BatchSizes
 
-VERSION = 2
-VERSION_OF_LEASES = 3
-"""Version of the records of passes with leases, and the newest."""
+VERSION = 3
 VERSION_OF_POSITIONS = 1
 """Version of the records of passes over positions."""
+VERSION_OF_OTHERS = 2
+"""Version of those over lanes, of batches by tokens, and of batch sizes that change. Newer: positions are excluded."""
 UNKNOWN = 2**62
 """The end of an epoch whose outputs have no positions, until it is reached."""
 SUFFIX = ".ledger"
@@ -50,9 +53,18 @@ class Shape(NamedTuple):
     """The budget of batches by tokens, as text. Then positions count batches, of which each rank gets one in a step."""
     planned: str = ""
     """The place at which the pass begins, of such batches: the start of the window, and its batches so far."""
+    done: str = ""
+    """Positions after the start that are not delivered, as text."""
+
+    @property
+    def amid(self) -> Amid | None:
+        """What is done, or None if everything is delivered."""
+        return _amid(self) if self.done else None
 
     def after(self, steps: int) -> int:
         """Return the position after a number of steps, whether the epoch has so many or not."""
+        if (amid := self.amid) is not None:
+            return amid.done.remaining(amid.numbers.begin(steps))
         if not self.sizes:
             return self.start + steps * self.global_batch
         sizes = BatchSizes.of_text(self.sizes)
@@ -60,12 +72,38 @@ class Shape(NamedTuple):
 
     def steps_to(self, position: int) -> int:
         """Return the number of steps that reach a position."""
+        if (amid := self.amid) is not None:
+            return amid.numbers.count(amid.done.before(position))
         if not self.sizes:
             return -(-(position - self.start) // self.global_batch)
         sizes = BatchSizes.of_text(self.sizes)
         rows = -(-(position - self.start) // self.ranks) + sizes.before(self.first_step)
         steps = sizes.step_at(rows)
         return steps + (sizes.before(steps) < rows) - self.first_step
+
+
+class Amid(NamedTuple):
+    """The positions of a pass that are done, and its steps among those that remain.
+
+    ``start``: the first position that is delivered. Numbers of steps count from the beginning of the pass, with those
+    that were excluded.
+    """
+
+    start: int
+    done: Intervals
+    numbers: StepNumbers
+
+
+@lru_cache(maxsize=64)
+def _amid(shape: Shape) -> Amid:
+    start, _, done = Intervals.decode(shape.done).left(shape.start, 1 << 61)
+    sizes = BatchSizes((0,), (shape.global_batch,))
+    if shape.sizes:
+        of_rank = BatchSizes.of_text(shape.sizes)
+        sizes = BatchSizes(of_rank.steps, tuple(size * shape.ranks for size in of_rank.sizes))
+    first = shape.first_step + steps_filled(sizes, shape.first_step, start - shape.start)
+    found = StepNumbers.of(done, start, first, sizes)
+    return Amid(start, done, found)
 
 
 @dataclass(frozen=True)
@@ -146,7 +184,7 @@ def _header(line: bytes, path: Path) -> dict[str, Any] | None:
         return None  # truncated, so nothing can follow
     if not isinstance(header, dict) or not isinstance(header.get("midepoch_ledger"), int):
         raise StateError(f"{path} is not a ledger of midepoch.")
-    if header["midepoch_ledger"] > VERSION_OF_LEASES:
+    if header["midepoch_ledger"] > VERSION:
         raise StateError(f"{path} was written by a newer midepoch. Upgrade midepoch to read it.")
     return header
 

@@ -93,6 +93,8 @@ def _show(plan: ResumePlan, step: int | None, ranks: int) -> None:
         say(f"epoch {plan.epoch}, position {plan.position:,}; global batch {plan.global_batch:,}")
     for rank, lanes in list(enumerate(plan.lanes))[:_RANKS]:
         say(f"rank {rank} runs lane{'s' * (len(lanes) > 1)} {', '.join(map(str, lanes[:_ROWS]))}")
+    if plan.excluded:
+        say(f"{plan.excluded:,} {'outputs' if plan.lanes else 'positions'} ahead are excluded, or acknowledged already")
     if plan.dropped:
         say(f"{plan.dropped:,} rows at the end of the epoch are dropped")
     if plan.padded:

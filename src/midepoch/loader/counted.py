@@ -25,6 +25,18 @@ class Counted(LoaderSettings):
         """Choose the epoch to iterate."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        at, spec = self._where(), self._spec
+        lanes = f"{spec.lanes} lanes; " if spec.lanes > 1 else ""
+        budget, sizes = self._options.budget, self._options.sizes
+        size = f"batch_size={self.batch_size if sizes is None else sizes.text}"
+        size = size if budget is None else f"max_tokens={budget.tokens:,}"
+        return (
+            f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
+            f"{size}; num_workers={self._options.num_workers}; "
+            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {self.position:,})"
+        )
+
     def __len__(self) -> int:
         """Return the number of batches of an epoch on this rank. Raises TypeError if it is not known before running."""
         spec = self._spec

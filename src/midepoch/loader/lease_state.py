@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,20 @@ Outputs = Mapping[int, Intervals]
 """Numbers of outputs, by lane."""
 
 
+class Frontier(NamedTuple):
+    """Where acknowledgements are. ``oldest``: the first step that is not in ``acked``, those that are.
+
+    ``at``: the cursor after it or, if ``over`` (nothing is out), that after the step before. ``complete``: the pass has
+    no more steps, and nothing is out.
+    """
+
+    acked: Intervals
+    oldest: int
+    at: Any
+    over: bool
+    complete: bool
+
+
 class Taken(Protocol):
     """What is acknowledged of a pass, in the units of a state."""
 
@@ -29,12 +43,8 @@ class Taken(Protocol):
         Adding a step twice does no harm.
         """
 
-    def saved(self, acked: Intervals, oldest: int, at: Any, over: bool, alone: bool) -> tuple[Cursor, str]:
-        """Return the cursor of a state, and what one of several ranks adds to it.
-
-        ``oldest``: the first step that is not in ``acked``. ``at``: the cursor after it or, if ``over`` (nothing is
-        out), that after the step before. ``alone``: this is the only rank.
-        """
+    def saved(self, frontier: Frontier, *, alone: bool) -> tuple[Cursor, str]:
+        """Return the cursor of a state, and what one of several ranks adds to it. ``alone``: this is the only rank."""
 
 
 class LeasedSteps:
@@ -50,14 +60,16 @@ class LeasedSteps:
         starts, stops = ([self._plan.turn(step) for step in edges.tolist()] for edges in (steps.starts, steps.stops))
         return Intervals.of(starts, stops)
 
-    def saved(self, acked: Intervals, oldest: int, at: Any, over: bool, alone: bool) -> tuple[Cursor, str]:  # noqa: ARG002
-        plan, later = self._plan, acked.from_(oldest)
-        turns = self._turns(later)
+    def saved(self, frontier: Frontier, *, alone: bool) -> tuple[Cursor, str]:
+        plan, oldest = self._plan, frontier.oldest
+        turns = self._turns(frontier.acked.from_(oldest))
         if alone:
             # Among the positions in between, those that are not delivered in the pass are done as well.
             done = Intervals.of(plan.done.remaining(turns.starts), plan.done.remaining(turns.stops - 1) + 1)
             return plan.cursor_with(self._start, oldest, done, alone=True), ""
-        fields = [self._shard.index, self._shard.count, plan.turn(oldest), turns.encode()]
+        # At the end there may be one more step, with nothing for this rank.
+        turn = plan.turn(oldest + 1 if frontier.complete else oldest)
+        fields = [self._shard.index, self._shard.count, turn, turns.encode()]
         return plan.cursor_with(self._start, oldest, EMPTY, alone=False), json.dumps(fields, separators=(",", ":"))
 
 
@@ -84,8 +96,8 @@ class LeasedLanes:
                     break
         return outputs
 
-    def saved(self, acked: Intervals, oldest: int, at: Any, over: bool, alone: bool) -> tuple[Cursor, str]:  # noqa: ARG002
-        cursor = lane_cursor(at, over)
+    def saved(self, frontier: Frontier, *, alone: bool) -> tuple[Cursor, str]:
+        cursor = lane_cursor(frontier)
         if cursor.lanes is None:
             return cursor, ""
         is_shared = self._share.shard.count > 1
@@ -100,9 +112,13 @@ class LeasedLanes:
         return cursor._replace(lanes=LaneCursors(lanes, cursor.lanes.known)), own
 
 
-def lane_cursor(at: Cursor | StepOutputs, after: bool) -> Cursor:
-    """Return the cursor after the outputs of a step, or before them."""
-    return at if isinstance(at, Cursor) else at.cursor() if after else at.cursor(0)
+def lane_cursor(frontier: Frontier) -> Cursor:
+    """Return the cursor of lanes before the oldest step that is not acknowledged."""
+    at = frontier.at
+    if isinstance(at, StepOutputs):
+        at = at.cursor() if frontier.over else at.cursor(0)
+    assert isinstance(at, Cursor)
+    return at
 
 
 @dataclass(frozen=True)

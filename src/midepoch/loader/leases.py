@@ -4,8 +4,8 @@
 acknowledged. *LeaseBook*: the leases of a loader, over all passes. The state of a loader with leases is the oldest step
 that is not acknowledged, and the later ones that are.
 
-``ack`` may be called by any thread, and by a signal handler. It takes no lock: removing the step from ``out`` decides
-which of several calls is the first, and the step is then noted in ``inbox``. All else is done by ``settle``.
+``ack`` may be called by any thread, and by a signal handler. It takes no lock: the step is noted in ``inbox``, and
+removing it from ``out`` decides which of several calls is the first. All else is done by ``settle``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from midepoch.audit.leases import record_of
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.lease_channel import Channel, acknowledge
-from midepoch.loader.lease_state import LeasedLanes, LeasedSteps, Taken, lane_cursor
+from midepoch.loader.lease_state import Frontier, LeasedLanes, LeasedSteps, Taken
 from midepoch.loader.plans import StepPlan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
@@ -122,14 +122,13 @@ class Tracker:
 
     def ack(self, step: int, rejected: bool) -> bool:
         """Acknowledge a step. Return False if it is not out."""
-        try:
-            cursor = self.out.pop(step)
-        except KeyError:
+        cursor = self.out.get(step)
+        if cursor is None:
             return False
-        self.inbox[step] = (cursor, rejected)
+        self.inbox[step] = (cursor, rejected)  # before it leaves ``out``: a state always finds it in one of them
         if self.returned:
             self.returned.discard(step)
-        return True
+        return self.out.pop(step, None) is not None
 
     def settle(self) -> None:
         """Add what was acknowledged to ``acked``, and record it in the ledger.
@@ -155,26 +154,21 @@ class Tracker:
             for step in noted:
                 self.inbox.pop(step, None)
 
-    def frontier(self) -> tuple[Cursor, int]:
-        """Return the cursor before the oldest step that is not acknowledged, and its number. For lanes."""
+    def frontier(self) -> Frontier:
+        """Return where acknowledgements are, with all that came before this call."""
         with self._lock:
             while True:
                 self.settle()
                 oldest = self.acked.after(0)
-                at = self.last if oldest == self.delivered else self.out.get(oldest)
+                over = oldest == self.delivered
+                at = self.last if over else self.out.get(oldest)
                 if at is not None:
-                    return lane_cursor(at, oldest == self.delivered), oldest
+                    return Frontier(self.acked, oldest, at, over, over and self.ended)
+                # Acknowledged a moment ago, by another thread.
 
     def cursor(self, *, alone: bool) -> tuple[Cursor, str]:
         """Return the cursor of a state, and what is added to it on one rank of several."""
-        with self._lock:
-            while True:
-                self.settle()
-                oldest = self.acked.after(0)
-                before = self.last if oldest == self.delivered else self.out.get(oldest)
-                if before is not None:
-                    return self._taken.saved(self.acked, oldest, before, oldest == self.delivered, alone)
-                # Acknowledged a moment ago, by another thread.
+        return self._taken.saved(self.frontier(), alone=alone)
 
 
 class LeaseBook:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.checks import integer
 from midepoch.audit.leases import RETURNED
-from midepoch.loader.counted import Counted
-from midepoch.loader.lease_state import RemainingSteps
+from midepoch.loader.exclusion import Excluding
+from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, LeaseBook, Tracker, Waiting
 from midepoch.loader.options import check_continues
 from midepoch.loader.passes import Pass, Start
@@ -62,10 +62,10 @@ class LeaseItems:
         if tracker.plan is not None:
             self._acked = tracker.acked
             return tracker.start, RemainingSteps(tracker.plan, tracker.acked)
-        cursor, self._first = tracker.frontier()
-        later = tracker.acked.from_(self._first)
+        frontier = tracker.frontier()
+        self._first, later = frontier.oldest, frontier.acked.from_(frontier.oldest)
         self._acked = Intervals.of(later.starts - self._first, later.stops - self._first)
-        return cursor, None
+        return lane_cursor(frontier), None
 
     @property
     def left_out(self) -> Intervals:
@@ -129,7 +129,7 @@ class LeaseItems:
         return self._tracker.held
 
 
-class Leasing(Counted):
+class Leasing(Excluding):
     """The methods of a loader that deal with leases."""
 
     leases: LeaseBook

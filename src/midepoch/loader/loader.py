@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
+from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.leases import LeaseBook
@@ -108,18 +109,6 @@ class Loader(Leasing):
             tokens, places = tokens + lanes.packed[0], places + lanes.packed[1]
         return tokens / places if places else None
 
-    def __repr__(self) -> str:
-        at, spec = self._where(), self._spec
-        lanes = f"{spec.lanes} lanes; " if spec.lanes > 1 else ""
-        budget, sizes = self._options.budget, self._options.sizes
-        size = f"batch_size={self.batch_size if sizes is None else sizes.text}"
-        size = size if budget is None else f"max_tokens={budget.tokens:,}"
-        return (
-            f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
-            f"{size}; num_workers={self._options.num_workers}; "
-            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {self.position:,})"
-        )
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over.
 
@@ -197,9 +186,31 @@ class Loader(Leasing):
         planning = self._options.planning
         resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
+        if planning is not None and resumed.spec.excluded:
+            raise CheckpointMismatchError(
+                "excluded",
+                f"{sum(map(len, resumed.spec.excluded)):,} rows are excluded",
+                "batches by max_tokens",
+                "such batches are planned with all rows. Resume with batches of a number of rows",
+            )
         if planning is not None:  # plans the window in progress: its batches must be those that were saved
             make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
+
+    def _exclude_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
+        self.end_leases()
+        live = self._live()
+        if spec is not self._spec:
+            self._sources.forget()
+        if self._resume_point is not None and self._resume_point[:2] == cursor[:2]:
+            self._resume_point = cursor
+        self._spec, self._left = spec, None
+        if self.delivered is None or live is None or not live.is_open:
+            self._cursor, self.delivered = cursor, None
+        else:
+            self.delivered = cursor
+        if live is not None and live.is_open:
+            live.reopen()
 
     @property
     def state_is_global(self) -> bool:
@@ -323,7 +334,7 @@ class Loader(Leasing):
     def compare(self, start: Cursor, *, first: bool) -> None:
         """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
         if self._counterparts is not None:
-            self._counterparts.compare(self._spec.identity, start, first=first)
+            self._counterparts.compare(self._spec.identity, start, self._spec.excluded, first=first)
 
     def record_end(self, ledger: Ledger, start: Cursor, end: Cursor) -> None:
         """Record a pass without batches that comes to the end of the epoch: what was left became nothing."""

@@ -61,7 +61,8 @@ class Pass(HasState):
         self._namings = self._loader.namings
         self.plan: StepPlan | None = self._loader.plan(self.start)
         self.source: BatchSource | None = None
-        self._made = self.delivered = 0  # batches made, and delivered
+        self._made = self.delivered = self._since = 0  # batches made, delivered, and of those since the plan begins
+        self._recorded = False
         self._closed = self._over = False
         self._failure: BaseException | None = None
 
@@ -101,8 +102,9 @@ class Pass(HasState):
                     self._meter.delivered(asked, made.rows, value)
                 cursor = made.cursor
                 if ledger is not None:
-                    if not self.delivered:  # a pass is recorded from its first batch on
+                    if not self._recorded:  # a pass is recorded from its first batch on
                         loader.begin_record(ledger, self.start, leased=self.leased)
+                        self._recorded = True
                     if self.plan is None:
                         ledger.prepare_step(cursor)
                     recorded = ledger.recorded
@@ -111,6 +113,7 @@ class Pass(HasState):
                 # none from here to the caller's loop, so that no interrupt comes between the two.
                 loader.skipped += made.skipped
                 self.delivered += 1
+                self._since += 1
                 loader.delivered = loader.origin = cursor
                 loader.how = "on"
                 if not made.empty:
@@ -163,14 +166,32 @@ class Pass(HasState):
 
     def _record_end(self) -> None:
         """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
-        if self._ledger is not None and not self.delivered and self.plan is None:
+        if self._ledger is not None and not self._recorded and self.plan is None:
             self._loader.record_end(self._ledger, self.start, self._end())
         elif self._ledger is not None:
-            self._ledger.finish(self._meter.waited, self._end())
+            self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
 
     def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
         self.start, self.rolled, self._restart = cursor, rolled, None
         self.plan, self.source = self._loader.plan(cursor), None
+
+    @property
+    def is_open(self) -> bool:
+        """True if the pass is in progress."""
+        return not (self._closed or self._over)
+
+    def reopen(self) -> None:
+        """Continue after the last batch delivered with what the loader has there now. Batches made ahead are discarded.
+
+        The rest is recorded as a pass of its own.
+        """
+        source, self.source = self.source, None
+        if self._ledger is not None and self._recorded:
+            self._ledger.flush()
+        self._loader.leave_source(source)
+        self._go_to(self._loader.next_cursor(), rolled=self.rolled)
+        self._made = self._since = 0
+        self._recorded = False
 
     def _end(self) -> Cursor:
         """Return the cursor at the end of the epoch."""
@@ -214,10 +235,10 @@ class Pass(HasState):
 
     def _leave(self) -> None:
         """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
-        complete = self.plan is not None and not self.plan.has_for(self.delivered, self._loader.shard)
+        complete = self.plan is not None and not self.plan.has_for(self._since, self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:
-                self._ledger.finish(self._meter.waited, self._end())
+                self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
             self.ended = True
             self._loader.epoch_over(self._end(), self.rolled)
         else:

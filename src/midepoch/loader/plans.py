@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.timings import Timings
-from midepoch.loader.numbers import StepNumbers
 from midepoch.loader.options import Options
 from midepoch.order import Shard, epoch_end
 from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.order.numbers import StepNumbers, steps_filled
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
@@ -140,25 +140,25 @@ class Plan:
     sizes: BatchSizes | None = None
     first_step: int | None = None
     done: Intervals = EMPTY
+    recorded: Intervals | None = None
+    """Those of them that cursors contain. Other ones follow from rows that are excluded. None: all."""
 
     @staticmethod
     def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
         """Return the plan of a rank from a cursor on."""
         ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
         if sizes is None:
-            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends, cursor.done)
-            return replace(plan, first_step=cursor.steps) if options.counts_steps or cursor.steps else plan
-        start, rows, done = cursor.done.left(cursor.position, spec.rows)
-        plan = Plan(
-            cursor.epoch,
-            start,
-            rows,
-            sizes.at(cursor.steps) * ranks,
-            ends == "pad",
-            BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes)),
-            cursor.steps,
-            done,
-        )
+            done = spec.done_after(cursor)
+            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends, done)
+            if spec.excluded:
+                plan = replace(plan, recorded=cursor.done)
+            if not (options.counts_steps or cursor.steps):
+                return plan
+            return replace(plan, first_step=cursor.steps + (plan.start - cursor.position) // plan.global_batch)
+        start, rows, done = spec.done_after(cursor).left(cursor.position, spec.rows)
+        of_all = BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes))
+        first = cursor.steps + steps_filled(of_all, cursor.steps, start - cursor.position)
+        plan = Plan(cursor.epoch, start, rows, of_all.at(first), ends == "pad", of_all, first, done, cursor.done)
         whole = len(plan) if plan.bounds(len(plan))[0] == plan.end else max(0, len(plan) - 1)
         return replace(plan, end=plan.bounds(whole)[0]) if ends == "drop" else plan
 
@@ -223,7 +223,8 @@ class Plan:
         """Return the cursor after a number of steps, and after the positions that follow them and are done."""
         position = self.done.remaining(min(self._first(steps), self.end))
         number = 0 if self.first_step is None else self.numbers.number(steps)
-        return Cursor(self.epoch, position, steps=number, done=self.done.from_(position))
+        recorded = self.done if self.recorded is None else self.recorded
+        return Cursor(self.epoch, position, steps=number, done=recorded.from_(position))
 
     @property
     def end_cursor(self) -> Cursor:
@@ -261,6 +262,11 @@ class Plan:
         padding = numbers >= self.end
         positions[padding] = (numbers[padding] - self.end) % self.rows
         return Asked(positions, ends, int(np.searchsorted(numbers, self.end)))
+
+    def between(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the range of positions from a step to another."""
+        last = min(self._first(stop), self.end) - 1
+        return self.done.remaining(self._first(first)), self.done.remaining(last) + 1
 
     def batch_rows(self, shard: Shard) -> int:
         return -(-self.global_batch // shard.count)

@@ -11,12 +11,12 @@ import numpy as np
 from midepoch._internal.progress import shown
 from midepoch.audit.records import UNKNOWN
 from midepoch.errors import WorldError
-from midepoch.loader.numbers import StepNumbers
 from midepoch.loader.options import Options
 from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
 from midepoch.order import Shard
 from midepoch.order.budget import dealt
 from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.order.numbers import StepNumbers
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
@@ -45,8 +45,10 @@ class TokenPlan:
         self.epoch, self._ranks, self._last_batch = cursor.epoch, leaf.shard.count, options.last_batch
         start = cursor.done.after(cursor.position)
         self.rows, self._start, self.begin = leaf.rows, start, cursor
-        self._done = cursor.done.from_(start)
+        self.done = cursor.done.from_(start)
         self._steps = cursor.steps if options.counts_steps or cursor.steps else None
+        if self._steps is not None:
+            self._steps += (start - cursor.position) // self._ranks
         self._typical = options.planning.typical_rows
         self._epoch = PlannedEpoch.at(leaf, options.planning, cursor)
 
@@ -57,14 +59,14 @@ class TokenPlan:
 
     def _end(self, total: int) -> int:
         """Return the number of batches to deliver, of all that the epoch has."""
-        left = self._done.before(total)
+        left = self.done.before(total)
         if self._last_batch != "drop":
             return left
         return self._start + max(0, left - self._start) // self._ranks * self._ranks
 
     def _batch(self, number: int) -> int:
         """Return the batch with a number among those that remain."""
-        return number if self._done is EMPTY else self._done.remaining(number)
+        return number if self.done is EMPTY else self.done.remaining(number)
 
     def _has(self, number: int) -> bool:
         return self._epoch.window_of(self._batch(number)) is not None
@@ -83,7 +85,7 @@ class TokenPlan:
 
     def has_after(self, position: int) -> bool:
         """Return True if there is a step after a number of batches of the epoch."""
-        return self.has(-(-(self._done.before(position) - self._start) // self._ranks))
+        return self.has(-(-(self.done.before(position) - self._start) // self._ranks))
 
     def has_for(self, step: int, shard: Shard) -> bool:
         if self._last_batch != "uneven":
@@ -160,33 +162,38 @@ class TokenPlan:
 
     @property
     def end_cursor(self) -> Cursor:
-        after = self._done.before(self.count())
+        after = self.done.before(self.count())
         return self._cursor(after, -(-(after - self._start) // self._ranks))
 
     def _cursor(self, after: int, steps: int) -> Cursor:
         """Return the cursor after a number of the batches that remain, and of steps."""
         batch = self._batch(after)
-        if self._done is EMPTY:
+        if self.done is EMPTY:
             cursor = self._epoch.cursor(batch)
         else:
-            cursor = self._epoch.cursor_amid_done(batch, self._done.from_(batch))
+            cursor = self._epoch.cursor_amid_done(batch, self.done.from_(batch))
         return cursor if self._steps is None else cursor._replace(steps=self._number(steps))
+
+    def between(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the range of batches from a step to another."""
+        last = self._start + stop * self._ranks - 1
+        last = last if self._has(last) else self._end(self._epoch.count()) - 1
+        return self._batch(self._start + first * self._ranks), self._batch(last) + 1
+
+    def beginning(self, done: Intervals) -> Cursor:
+        """Return the cursor at which the plan begins, with other batches that are done."""
+        return self._epoch.cursor_amid_done(self.begin.position, done)._replace(steps=self.begin.steps)
 
     def _number(self, steps: int) -> int:
         """Return the number in the run of a step."""
         assert self._steps is not None
-        return self._steps + steps if self._done is EMPTY else self.numbers.number(steps)
+        return self._steps + steps if self.done is EMPTY else self.numbers.number(steps)
 
     @cached_property
     def numbers(self) -> StepNumbers:
         """The numbers of the steps, where some batches are done."""
         first = -(-self._start // self._ranks) if self._steps is None else self._steps
-        return StepNumbers.of(self._done, self._start, first, BatchSizes((0,), (self._ranks,)))
-
-    @property
-    def done(self) -> Intervals:
-        """Batches that are not delivered after the start."""
-        return self._done
+        return StepNumbers.of(self.done, self._start, first, BatchSizes((0,), (self._ranks,)))
 
     def turn(self, step: int) -> int:
         after = self._start + step * self._ranks

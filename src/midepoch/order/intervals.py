@@ -6,6 +6,7 @@ import base64
 import binascii
 import zlib
 from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Any, Final, overload
 
 import numpy as np
@@ -91,6 +92,11 @@ class Intervals:
         numbers: Int64Array = np.arange(len(self), dtype=np.int64)
         numbers += np.repeat(self._before, self.stops - self.starts)
         return numbers
+
+    def first(self, count: int) -> list[int]:
+        """Return the first positions in the set."""
+        few = zip(self.starts[:count].tolist(), self.stops[:count].tolist(), strict=True)
+        return list(islice(chain.from_iterable(range(start, stop) for start, stop in few), count))
 
     def union(self, *others: Intervals) -> Intervals:
         """Return the positions in any of the sets."""

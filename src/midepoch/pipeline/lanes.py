@@ -51,6 +51,8 @@ class Lanes:
         self.live = [not at.ended for at in cursors]
         self.done = [at.done for at in cursors] if any(at.done for at in cursors) else None
         """For each lane the numbers of outputs that are dropped, or None if there are none."""
+        self.dropped = 0
+        """Outputs dropped since the last step."""
         self.intakes = [
             Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
             for lane, at in zip(self.numbers, cursors, strict=True)
@@ -73,9 +75,26 @@ class Lanes:
                 first = int(self.outputs[lane])
                 dropped = 0 if self.done is None else self.done[lane].count(first, first + pulled.count)
                 self.outputs[lane] += pulled.count
+                self.dropped += dropped
                 wanted -= pulled.count - dropped
                 kept += pulled.count - dropped
         return StepOutputs(self, self._start.epoch, before, taken) if kept else None
+
+    def skip_done(self) -> int:
+        """Take and drop outputs that are done, up to the next one that is not. Return their number."""
+        dropped = 0
+        while self.done is not None and any(self.live):
+            live = np.flatnonzero(self.live)
+            lane = int(live[np.argmin(self.outputs[live])])
+            first = int(self.outputs[lane])
+            if (count := self.done[lane].after(first) - first) < 1:
+                break
+            pulled = self.intakes[lane].take(count if len(live) == 1 else 1)
+            self.live[lane] = pulled.count > 0
+            self.outputs[lane] += pulled.count
+            dropped += pulled.count
+        self.dropped += dropped
+        return dropped
 
     def cursor(self) -> Cursor:
         """Return the cursor after all outputs that were taken."""
@@ -127,7 +146,8 @@ class StepOutputs:
         self._position = lanes.position
         self.marks = [intake.mark() for intake in lanes.intakes]
         """Where each lane is after all of the outputs: a cursor, or a chunk and how many of its outputs come before."""
-        self._done = lanes.done
+        self._done, self.dropped = lanes.done, lanes.dropped
+        lanes.dropped = 0
         self.total = sum(some.count for _, some in taken) if lanes.done is None else len(self._kept)
         """Outputs of all processes that share these lanes, without those that are dropped."""
 

@@ -33,7 +33,7 @@ def open_flow(
         return stage(spec.stages[-1], source, cursor, run, packing)
     base = spec.base
     if isinstance(base, Leaf):
-        opened = LazyRows if spec.plain else Rows
+        opened = LazyRows if spec.plain and not bundles.engines[leaf].leaf.excluded else Rows
         return opened(bundles, leaf, epoch, lane, cursor)
     firsts = [leaf]
     for part in base.parts:

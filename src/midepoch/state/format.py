@@ -18,6 +18,7 @@ Additional fields of loaders:
 - ``steps``: steps since the run began, where something depends on their number
 - ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
   lanes JSON, {lane: its outputs}
+- ``excluded`` (text, JSON): {number of a source: its rows before the shuffle that are not delivered}
 - ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
 """
 
@@ -144,6 +145,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "steps": (int,),
     "weights": (str,),
     "done": (str,),
+    "excluded": (str,),
     "leased": (str,),
 }
 FIELDS = frozenset(_TYPES)
@@ -167,6 +169,7 @@ _DEFAULTS = {
     "steps": 0,
     "weights": "",
     "done": "",
+    "excluded": "",
     "leased": "",
 }
 _MOST_LANES = 2**31

@@ -85,11 +85,10 @@ def _positions(states: Sequence[State], leased: Sequence[Leased | None], epoch: 
     turns = {rank: states[rank]["position"] if (own := leased[rank]) is None else own.turn for rank in there}
     last = min(there, key=lambda rank: (turns[rank], states[rank]["position"]))
     base, first = states[last], turns[last]
-    done = Intervals.decode(base["done"])
-    start = done.after(base["position"])
-    done = done.from_(start)
+    found = [Intervals.decode(base["done"])]
+    start = found[0].after(base["position"])
+    done = found[0].from_(start)
     end = first + max(0, base["rows"] - start)
-    found = [done]
     for rank in range(len(states)):
         own = leased[rank]
         stop = turns.get(rank, end)  # a rank in the next epoch has acknowledged all of this one

@@ -13,6 +13,7 @@ from midepoch.order import Shard
 from midepoch.order.budget import Budget
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors, PlannedAt
+from midepoch.pipeline.excluded import excluded_in, excluded_text
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.open import check_cursor, is_count, start
@@ -65,6 +66,8 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
         state["planned"] = json.dumps([cursor.planned.start, cursor.planned.legs], separators=(",", ":"))
     if cursor.steps:
         state["steps"] = cursor.steps
+    if spec.excluded:
+        state["excluded"] = excluded_text(spec.excluded)
     if cursor.has_done:
         state["done"] = done_text(cursor)
     if spec.global_seed is not None:
@@ -96,7 +99,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
         cursor = _position(first, node, budget, done)
     else:
         cursor = _merged([_lanes(one) for one in parsed], first["lanes"], spec.node, changed=matched.mixed)
-        if matched.mixed and cursor.has_done:
+        if matched.mixed and (cursor.has_done or first["excluded"]):
             raise changed_mix()
         if cursor.lanes is not None:
             over, lanes = cursor.lanes_ended, {}
@@ -115,6 +118,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
         lanes_chosen=True,
         groups=first["groups"] or spec.groups,
         changes=tuple(changes[-_KEPT:]),
+        excluded=excluded_in(first["excluded"], len(node.leaves)),
         epoch_outputs=max(one["epoch_outputs"] for one in parsed),
         global_seed=spec.global_seed if first["global_seed"] is None else first["global_seed"],
     )
@@ -195,8 +199,7 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None, done:
                 "or save at the end of an epoch",
             )
         position = found["position"] if at is None else at.start
-        done = done.before_(rows)
-        return Cursor(found["epoch"], done.after(position), done=done.from_(done.after(position)))
+        return Cursor(found["epoch"], position, done=done.before_(rows))
     if done and (at is None or not at.legs or at.legs[-1][0] != budget.text):
         raise changed_batches(done, at, budget)
     if at is None:

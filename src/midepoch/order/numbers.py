@@ -37,7 +37,7 @@ class StepNumbers:
             count = _steps_to(sizes, number, passed)
             begin = begins[-1] + sizes.before(number + count) - sizes.before(number)
             number += count
-            if jump := sizes.step_at(sizes.before(number) + length) - number:
+            if jump := steps_filled(sizes, number, length):
                 steps.append(steps[-1] + count)
                 begins.append(begin)
                 numbers.append(number + jump)
@@ -67,6 +67,11 @@ class StepNumbers:
             return 0
         count = self.steps[stretch] + _steps_to(self.sizes, self.numbers[stretch], stop - self.begins[stretch])
         return count if stretch + 1 == len(self.steps) else min(count, self.steps[stretch + 1])
+
+
+def steps_filled(sizes: BatchSizes, number: int, rows: int) -> int:
+    """Return the complete steps, from one on, that a number of rows would fill."""
+    return sizes.step_at(sizes.before(number) + rows) - number
 
 
 def _steps_to(sizes: BatchSizes, number: int, rows: int) -> int:
