@@ -56,7 +56,7 @@ class RankConsistencyCheck:
         self._loads = self._passes = 0
 
     def loaded(self) -> None:
-        """Note that a state was loaded, which may have changed the seed or the lanes."""
+        """Note that a state was loaded or weights were set: the seed, the lanes or the weights may have changed."""
         self._loads += 1
 
     def compare(self, identity: Mapping[str, Any], start: Cursor, excluded: Excluded, *, first: bool) -> None:

@@ -58,6 +58,8 @@ class Weighting(Excluding):
         cursor = self.next_cursor()
         phase, chosen = self._agreed(phase_at(self._spec, cursor), chosen, cursor)
         spec, cursor = with_weights(self._spec, cursor, phase, chosen)
+        if self._counterparts is not None:
+            self._counterparts.loaded()
         _log.info("the weights of the mix are %s from here on", [round(weight, 6) for weight in chosen])
         self._continue_at(cursor, spec)
 
