@@ -348,3 +348,21 @@ def test_the_ledger_over_a_crash_and_ranks(open_ds: Callable[[], midepoch.Datase
         run.problems,
         proof,
     )
+
+
+@pytest.mark.parametrize("name", ["rows", "weighted", "filter", "flat map", "mix"])
+def test_the_ledger_counts_excluded_rows(name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path) -> None:
+    pipelines = {**ROWS, "mix": lambda ds: midepoch.mix([ds, ds.slice(30)], [4, 1], seed=1, stop="all")}
+    loader = pipelines[name](open_ds()).loader(4, audit=Ledger(tmp_path, attempt="1"))
+    rows = [2, 3, 11, 30, 36]
+    loader.exclude(rows={0: rows} if name == "mix" else rows)
+    list(loader)
+    run = read_run(tmp_path)
+    proof = run.epochs[0]
+    excluded = len([row for row in epoch_rows(open_ds) if row in rows]) if name == "weighted" else len(rows)
+    assert run.exact and proof.complete and proof.excluded == excluded, proof
+    assert proof.once + proof.excluded == proof.rows and (proof.filtered < 10 or name == "flat map"), proof
+
+
+def epoch_rows(open_ds: Callable[[], midepoch.Dataset]) -> list[int]:
+    return sum(epoch_of(ROWS["weighted"](open_ds()).loader(4)), [])

@@ -61,6 +61,8 @@ class Generation:
     workers: int | None = None
     finished: bool = False
     """True if all ranks reached the end of the epoch."""
+    excluded: str = ""
+    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
 
     @property
     def how(self) -> str:
@@ -246,4 +248,5 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: _last_time(one) for rank, one in of_rank.items()},
         max((one.workers for one in passes if one.workers is not None), default=None),
         len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),
+        passes[0].excluded,
     )

@@ -213,6 +213,8 @@ class Loader(Excluding):
             self._cursor, self.delivered = cursor, None
         else:
             self.delivered = cursor
+        if self._counterparts is not None:
+            self._counterparts.loaded()
         if live is not None and live.is_open:
             live.reopen()
 

@@ -60,7 +60,7 @@ class StateSummary:
     steps: int = 0
     """Steps since the run began, if they are counted."""
     excluded: str | None = None
-    """What comes and is not delivered."""
+    """Rows, batches or outputs that come and are not delivered."""
 
     @property
     def share(self) -> float | None:
