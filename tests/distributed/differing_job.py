@@ -60,6 +60,9 @@ DIFFERING: dict[str, Make] = {
         ds.shuffle(1).loader(n, last_batch="drop"), steps=range(4 - odd, 6)
     ),
     "excluded rows": lambda ds, _, odd, n: without(ds.shuffle(1).loader(n, last_batch="drop"), rows=range(odd, 3)),
+    "stream: excluded rows": lambda ds, _, odd, n: without(
+        ds.filter(even).loader(n, last_batch="pad"), rows=range(odd, 3)
+    ),
 }
 
 
