@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from midepoch.audit.orders import order_name
 from midepoch.audit.records import VERSION, VERSION_OF_OTHERS, VERSION_OF_POSITIONS
@@ -14,6 +14,13 @@ from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.excluded import excluded_text
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.spec import PipelineSpec
+
+
+class Ending(Protocol):
+    """The plan of a pass."""
+
+    def known(self, rows: int) -> int:
+        """Return the position at its end. UNKNOWN if it is not known, and there are more rows to count it by."""
 
 
 def header_of(

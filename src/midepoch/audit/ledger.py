@@ -25,22 +25,24 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.figures import Figures, Measured
-from midepoch.audit.headers import header_of
+from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
+from midepoch.audit.leases import leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import LOST, UNKNOWN
+from midepoch.audit.records import LOST, UNKNOWN, VERSION
 from midepoch.audit.starts import new_file, process_name
 from midepoch.distributed.runs import start_name
 from midepoch.distributed.world import World
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -50,20 +52,12 @@ from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
-_FIRST_MARK = 1.0
-"""Seconds to the first mark. Each of the next comes after twice the time, up to ``_MARK_SECONDS``."""
+_FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
 _SEEN_SECONDS = 1.0
 _SEEN = b'"seen":"%012d"'
 _PAGE = mmap.PAGESIZE
 _numbers = count(1)  # passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
-
-
-class Ending(Protocol):
-    """The plan of a pass."""
-
-    def known(self, rows: int) -> int:
-        """Return the position at its end. UNKNOWN if it is not known, and there are more rows to count it by."""
 
 
 @hinted_methods({}, only=["__init__"])
@@ -90,7 +84,8 @@ class Ledger:
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
-        self._ends = False
+        self.documents = DocumentRecorder()
+        self._path, self._ends = self.folder, False
         self.end = self._room = 0
         """Bytes recorded so far."""
 
@@ -137,8 +132,10 @@ class Ledger:
         load: bool = False,
         sizes: BatchSizes | None = None,
         planning: Planning | None = None,
+        sources: Sequence[str] = (),
+        leased: Intervals | None = None,
     ) -> None:
-        """Record that a pass begins at a cursor.
+        """Record that a pass begins at a cursor. ``leased``: its batches are leases, without these steps.
 
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.
@@ -147,7 +144,7 @@ class Ledger:
 
         ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
-        begun yet.
+        begun yet. ``sources``: names of the sources, if the documents of steps are recorded.
         """
         shard, until, done = spec.shard, UNKNOWN, EMPTY
         if end is not None:
@@ -163,8 +160,10 @@ class Ledger:
             "workers": workers,
             "number": next(_numbers),
             "time": round(time.time(), 3),
-            **({"load": True} if load else {}),
+            **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
         }
+        if leased is not None:
+            header |= {"midepoch_ledger": VERSION, "leases": leases_of(cursor, leased)}
         self._lanes = None
         if end is None:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
@@ -172,6 +171,8 @@ class Ledger:
             header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items()), "ended": self._lanes.ended}
         try:
             header |= self._open(header["attempt"], shard)
+            if sources and end is None and not load:  # else rows follow from positions
+                self.documents.begin(self._path, header["number"])
             save_order(self.folder, spec)
             if planning is not None:
                 save_lengths(self.folder, spec, planning)
@@ -241,6 +242,10 @@ class Ledger:
             with suppress(OSError):
                 os.pwrite(self._file, seen, self._seen)
 
+    def note(self, record: bytes) -> None:
+        """Add a record of leases to the pass."""
+        self._write(record)
+
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or a pass ends."""
         if self._lanes is not None and self._lanes.pending:
@@ -302,6 +307,7 @@ class Ledger:
         if self._file >= 0 and self._owner == os.getpid():
             try:
                 os.fsync(self._file)
+                self.documents.sync()
             except OSError as problem:
                 self._lose(problem)
 
@@ -311,7 +317,8 @@ class Ledger:
             return {}
         self.folder.mkdir(parents=True, exist_ok=True)
         name, previous = new_file(self.folder, str(attempt), shard, self._rows[0])
-        self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._path = self.folder / name
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
         return {"previous": previous}
 
@@ -372,6 +379,7 @@ class Ledger:
     def _close(self) -> None:
         if self._owner == os.getpid():
             self.flush()
+        self.documents.close()
         file, self._file, self._pages = self._file, -1, None
         if file >= 0 and self._owner == os.getpid():
             with suppress(OSError):

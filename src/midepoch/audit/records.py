@@ -9,8 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
+from midepoch.audit.leases import LeaseRecord, read_leases
 from midepoch.errors import StateError
 from midepoch.order.intervals import Intervals
 from midepoch.order.numbers import StepNumbers, steps_filled
@@ -30,7 +32,7 @@ LOST = b"~"
 Place = tuple[int, int]
 """An epoch and a position."""
 
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}")
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}|<[^>]*>")
 
 
 class Shape(NamedTuple):
@@ -147,6 +149,12 @@ class Passed:
     """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources, if batches have provenance."""
+    documents: RecordedDocuments | None = None
+    """The documents of the steps of the process, if they are recorded."""
+    leases: LeaseRecord | None = None
+    """What was leased and acknowledged, if its batches were leases."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -231,6 +239,9 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             space=header.get("space", ""),
             excluded=header.get("excluded", ""),
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
+            sources=tuple(header.get("sources", ())),
+            documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
+            leases=read_leases(header.get("leases"), record),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

@@ -15,6 +15,8 @@ from midepoch._internal.hints import hinted
 from midepoch.audit.consumed import LaneCounts
 from midepoch.audit.coverage import count, never_in, pieces_of
 from midepoch.audit.history import History
+from midepoch.audit.leased import count_leases
+from midepoch.audit.leases import LeaseCounts
 from midepoch.audit.naming import Naming
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
@@ -53,6 +55,10 @@ class EpochProof:
     """Rows that were consumed without an output, as by a filter. They count as delivered once."""
     excluded: int = 0
     """Rows that ``Loader.exclude`` left out. In lanes, of excluded steps: outputs, whose rows count."""
+    leases: LeaseCounts | None = None
+    """Counts of leases, if there were some. Then rows count as delivered when they are acknowledged and, if positions
+    cannot be computed, outputs are counted instead of rows.
+    """
 
     @property
     def exact(self) -> bool:
@@ -132,7 +138,10 @@ class Run(Naming):
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
-            if one.missing and any(one.steps.values()) and (one is not self.generations[-1] or _are_through(one))
+            if one.missing
+            and not one.leases
+            and any(one.steps.values())
+            and (one is not self.generations[-1] or _are_through(one))
         ]
         if any(one.beside for one in self.every):
             problems.append(
@@ -180,6 +189,8 @@ class Run(Naming):
 
     def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
         kept = self._by_epoch.get(epoch, [])
+        if any(one.leases for one in every):
+            return self._lease_proof(epoch, every)
         if self.every[-1].lanes:
             return self._lane_proof(epoch, kept, every)
         rows, unknown = self.every[-1].rows, False
@@ -236,6 +247,31 @@ class Run(Naming):
             steps=sum(one.kept_steps for one in kept),
             filtered=max(0, total.filtered - skipped - rows),
             excluded=sum(_dropped(one) for one in kept) + rows,
+        )
+
+    def _lease_proof(self, epoch: int, every: list[Generation]) -> EpochProof:
+        """Count what was acknowledged: each start must begin where the states before it were."""
+        counts, over = count_leases(every), any(one.shape.epoch > epoch for one in self.every)
+        complete = all(one.finished for one in every[-1:]) and not counts.out
+        done = sum(map(len, counts.kept.values()))
+        rows, last = every[-1].rows, every[-1]
+        if last.lanes or rows == UNKNOWN:
+            rows = done + (not complete)  # outputs are not known before
+        dropped = rows - last.end if _drops(last, rows - last.end) else 0
+        left = max(0, rows - done - dropped)
+        return EpochProof(
+            epoch,
+            rows,
+            once=done - counts.never - counts.repeated,
+            repeated=counts.repeated,
+            never=counts.never + (left if over else 0),
+            dropped=dropped,
+            pending=0 if over else left,
+            skipped=sum(rows for one in every for of_rank in one.skipped.values() for _, rows in of_rank),
+            again=counts.again,
+            steps=sum(sum(one.steps.values()) for one in every),
+            examples=counts.examples,
+            leases=counts,
         )
 
     def _has_lane(self, one: Generation, lane: int) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.timings import Timings
-from midepoch.loader.collation import arranged, collated, marked
+from midepoch.loader.collation import arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import Made, StepPlan
 from midepoch.pipeline.engine import Engine
@@ -22,6 +22,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch
 from midepoch.transforms.formats import Allocate
+from midepoch.transforms.provenance import Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -43,6 +44,8 @@ class Read(NamedTuple):
     genuine: int | None = None
     first: int = 0
     """The index of its first row among those read together. ``genuine`` counts from the same beginning."""
+    traced: Traced | None = None
+    """The provenance of rows that are only located or already presented."""
 
     def touch(self) -> None:
         """Touch rows that are only located, so that they are read from disk."""
@@ -119,8 +122,15 @@ class BatchMaker:
             positions, ends, genuine, rows_there = plan.ask(steps, shard)
             chosen = self._engine.chosen(plan.epoch, positions) if rows_there is None else rows_there
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
+                traced = Traced(self._engine.row_numbers(chosen)) if self._options.provenance else None
                 yield [
-                    Read(each, b - a, located=(located, a, b), genuine=None if genuine is None else genuine - a)
+                    Read(
+                        each,
+                        b - a,
+                        located=(located, a, b),
+                        genuine=None if genuine is None else genuine - a,
+                        traced=traced and traced.slice(a, b),
+                    )
                     for each, (a, b) in zip(steps, pairwise(ends), strict=True)
                 ]
             else:
@@ -146,7 +156,7 @@ class BatchMaker:
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
                 columns = {name: column[a:b] for name, column in shown.items()}
-                reads.append(Read(step, asked, columns=columns, genuine=genuine, first=first))
+                reads.append(Read(step, asked, None, columns, None, genuine, first, chunk.traced.slice(a, b)))
             else:
                 reads.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
         return reads
@@ -174,14 +184,16 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            return Made(self._cut(columns), plan.cursor(read.step), read.asked, 0, not read.asked)
+            value = completed(columns, self.format, self._options, read.traced)
+            return Made(value, plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            return Made(self._cut(read.columns), plan.cursor(read.step), length, missing)
+            value = completed(read.columns, self.format, self._options, read.traced)
+            return Made(value, plan.cursor(read.step), length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
@@ -198,16 +210,13 @@ class BatchMaker:
         self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
-    def _cut(self, columns: Any) -> Any:
-        """Return the part of every sequence that this rank gets."""
-        options = self._options
-        return columns if options.context is None else options.context.cut(columns, pads=options.pads)
-
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
-        if self._options.layout is not None:
-            return arranged(batch, self.format, self._options, allocate)
-        if self._options.collate_fn is None:
-            return self._cut(self._engine.presented(batch, self.format, allocate))
+        kind, options = self.format, self._options
+        if options.layout is not None:
+            return completed(arranged(batch, kind, options, allocate), kind, options, batch.traced)
+        if options.collate_fn is None:
+            columns = self._engine.presented(named(batch, kind, options), kind, allocate)
+            return completed(columns, kind, options, batch.traced)
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 

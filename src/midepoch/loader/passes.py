@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.ledger import Ledger
 from midepoch.errors import MidepochError
 from midepoch.loader.callers import warn_of_lightning
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
-from midepoch.loader.plans import BatchSource, Made
+from midepoch.loader.plans import BatchSource, Made, StepPlan
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
 from midepoch.transforms.formats import prepare
@@ -40,6 +42,10 @@ class Pass(HasState):
     """Iterator over the batches of a pass. The cursor of the loader moves with every batch."""
 
     _closed = True  # before it has begun
+    ended = False
+    """True if the end of the epoch was reached."""
+    leased: Intervals | None = None
+    """Steps that are left out because they are acknowledged, if batches are leased: then ranks go at their own pace."""
 
     def __init__(self, loader: Loader, start: Start) -> None:
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
@@ -53,7 +59,7 @@ class Pass(HasState):
         self.start, self.rolled, self._restart, self._left = start
         self._meter.begin()
         self._namings = self._loader.namings
-        self.plan = self._loader.plan(self.start)
+        self.plan: StepPlan | None = self._loader.plan(self.start)
         self.source: BatchSource | None = None
         self._made = self.delivered = self._since = 0  # batches made, delivered, and of those since the plan begins
         self._recorded = False
@@ -97,10 +103,12 @@ class Pass(HasState):
                 cursor = made.cursor
                 if ledger is not None:
                     if not self._recorded:  # a pass is recorded from its first batch on
-                        loader.begin_record(ledger, self.start)
+                        loader.begin_record(ledger, self.start, leased=self.leased)
                         self._recorded = True
                     if self.plan is None:
                         ledger.prepare_step(cursor)
+                    if made.traced is not None:
+                        ledger.documents.write(self.delivered, made.traced.table)
                     recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, cursor)
                 # The cursor moves only here, together with the batch. Python handles signals at calls, and there is
@@ -125,7 +133,7 @@ class Pass(HasState):
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
         shard = self._loader.shard
-        if shard.count > 1 and made.skipped and self.plan is not None:
+        if shard.count > 1 and made.skipped and self.plan is not None and self.leased is None:
             raise MidepochError(
                 f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at '
                 f"{self.plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
@@ -136,10 +144,10 @@ class Pass(HasState):
         """Return the next batch, or None at the end of the epoch, when the loader moves to the next."""
         loader = self._loader
         while True:
-            if self._made < 2:
+            if self._made < (2 if self.leased is None else 1):
                 loader.compare(self.start, first=not self._made)
             if self.source is None and (self.plan is None or self.plan.has(0)):
-                self.source = loader.open(self.start, self.plan)
+                self.source = loader.open(self.start, self.plan, alone=self.leased is not None)
             made = None if self.source is None else self.source.next()
             if made is not None:
                 if self._restart is not None:
@@ -153,7 +161,7 @@ class Pass(HasState):
                 self._record_end()
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
                 continue
-            self._over = True
+            self._over = self.ended = True
             self._record_end()
             loader.epoch_over(self._end(), self.rolled)
             return None
@@ -196,6 +204,11 @@ class Pass(HasState):
         return lanes.end
 
     @property
+    def ledger(self) -> Ledger | None:
+        """The ledger in which it is recorded, if any."""
+        return self._ledger
+
+    @property
     def lanes(self) -> LaneBatches | None:
         """The batches of lanes, if positions cannot be computed."""
         source = unwrapped(self.source)
@@ -228,6 +241,7 @@ class Pass(HasState):
         if complete and self._failure is None:
             if self._ledger is not None:
                 self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
+            self.ended = True
             self._loader.epoch_over(self._end(), self.rolled)
         else:
             self._loader.left(self)

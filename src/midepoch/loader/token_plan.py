@@ -46,7 +46,7 @@ class TokenPlan:
         start = cursor.done.after(cursor.position)
         self.rows, self._start, self.begin = leaf.rows, start, cursor
         self.done = cursor.done.from_(start)
-        self._steps = cursor.steps if options.counts_steps or cursor.steps else None
+        self._steps = cursor.steps if options.counts(cursor) else None
         if self._steps is not None:
             self._steps += (start - cursor.position) // self._ranks
         self._typical = options.planning.typical_rows
@@ -194,6 +194,18 @@ class TokenPlan:
         """The numbers of the steps, where some batches are done."""
         first = self._start // self._ranks if self._steps is None else self._steps
         return StepNumbers.of(self.done, self._start, first, BatchSizes((0,), (self._ranks,)))
+
+    def turn(self, step: int) -> int:
+        after = self._start + step * self._ranks
+        return after if not step or self._has(after - 1) else self._end(self._epoch.count())
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
+        cursor = self.cursor(steps - 1) if steps else start
+        if alone and not done:
+            return cursor
+        batch = self._batch(self.turn(steps))
+        named = self._epoch.cursor_amid_done(batch, cursor.done.union(done), named=True)
+        return named._replace(steps=cursor.steps)
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, where batches are counted quickly."""

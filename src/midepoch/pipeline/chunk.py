@@ -15,6 +15,7 @@ from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
 from midepoch.transforms.batch import alike, with_ordinals
+from midepoch.transforms.provenance import Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -54,6 +55,16 @@ class RowRefs:
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
         return replace(self, ordinals=with_ordinals(ordinals, number))
 
+    @property
+    def traced(self) -> Traced:
+        """The provenance of the rows. Draws by weight have other numbers here than their rows."""
+        rows = self.rows
+        for leaf in (
+            np.unique(self.leaves).tolist() if any(engine.leaf.order.repeats for engine in self.engines) else ()
+        ):
+            rows = np.where(self.leaves == leaf, self.engines[leaf].row_numbers(self.rows), rows)
+        return Traced(rows, self.leaves.astype(np.int16))
+
     def read(self) -> Batch:
         """Read the rows."""
         batch = self._read()
@@ -65,6 +76,7 @@ class RowRefs:
         for leaf in np.unique(self.leaves).tolist():
             places = np.flatnonzero(self.leaves == leaf)
             part = self.engines[leaf].read(self.rows[places])
+            part = replace(part, leaves=leaf) if leaf else part
             parts.append(part if self.schema is None else self.schema.conform(part))
             found.append(places)
         if len(parts) == 1:
@@ -132,6 +144,11 @@ class Bunches:
     def with_ordinals(self, number: int) -> Bunches:
         """Number the rows as ``Batch.with_ordinals`` does."""
         return replace(self, rows=self.rows.with_ordinals(number))
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows of all of them."""
+        return int(self.batches.bounds[-1] - self.batches.bounds[0])
 
     @property
     def chosen(self) -> Batch | RowRefs | Pieces:
@@ -270,6 +287,15 @@ class Pulled:
             mark, left = (chunk, start + step), left - step
         return at_mark(mark)
 
+    def pieces_after(self, count: int) -> list[tuple[Chunk, int, int]]:
+        """Return the pieces of all but the first ``count`` of them."""
+        pieces = []
+        for chunk, start, stop in self._pieces:
+            if count < stop - start:
+                pieces.append((chunk, start + count, stop))
+            count = max(0, count - (stop - start))
+        return pieces
+
     def before(self, number: int) -> At:
         """Return the cursor right before one of them."""
         for chunk, start, stop in self._pieces:
@@ -291,6 +317,7 @@ class Puller:
         self._flow = flow
         self._chunk: Chunk | None = None
         self._length = self._next = 0
+        self._returned: list[tuple[Chunk, int, int]] = []  # outputs that come before the next chunk
         self._cursor = cursor
 
     @property
@@ -304,6 +331,9 @@ class Puller:
     def has_more(self) -> bool:
         """Return True if outputs are left. Pull the next chunk if necessary."""
         while self._next >= self._length:
+            if self._returned:
+                self._chunk, self._next, self._length = self._returned.pop(0)
+                continue
             chunk = self._flow.pull()
             if chunk is None:
                 return False
@@ -320,3 +350,11 @@ class Puller:
             pieces.append((self._chunk, self._next, self._next + step))
             self._next, count = self._next + step, count - step
         return Pulled(pieces, before)
+
+    def give_back(self, pulled: Pulled, keep: int) -> None:
+        """Take back all but the first ``keep`` of the outputs that were taken last. They come again."""
+        if pieces := pulled.pieces_after(keep):
+            if self._chunk is not None and self._next < self._length:
+                pieces.append((self._chunk, self._next, self._length))
+            self._returned[:0] = pieces
+            self._chunk, self._next, self._length = self._returned.pop(0)

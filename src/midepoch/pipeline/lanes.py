@@ -39,9 +39,11 @@ class Share:
 class Lanes:
     """The lanes of one process, from a cursor on."""
 
-    def __init__(self, spec: Node, lanes: int, share: Share, bundles: Bundles, cursor: Cursor) -> None:
+    def __init__(
+        self, spec: Node, lanes: int, share: Share, bundles: Bundles, cursor: Cursor, *, traced: bool = False
+    ) -> None:
         self.share, self._start = share, cursor
-        self.packing = Packing()
+        self.packing = Packing(traced=traced)
         self.numbers = share.lanes.positions(0, lanes).tolist()
         fresh = LaneCursor(0, False, start(spec))
         known = {} if cursor.lanes is None else cursor.lanes.by_lane
@@ -202,6 +204,16 @@ class StepOutputs:
             own = np.arange(shard.index, self.total, shard.count)
             order = own if order is None else order[own]
         return items if order is None else items.keep(order)
+
+    def own_outputs(self) -> dict[int, Int64Array]:
+        """Return the numbers of the outputs of this process, by lane."""
+        numbers = np.concatenate(self._numbers_taken())
+        numbers = numbers if self._order is None else numbers[self._order]
+        lanes, shard = self._lane_of, self._share.shard
+        if self._done is not None:
+            numbers, lanes = numbers[self._kept], lanes[self._kept]
+        numbers, lanes = numbers[shard.index :: shard.count], lanes[shard.index :: shard.count]
+        return {self._numbers[lane]: numbers[lanes == lane] for lane in np.unique(lanes).tolist()}
 
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.

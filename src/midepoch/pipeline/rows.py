@@ -230,6 +230,7 @@ class Rows:
             return None
         first, skip, by_row, kept = self._row, self._skip, self._by_row, self._kept
         stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total)
+        made = replace(made, leaves=self._leaf) if self._leaf else made
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # outputs delivered before, made from rows of the next bundles
         count = max(0, len(made) - skip)

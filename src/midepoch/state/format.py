@@ -19,6 +19,7 @@ Additional fields of loaders:
 - ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
   lanes JSON, {lane: its outputs}
 - ``excluded`` (text, JSON): {number of a source: its rows before the shuffle that are not delivered}
+- ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "weights": (str,),
     "done": (str,),
     "excluded": (str,),
+    "leased": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -168,6 +170,7 @@ _DEFAULTS = {
     "weights": "",
     "done": "",
     "excluded": "",
+    "leased": "",
 }
 _MOST_LANES = 2**31
 

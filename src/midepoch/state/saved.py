@@ -10,7 +10,7 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
-from midepoch.order.budget import Budget
+from midepoch.order.budget import Budget, in_words
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors, PlannedAt
 from midepoch.pipeline.excluded import excluded_in, excluded_text
@@ -22,6 +22,7 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import LaneContext
 from midepoch.state.done import changed_batches, changed_mix, done_in_lanes, done_of_all, done_text
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
+from midepoch.state.leased import combined
 from midepoch.state.matching import CHECKED, Matched
 
 _log = logging.getLogger("midepoch")
@@ -84,7 +85,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("the list of the states of all ranks is empty.")
-    parsed = [parse(one) for one in several]
+    parsed = _without_leases([parse(one) for one in several])
     if spec.has_positions:
         first = parsed[_rank_to_load(parsed, spec.shard)]
         done = done_of_all(first, parsed)
@@ -153,7 +154,19 @@ def one_of(state: Any, shard: Shard) -> Any:
         return state
     if not state:
         raise StateError("the list of the states of all ranks is empty.")
-    return state[_rank_to_load([parse(one) for one in state], shard)]
+    parsed = [parse(one) for one in state]
+    if any(one["leased"] for one in parsed):
+        return _without_leases(parsed)
+    return state[_rank_to_load(parsed, shard)]
+
+
+def _without_leases(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return states that are equivalent to those of ranks with leases."""
+    if not any(one["leased"] for one in found):
+        return found
+    free = {"leased", "planned", "steps", "flow", "known", "epoch_outputs"}
+    _check_alike(found, _OF_POSITION | free, "different runs")
+    return [dict(one) for one in combined(found)]
 
 
 def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
@@ -180,7 +193,7 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None, done:
         if at is not None and at.legs:
             raise CheckpointMismatchError(
                 "batches",
-                f"in a window of batches by max_tokens ({at.legs[-1][0]})",
+                f"in a window of batches by tokens: {in_words(at.legs[-1][0])}",
                 "batches of a fixed number of rows",
                 "the rows delivered so far are not the first of the epoch. Resume with max_tokens, which may differ, "
                 "or save at the end of an epoch",
@@ -214,8 +227,8 @@ def _rebudgeted(at: Any, planned: PlannedAt | None, budget: Budget | None) -> An
     if at[1]:
         raise CheckpointMismatchError(
             "batches",
-            before,
-            after or "batches of a number of rows",
+            in_words(before),
+            "batches of a number of rows" if budget is None else budget.words,
             "the state is in the middle of a window of rows whose lengths are known only when they are made, so its "
             "batches cannot be formed by another budget. Resume with the same max_tokens, and change it after an epoch",
         )

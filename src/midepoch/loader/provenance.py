@@ -1,0 +1,89 @@
+"""The columns that ``provenance=True`` adds to batches, and the names of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+import pyarrow as pa
+
+from midepoch.errors import ColumnError
+from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Mix, Node
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.transforms import Batch
+from midepoch.transforms.packing import PackSpec, arrow_values
+from midepoch.transforms.provenance import BOUNDS, DOCUMENTS, MOST_SOURCES, Traced, added_columns
+
+ROWS, PACKED = "rows", "packed"
+"""Kinds of provenance: a row number for each row, or the documents of each packed sequence."""
+
+
+def provenance_of(spec: PipelineSpec, wanted: Any) -> str:
+    """Return the kind of provenance of batches, or "" for none. Raise ColumnError if columns have the same names."""
+    if not isinstance(wanted, bool):
+        raise TypeError(f"loader(provenance=…) takes True or False, got {wanted!r:.60}")
+    if not wanted:
+        return ""
+    if (sources := len(spec.node.leaves)) > MOST_SOURCES:
+        raise ValueError(f"provenance=True numbers up to {MOST_SOURCES:,} sources, and there are {sources:,}.")
+    kind = PACKED if _packs(spec.node) else ROWS
+    _check_names(spec.node.known_columns or (), kind)
+    return kind
+
+
+def _packs(node: Node) -> bool:
+    parts = () if isinstance(node.base, Leaf) else node.base.parts
+    return any(isinstance(stage, PackSpec) for stage in node.stages) or any(map(_packs, parts))
+
+
+def _check_names(names: Any, kind: str) -> None:
+    if taken := [name for name in added_columns(kind == PACKED) if name in names]:
+        raise ColumnError(
+            f"provenance=True adds the column {taken[0]!r} to batches, which the data already has. Rename that column "
+            "(rename_columns), or remove it."
+        )
+
+
+def with_arrays(columns: Any, traced: Traced, kind: str) -> Any:
+    """Return presented columns with those of provenance, as numpy arrays."""
+    _check_names(columns, kind)
+    return {**columns, **traced.arrays(kind == PACKED)}
+
+
+def with_columns(batch: Batch, kind: str) -> Batch:
+    """Return a batch with the columns of provenance: for formats in which each row has a value of its own."""
+    _check_names(batch.columns, kind)
+    if kind == ROWS:
+        columns = {name: arrow_values(values) for name, values in batch.traced.arrays(packed=False).items()}
+    else:
+        arrays = {name: arrow_values(values) for name, values in batch.traced.table.arrays().items()}
+        bounds = arrays.pop(BOUNDS)
+        pieces = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
+        columns = {DOCUMENTS: pa.ListArray.from_arrays(bounds, pieces)}
+    return batch.with_columns({**batch.columns, **columns})
+
+
+def source_names(spec: PipelineSpec) -> tuple[str, ...]:
+    """Return a name for each source: that in its mix, else its files, or its number if they do not tell it apart."""
+    found = list(_names(spec.node, ""))
+    return tuple(name if name and found.count(name) == 1 else str(number) for number, name in enumerate(found))
+
+
+def _names(node: Node, before: str) -> Iterator[str]:
+    base = node.base
+    if isinstance(base, Leaf):
+        yield before or _files(base)
+        return
+    names = base.names if isinstance(base, Mix) else ()
+    for number, part in enumerate(base.parts):
+        name = names[number] if names else str(number) if before else ""
+        yield from _names(part, f"{before}/{name}".strip("/"))
+
+
+def _files(leaf: Leaf) -> str:
+    """Return the path of the file of a source, or the folder of all of its files."""
+    paths = [leaf.source.name(file) for file in leaf.source.files] or [""]
+    first, last = min(paths).split("/"), max(paths).split("/")
+    return "/".join(a for a, _ in takewhile(lambda both: both[0] == both[1], zip(first, last, strict=False)))
