@@ -71,6 +71,8 @@ class Generation:
     """By rank, what was leased and acknowledged."""
     numbers: dict[int, int] = field(default_factory=dict)
     """By rank, the number of the pass in its process."""
+    excluded: str = ""
+    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
 
     @property
     def how(self) -> str:
@@ -260,4 +262,5 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: (one.documents, one.beginning[1]) for rank, one in of_rank.items() if one.documents is not None},
         {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
         {rank: one.beginning[1] for rank, one in of_rank.items()},
+        passes[0].excluded,
     )

@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 
     @property
     def amid(self) -> Amid | None:
-        """What is done, or None if everything is delivered."""
+        """Positions that are done, with the steps between them, or None if everything is delivered."""
         return _amid(self) if self.done else None
 
     def after(self, steps: int) -> int:
@@ -145,6 +145,8 @@ class Passed:
     workers: int | None = None
     space: str = ""
     """The machine or container of the process."""
+    excluded: str = ""
+    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
     sources: tuple[str, ...] = ()
@@ -235,6 +237,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             previous=tuple((name, steps) for name, steps in header.get("previous", ())),
             workers=header.get("workers"),
             space=header.get("space", ""),
+            excluded=header.get("excluded", ""),
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
             sources=tuple(header.get("sources", ())),
             documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,

@@ -110,7 +110,7 @@ class Excluding(Counted):
         beginning = lanes.cursor()
         size = options.batch_size * spec.shard.count
         counts = options.counts(cursor)
-        number = cursor.steps if counts else -(-cursor.position // size)
+        number = cursor.steps if counts else cursor.position // size
         _check_ahead(first, number)
         steps = LaneSteps(lanes, options, None, number, counts=True)
         taken = [EMPTY] * len(lanes.numbers)

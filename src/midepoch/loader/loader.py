@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
-from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.leases import LeaseBook
@@ -29,6 +28,7 @@ from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
 from midepoch.state import saved as states
+from midepoch.state.done import excluded_from_batches
 
 _log = logging.getLogger("midepoch")
 
@@ -186,12 +186,7 @@ class Loader(Leasing):
         resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
         if planning is not None and resumed.spec.excluded:
-            raise CheckpointMismatchError(
-                "excluded",
-                f"{sum(map(len, resumed.spec.excluded)):,} rows are excluded",
-                "batches by max_tokens",
-                "such batches are planned with all rows. Resume with batches of a number of rows",
-            )
+            raise excluded_from_batches(sum(map(len, resumed.spec.excluded)))
         if planning is not None:  # plans the window in progress: its batches must be those that were saved
             make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
@@ -208,6 +203,8 @@ class Loader(Leasing):
             self._cursor, self.delivered = cursor, None
         else:
             self.delivered = cursor
+        if self._counterparts is not None:
+            self._counterparts.loaded()
         if live is not None and live.is_open:
             live.reopen()
 

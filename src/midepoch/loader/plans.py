@@ -182,7 +182,7 @@ class Plan:
     def numbers(self) -> StepNumbers:
         """The numbers of the steps, where some positions are done."""
         sizes = BatchSizes((0,), (self.global_batch,)) if self.sizes is None else self.sizes
-        first = -(-self.start // self.global_batch) if self.first_step is None else self.first_step
+        first = self.start // self.global_batch if self.first_step is None else self.first_step
         return StepNumbers.of(self.done, self.start, first, sizes)
 
     def __len__(self) -> int:

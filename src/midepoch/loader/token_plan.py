@@ -192,7 +192,7 @@ class TokenPlan:
     @cached_property
     def numbers(self) -> StepNumbers:
         """The numbers of the steps, where some batches are done."""
-        first = -(-self._start // self._ranks) if self._steps is None else self._steps
+        first = self._start // self._ranks if self._steps is None else self._steps
         return StepNumbers.of(self.done, self._start, first, BatchSizes((0,), (self._ranks,)))
 
     def turn(self, step: int) -> int:
