@@ -21,18 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.transforms.provenance import PIECE, DocumentTable
-
-Int64Array = npt.NDArray[np.int64]
+from midepoch.transforms.provenance import DocumentTable
 
 _log = logging.getLogger("midepoch")
 
 SUFFIX = ".documents"
 _HEADER = struct.Struct("<IIII")
 _COUNTS = struct.Struct("<II5B")
-_SHIFTS = {"length": 1}
-"""What is added to values, so that none is negative."""
-_COLUMNS = ("source", "row", "start", "length")
 
 
 class Document(NamedTuple):
@@ -57,38 +52,35 @@ class Document(NamedTuple):
 
 def encoded(table: DocumentTable) -> bytes:
     """Return the columns of a table as bytes."""
-    chosen = table.chosen
-    arrays = [np.diff(table.bounds) - 1]  # a row that was not packed has one
-    arrays += [chosen[name].astype(np.int64) + _SHIFTS.get(name, 0) for name in _COLUMNS]
+    source, row, start, length = table.columns
+    arrays = (np.diff(table.bounds) - 1, source, row, start, length + 1)  # 0 for a row that was not packed
     widths = [_width(array) for array in arrays]
-    parts = [_COUNTS.pack(len(table), len(chosen), *widths)]
+    parts = [_COUNTS.pack(table.sequences, len(row), *widths)]
     for array, width in zip(arrays, widths, strict=True):
         if width:
-            parts.append(np.ascontiguousarray(array, "<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes())
+            parts.append(array.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes())
     return b"".join(parts)
 
 
-def _width(array: Int64Array) -> int:
-    """Return the number of bytes of the largest value, 0 if all are 0. 8 if one is negative."""
-    if not len(array):
-        return 0
-    return 8 if array.min() < 0 else (int(array.max()).bit_length() + 7) // 8
+def _width(array: npt.NDArray[Any]) -> int:
+    """Return the number of bytes of the largest value, 0 if all are 0."""
+    return (int(array.max()).bit_length() + 7) // 8 if len(array) else 0
 
 
 def decoded(payload: bytes) -> DocumentTable:
     """Return the table of some bytes."""
     sequences, pieces, *widths = _COUNTS.unpack_from(payload)
     at, arrays = _COUNTS.size, []
-    for count, width in zip([sequences, *[pieces] * len(_COLUMNS)], widths, strict=True):
+    for count, width in zip([sequences, *[pieces] * 4], widths, strict=True):
         full = np.zeros((count, 8), np.uint8)
         if width:
             full[:, :width] = np.frombuffer(payload, np.uint8, count * width, at).reshape(count, width)
-        arrays.append(full.reshape(-1).view("<i8"))
+        arrays.append(full.reshape(-1).view("<i8").astype(np.int64))
         at += count * width
-    table = np.empty(pieces, PIECE)
-    for name, array in zip(_COLUMNS, arrays[1:], strict=True):
-        table[name] = array - _SHIFTS.get(name, 0)
-    return DocumentTable(np.append(0, np.cumsum(arrays[0] + 1)), table)
+    counts, source, row, start, length = arrays
+    bounds = np.append(0, np.cumsum(counts + 1)).astype(np.int32)
+    lengths = (length - 1).astype(np.int32)
+    return DocumentTable(bounds, source.astype(np.int16), row, start.astype(np.int32), lengths)
 
 
 class DocumentRecorder:
@@ -176,21 +168,20 @@ class RecordedDocuments:
     def steps_with(self, number: int, source: int, row: int) -> Iterator[int]:
         """Yield the steps of a pass that have a document."""
         for passed, step in self._places:
-            if passed == number and (table := self.of(passed, step)) is not None:
-                pieces = table.pieces
-                if ((pieces["row"] == row) & (pieces["source"] == source)).any():
-                    yield step
+            table = self.of(passed, step) if passed == number else None
+            if table is not None and ((table.row == row) & (table.source == source)).any():
+                yield step
 
 
 def documents_of(
     table: DocumentTable, step: int, epoch: int, rank: int, names: Sequence[str], place: Callable[[int, int], str]
 ) -> Iterator[Document]:
     """Yield the documents of a step of one rank. ``place``: where a row of a source is, in words."""
-    lengths = np.maximum(table.pieces["length"].astype(np.int64), 0)
+    lengths = np.maximum(table.length, 0).astype(np.int64)
     offsets = np.cumsum(lengths) - lengths
     for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):
         for number in range(first, stop):
-            row, start, length, source = table.pieces[number].tolist()
+            source, row, start, length = (int(column[number]) for column in table[1:])
             end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
             where = place(source, row)
             yield Document(step, epoch, rank, sequence, source, names[source], row, start, end, offset, where)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch.loader.collation import arranged, collated, completed, marked, named
+from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
@@ -51,19 +51,22 @@ class Presenter:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            traced = items.traced if options.provenance else None
-            return Presented(completed(columns, kind, options, traced), traced and traced.first(genuine))
+            if not options.provenance:
+                return Presented(completed(columns, kind, options, None), None)
+            traced = items.traced
+            return Presented(completed(columns, kind, options, added(traced, options)), traced.first(genuine))
         batch = materialize(items)
         if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
             genuine = int(bounds[genuine] - bounds[0])
         if self._pads is not None:
             batch = marked(batch, np.arange(len(batch)) >= genuine)
-        traced = batch.traced if options.provenance else None
+        traced = batch.traced
         if options.collate_fn is not None:
             value = collated(batch, kind, options, self._generators, epoch)
         elif options.layout is not None:
-            value = completed(arranged(batch, kind, options), kind, options, traced)
+            value = completed(arranged(batch, kind, options), kind, options, added(traced, options))
         else:
-            value = completed(present(named(batch, kind, options), kind), kind, options, traced)
-        return Presented(value, traced and traced.first(genuine))
+            columns = present(named(batch, kind, options), kind)
+            value = completed(columns, kind, options, added(traced, options))
+        return Presented(value, traced.first(genuine) if options.provenance else None)

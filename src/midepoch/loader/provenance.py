@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +14,7 @@ from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch
 from midepoch.transforms.packing import PackSpec, arrow_values
-from midepoch.transforms.provenance import BOUNDS, DOCUMENTS, MOST_SOURCES, Traced, added_columns
+from midepoch.transforms.provenance import BOUNDS, DOCUMENTS, MOST_SOURCES, added_columns
 
 ROWS, PACKED = "rows", "packed"
 """Kinds of provenance: a row number for each row, or the documents of each packed sequence."""
@@ -29,7 +29,7 @@ def provenance_of(spec: PipelineSpec, wanted: Any) -> str:
     if (sources := len(spec.node.leaves)) > MOST_SOURCES:
         raise ValueError(f"provenance=True numbers up to {MOST_SOURCES:,} sources, and there are {sources:,}.")
     kind = PACKED if _packs(spec.node) else ROWS
-    _check_names(spec.node.known_columns or (), kind)
+    check_names(spec.node.known_columns or (), kind)
     return kind
 
 
@@ -38,7 +38,8 @@ def _packs(node: Node) -> bool:
     return any(isinstance(stage, PackSpec) for stage in node.stages) or any(map(_packs, parts))
 
 
-def _check_names(names: Any, kind: str) -> None:
+def check_names(names: Container[str], kind: str) -> None:
+    """Raise ColumnError if columns have the names of those that provenance adds."""
     if taken := [name for name in added_columns(kind == PACKED) if name in names]:
         raise ColumnError(
             f"provenance=True adds the column {taken[0]!r} to batches, which the data already has. Rename that column "
@@ -46,15 +47,9 @@ def _check_names(names: Any, kind: str) -> None:
         )
 
 
-def with_arrays(columns: Any, traced: Traced, kind: str) -> Any:
-    """Return presented columns with those of provenance, as numpy arrays."""
-    _check_names(columns, kind)
-    return {**columns, **traced.arrays(kind == PACKED)}
-
-
 def with_columns(batch: Batch, kind: str) -> Batch:
     """Return a batch with the columns of provenance: for formats in which each row has a value of its own."""
-    _check_names(batch.columns, kind)
+    check_names(batch.columns, kind)
     if kind == ROWS:
         columns = {name: arrow_values(values) for name, values in batch.traced.arrays(packed=False).items()}
     else:
