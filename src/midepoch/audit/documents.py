@@ -78,9 +78,8 @@ def decoded(payload: bytes) -> DocumentTable:
         arrays.append(full.reshape(-1).view("<i8").astype(np.int64))
         at += count * width
     counts, source, row, start, length = arrays
-    bounds = np.append(0, np.cumsum(counts + 1)).astype(np.int32)
-    lengths = (length - 1).astype(np.int32)
-    return DocumentTable(bounds, source.astype(np.int16), row, start.astype(np.int32), lengths)
+    columns = (source.astype(np.int16), row, start, length - 1)
+    return DocumentTable.of_columns(np.append(0, np.cumsum(counts + 1)), columns)
 
 
 class DocumentRecorder:
@@ -181,7 +180,7 @@ def documents_of(
     offsets = np.cumsum(lengths) - lengths
     for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):
         for number in range(first, stop):
-            source, row, start, length = (int(column[number]) for column in table[1:])
+            source, row, start, length = (int(column[number]) for column in table.columns)
             end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
             where = place(source, row)
             yield Document(step, epoch, rank, sequence, source, names[source], row, start, end, offset, where)

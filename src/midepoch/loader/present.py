@@ -8,11 +8,12 @@ import numpy as np
 
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
+from midepoch.loader.provenance import PACKED, DocumentsAhead
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import present
 from midepoch.transforms.generators import Generators
-from midepoch.transforms.provenance import Traced
+from midepoch.transforms.provenance import DOCUMENTS, Traced
 
 
 class Presented(NamedTuple):
@@ -32,6 +33,7 @@ class Presenter:
         self._pads = options.batch_size if options.last_batch == "pad" else None
         self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
         self._arrays = self._arrays and options.layout is None
+        self._ahead = DocumentsAhead()
 
     def batch(self, items: Items, epoch: int) -> Presented:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -68,5 +70,7 @@ class Presenter:
             value = completed(arranged(batch, kind, options), kind, options, added(traced, options))
         else:
             columns = present(named(batch, kind, options), kind)
-            value = completed(columns, kind, options, added(traced, options))
+            ahead = kind == "torch" and options.provenance == PACKED
+            more = {DOCUMENTS: self._ahead.take(traced.table)} if ahead else added(traced, options)
+            value = completed(columns, kind, options, more)
         return Presented(value, traced.first(genuine) if options.provenance else None)

@@ -6,7 +6,7 @@ adds. A sequence has a piece of each of its documents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,79 +33,88 @@ class Pieces(NamedTuple):
 
 
 class DocumentTable(NamedTuple):
-    """The pieces of documents in the sequences of a batch. Those of sequence k begin at ``bounds[k]``.
+    """The pieces of documents in sequences ``begin`` to ``end`` of some. Those of sequence k begin at ``edges[k]``.
 
     A piece is ``length`` tokens of a document, from ``start`` on. A length of -1 is all of a row that was not packed.
     """
 
-    bounds: npt.NDArray[np.int32]
+    edges: npt.NDArray[np.int32]
+    begin: int
+    end: int
     source: Int16Array
     row: Int64Array
     start: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
 
     @staticmethod
+    def of_columns(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> DocumentTable:
+        """Return the table of all sequences. ``columns``: source, row, start and length of the pieces."""
+        source, row, start, length = columns
+        return DocumentTable(_small(edges), 0, len(edges) - 1, source, row, _small(start), _small(length))
+
+    @staticmethod
     def of(pieces: Pieces, rows: Int64Array, leaves: int | Int16Array) -> DocumentTable:
         """Return the table of packed sequences. ``rows``, ``leaves``: of the documents that are packed together."""
         bounds, documents, starts, lengths = pieces
         sources = np.full(len(documents), leaves, np.int16) if isinstance(leaves, int) else leaves[documents]
-        return DocumentTable(_small(bounds), sources, rows[documents], _small(starts), _small(lengths))
+        return DocumentTable.of_columns(bounds, (sources, rows[documents], starts, lengths))
 
     @staticmethod
     def of_rows(rows: Int64Array, leaves: int | Int16Array) -> DocumentTable:
         """Return the table of rows that were not packed: each is one document."""
         count = len(rows)
         sources = np.full(count, leaves, np.int16) if isinstance(leaves, int) else leaves
-        starts, lengths = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-        return DocumentTable(np.arange(count + 1, dtype=np.int32), sources, rows, starts, lengths)
+        return DocumentTable.of_columns(np.arange(count + 1), (sources, rows, np.zeros(count), np.full(count, -1)))
 
     @property
     def sequences(self) -> int:
-        return len(self.bounds) - 1
+        """The number of sequences."""
+        return self.end - self.begin
+
+    @property
+    def bounds(self) -> npt.NDArray[np.int32]:
+        """The first piece of each sequence, and the end of the last, counted from the first of all."""
+        bounds: npt.NDArray[np.int32] = self.edges[self.begin : self.end + 1] - self.edges[self.begin]
+        return bounds
 
     @property
     def columns(self) -> tuple[npt.NDArray[Any], ...]:
         """Source, row, start and length of the pieces of all of these sequences."""
-        first, stop = self.bounds[0], self.bounds[-1]
+        first, stop = self.edges[self.begin], self.edges[self.end]
         return self.source[first:stop], self.row[first:stop], self.start[first:stop], self.length[first:stop]
 
     def slice(self, start: int, stop: int) -> DocumentTable:
         """Return the table of some of the sequences."""
-        return DocumentTable(self.bounds[start : stop + 1], *self[1:])
+        return DocumentTable(self.edges, self.begin + start, self.begin + stop, *self[3:])
 
     def keep(self, places: Int64Array) -> DocumentTable:
         """Return the table of only the sequences at these places."""
-        firsts = self.bounds[places]
-        counts = self.bounds[places + 1] - firsts
-        bounds = np.append(0, np.cumsum(counts))
-        chosen = np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts)
-        return DocumentTable(_small(bounds), *(column[chosen] for column in self[1:]))
+        places = places + self.begin
+        firsts = self.edges[places]
+        counts = self.edges[places + 1] - firsts
+        edges = np.append(0, np.cumsum(counts))
+        chosen = np.arange(edges[-1]) + np.repeat(firsts - edges[:-1], counts)
+        return DocumentTable.of_columns(edges, (column[chosen] for column in self[3:]))
 
     def as_one(self) -> DocumentTable:
         """Return the table of all sequences as one."""
-        return DocumentTable(self.bounds[[0, -1]], *self[1:])
+        return DocumentTable.of_columns(self.bounds[[0, -1]], self.columns)
 
     @staticmethod
     def join(parts: Sequence[DocumentTable]) -> DocumentTable:
         """Concatenate tables."""
         counts = np.concatenate([np.diff(part.bounds) for part in parts])
         columns = (np.concatenate(column) for column in zip(*(part.columns for part in parts), strict=True))
-        return DocumentTable(_small(np.append(0, np.cumsum(counts))), *columns)
+        return DocumentTable.of_columns(np.append(0, np.cumsum(counts)), columns)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the table as it is delivered: arrays of all pieces, and the first piece of each sequence."""
-        bounds = self.bounds
-        first, stop = bounds[0], bounds[-1]
-        return {
-            SOURCE: self.source[first:stop],
-            ROW: self.row[first:stop],
-            START: self.start[first:stop],
-            BOUNDS: bounds - first,
-        }
+        source, row, start, _ = self.columns
+        return {SOURCE: source, ROW: row, START: start, BOUNDS: self.bounds}
 
 
-def _small(values: Int64Array) -> npt.NDArray[np.int32]:
-    return values.astype(np.int32)
+def _small(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    return values.astype(np.int32, copy=False)
 
 
 class Traced(NamedTuple):
