@@ -69,16 +69,19 @@ class DocumentsAhead:
 
     def __init__(self) -> None:
         self._edges: Any = None
-        self._made: dict[tuple[int, int], dict[str, Any]] = {}
+        self._size, self._made = 0, dict[int, dict[str, Any]]()
 
     def take(self, table: DocumentTable) -> dict[str, Any]:
         """Return the documents of a batch, and make those of the next ones of its chunk, which have the same size."""
-        if self._edges is not table.edges:
+        found = self._made.pop(table.begin, None) if self._edges is table.edges else None
+        if found is None:
             self._edges, self._made = table.edges, self._ahead(table)
-        return self._made.pop((table.begin, table.end), None) or table.arrays()
+            found = self._made.pop(table.begin, None)
+        return table.arrays() if found is None or self._size != table.sequences else found
 
-    def _ahead(self, table: DocumentTable) -> dict[tuple[int, int], dict[str, Any]]:
+    def _ahead(self, table: DocumentTable) -> dict[int, dict[str, Any]]:
         edges, size = table.edges, table.sequences
+        self._size = size
         count = min((len(edges) - 1 - table.begin) // size, self._MOST) if size else 0
         if count < 2:
             return {}
@@ -89,10 +92,8 @@ class DocumentsAhead:
         bounds = edges[begins[:-1, None] + np.arange(size + 1)] - edges[begins[:-1], None]
         columns[BOUNDS] = split(bounds.reshape(-1), range(0, bounds.size + 1, size + 1), "torch")
         values = zip(*columns.values(), strict=True)
-        return {
-            (begin, begin + size): dict(zip(columns, each, strict=True))
-            for begin, each in zip(begins.tolist(), values, strict=False)
-        }
+        made = (dict(zip(columns, each, strict=True)) for each in values)
+        return dict(zip(begins.tolist(), made, strict=False))
 
 
 def source_names(spec: PipelineSpec) -> tuple[str, ...]:
