@@ -90,6 +90,18 @@ def other(ds: midepoch.Dataset) -> midepoch.Dataset:
     return ds.slice(0, 20).shuffle(seed=6)
 
 
+PHASES = midepoch.Schedule(
+    [
+        midepoch.Phase("warm-up", {"a": 1}, rows=12),
+        midepoch.Phase("main", {"a": 2, "b": 1}, rows=17),
+        midepoch.Phase("anneal", rows=16, final_weights={"b": 1}),
+    ],
+    max_passes={"b": 1},
+)
+TOKENS = midepoch.Schedule(
+    [midepoch.Phase("main", {"a": 1, "b": 2}, tokens=100), midepoch.Phase("end", {"a": 1}, tokens=60)]
+)
+
 PIPELINES: dict[str, Pipeline] = {
     "in order": lambda ds: ds,
     "rows": lambda ds: ds.shuffle(seed=1),
@@ -137,6 +149,9 @@ PIPELINES: dict[str, Pipeline] = {
     "take": lambda ds: ds.shuffle(seed=1).filter(odd).take(11),
     "skip": lambda ds: ds.shuffle(seed=1).filter(odd).skip(4).map(double),
     "mix": lambda ds: midepoch.mix([ds.shuffle(seed=1).filter(odd), other(ds)], [2, 1], seed=5, stop="all"),
+    "schedule": lambda ds: midepoch.mix({"a": ds.shuffle(seed=1).filter(odd), "b": other(ds)}, PHASES, seed=5),
+    "plain schedule": lambda ds: midepoch.mix({"a": ds.shuffle(seed=1), "b": other(ds)}, PHASES, seed=5),
+    "schedule by tokens": lambda ds: midepoch.mix({"a": ds, "b": other(ds)}, TOKENS, seed=5).pack(8, "tokens", pad=-1),
     "plain mix": lambda ds: midepoch.mix([ds.shuffle(seed=1), other(ds)], [2, 1], seed=5),
     "concat": lambda ds: midepoch.concat([ds.shuffle(seed=1).filter(odd), other(ds)]),
     "zip": lambda ds: midepoch.zip(
@@ -180,7 +195,7 @@ def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoc
     assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
 
 
-PACKED = ["pack", "best fit", "packed mix"]
+PACKED = ["pack", "best fit", "packed mix", "schedule by tokens"]
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -621,3 +636,69 @@ def test_the_ledger_shows_rows_that_were_lost_or_repeated(
     list(loader)
     again = read_run(tmp_path / "again")
     assert not again.exact and again.epochs[0].repeated > 0
+
+
+# Exclusions
+
+
+def rows_in(batches: Iterator[Any]) -> list[str]:
+    """All rows of batches, as text, sorted."""
+    found: list[str] = []
+    for batch in batches:
+        columns = batch.to_pydict() if isinstance(batch, (pa.Table, pa.RecordBatch)) else batch
+        lists = [values.tolist() if hasattr(values, "tolist") else list(values) for values in columns.values()]
+        found += map(repr, zip(*lists, strict=True))
+    return sorted(found)
+
+
+@far
+@pytest.mark.parametrize("name", PIPELINES)
+def test_an_excluded_range_is_resumed_exactly(name: str, far: bool, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    """Around it (far: at every step), with workers, and on other world sizes: all batches but the excluded ones."""
+
+    def make(workers: int = 0, **options: Any) -> midepoch.Loader:
+        kind = "process" if name in REFUSED else "thread"
+        return PIPELINES[name](open_ds()).loader(3, num_workers=workers, worker_type=kind, **options)
+
+    whole = batches_of_epoch(make, 0)
+    first = max(1, len(whole) // 3)
+    stop = min(first + 3, len(whole) - 1)
+    expected = whole[:first] + whole[stop:]
+
+    def excluding(workers: int = 0) -> midepoch.Loader:
+        loader = make(workers)
+        assert loader.exclude(steps=range(first, stop)) >= len(rows_in(iter(whole[first:stop])))
+        return loader
+
+    loader = excluding()
+    assert same(list(loader), expected) and same(list(loader), batches_of_epoch(make, 1))
+    assert_resumes_exactly(excluding, resume_with=[make], tail=3, steps=None if far else [0, first])
+    assert same(list(excluding(1)), expected)
+
+    loader = make()
+    batches = iter(loader)
+    delivered = [next(batches) for _ in range(first - 1)]
+    loader.exclude(steps=range(first, stop))
+    for number in range(first - 1, len(expected) - 1):
+        if (far or number == first - 1) and name not in (*SHARDS, "skipping map"):
+            world, left = 2 + number % 2, rows_in(iter(expected[number:]))
+            ranks = [make(rank=rank, world_size=world, last_batch="uneven") for rank in range(world)]
+            for rank in ranks:
+                rank.load_state_dict(loader.state_dict())
+            assert sorted(row for rank in ranks for row in rows_in(iter(rank))) == left
+        delivered.append(next(batches))
+    assert same(delivered, expected[:-1])
+
+
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in SHARDS])
+def test_the_ledger_counts_what_is_excluded(name: str, open_ds: Callable[[], midepoch.Dataset], tmp_path: Path) -> None:
+    whole = batches_of_epoch(lambda: PIPELINES[name](open_ds()).loader(3), 0)
+    loader = PIPELINES[name](open_ds()).loader(3, audit=Ledger(tmp_path, attempt="1"))
+    batches = iter(loader)
+    next(batches)
+    count = loader.exclude(steps=range(1, 3)) if len(whole) > 3 else loader.exclude(steps=range(1, 2))
+    list(batches)
+    run = read_run(tmp_path)
+    proof = run.epochs[0]
+    assert run.exact and proof.complete and proof.excluded == count > 0
+    assert proof.once + proof.dropped + (proof.excluded if name not in IN_LANES else 0) == proof.rows

@@ -17,7 +17,8 @@
     │   ├── CheckpointDamagedError    a step does not match its manifest
     │   └── CheckpointNotFoundError   a step, or a part of it, does not exist (also a FileNotFoundError)
     ├── WorldError                    the rank is ambiguous, or the ranks of a run are inconsistent
-    └── WorkerError                   a worker process died or failed; names the worker
+    ├── WorkerError                   a worker process died or failed; names the worker
+    └── LeaseError                    a lease cannot be acknowledged: the process of its loader is gone
 
 Bad arguments raise ``ValueError`` or ``TypeError`` as everywhere in Python.
 """
@@ -117,3 +118,7 @@ class WorldError(MidepochError):
 
 class WorkerError(MidepochError):
     """A worker process died or failed."""
+
+
+class LeaseError(MidepochError):
+    """A lease cannot be acknowledged: the process of its loader has exited, or is on another machine."""

@@ -97,7 +97,7 @@ def test_packed_columns(data: st.DataObject, dtype: str, strategy: str) -> None:
             if strategy == "best_fit":
                 columns, first, tokens, _ = best_fit(parts[0], spec)
             elif packs:
-                columns, tokens = concatenated(parts, spec, packs), min(total, packs * length)
+                columns, tokens = concatenated(parts, spec, packs, length), min(total, packs * length)
             else:
                 continue
         wanted = expected(documents, spec, 10**4) if not skip else expected_after(documents, spec, skip)

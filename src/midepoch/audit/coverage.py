@@ -10,18 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.audit.passes import Generation
+from midepoch.order.intervals import EMPTY, Intervals
 
 Int64Array = npt.NDArray[np.int64]
 _CHUNK = 1 << 20
 
 
 class Piece(NamedTuple):
-    """The positions in [start, stop) that are one of ``residues`` modulo ``modulus``, or all if None."""
+    """The positions in [start, stop) that are one of ``residues`` modulo ``modulus``, or all if None.
+
+    Positions that are ``done`` are not among them, and are not counted for the residues.
+    """
 
     start: int
     stop: int
     modulus: int = 1
     residues: tuple[int, ...] | None = None
+    done: Intervals = EMPTY
 
 
 class Counts(NamedTuple):
@@ -36,14 +41,17 @@ class Counts(NamedTuple):
 def pieces_of(generation: Generation) -> Iterator[Piece]:
     """Yield the positions delivered to the ranks of a pass: one range for all of them, and the rest rank by rank."""
     start, common, ranks = generation.shape.start, generation.common, generation.shape.ranks
+    amid = generation.shape.amid
+    done = EMPTY if amid is None else amid.done
+    start = start if amid is None else amid.start
     if common > start:
-        yield Piece(start, common)
+        yield Piece(start, common, done=done)
     ahead: dict[int, list[int]] = {}
     for rank in generation.steps:
         if (reached := generation.reached(rank)) > common:
             ahead.setdefault(reached, []).append(rank)
     for reached, which in ahead.items():
-        yield Piece(common, reached, ranks, tuple(sorted(which)))
+        yield Piece(common, reached, ranks, tuple(sorted(which)), done)
 
 
 def count(pieces: Iterable[Piece], start: int, stop: int, examples: int = 10) -> Counts:
@@ -71,7 +79,11 @@ def count(pieces: Iterable[Piece], start: int, stop: int, examples: int = 10) ->
 def _count_evenly(active: list[Piece], low: int, high: int, examples: int) -> Counts:
     """Count within [low, high), in which the same pieces are active."""
     if len(active) == 1 and active[0].residues is None:
-        return Counts(high - low, 0, 0)
+        never = active[0].done.count(low, high)
+        left_out = active[0].done.from_(low).before_(high) if never else EMPTY
+        return Counts(high - low - never, 0, never, tuple(left_out.first(max(0, examples))))
+    if any(piece.done for piece in active):
+        return _count_one_by_one(active, low, high, examples)
     moduli = {piece.modulus for piece in active if piece.residues is not None}
     if len(moduli) > 1:  # only if two worlds of different sizes had the same rows
         return _count_one_by_one(active, low, high, examples)
@@ -109,7 +121,23 @@ def _count_one_by_one(active: list[Piece], low: int, high: int, examples: int) -
 def covers(piece: Piece, positions: Int64Array) -> npt.NDArray[np.bool_]:
     """Return a mask of the positions in a piece."""
     inside = (positions >= piece.start) & (positions < piece.stop)
+    if piece.done:
+        inside &= ~piece.done.contains(positions)
+        positions = piece.done.before(positions)
     return inside if piece.residues is None else inside & np.isin(positions % piece.modulus, piece.residues)
+
+
+def never_in(pieces: Iterable[Piece], some: Intervals, start: int, stop: int) -> int:
+    """Count the positions of a set, in [start, stop), that are in none of the pieces."""
+    pieces, total = list(pieces), 0
+    wanted = some.from_(start).before_(stop).positions()
+    for first in range(0, len(wanted), _CHUNK):
+        positions = wanted[first : first + _CHUNK]
+        covered = np.zeros(len(positions), np.bool_)
+        for piece in pieces:
+            covered |= covers(piece, positions)
+        total += int((~covered).sum())
+    return total
 
 
 def positions_in(pieces: Iterable[Piece]) -> Iterator[Int64Array]:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from midepoch.audit.orders import order_name
-from midepoch.audit.records import VERSION, VERSION_OF_POSITIONS
+from midepoch.audit.records import VERSION, VERSION_OF_OTHERS, VERSION_OF_POSITIONS
 from midepoch.audit.starts import process_name, process_space
+from midepoch.order.intervals import Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.spec import PipelineSpec
+
+
+class Ending(Protocol):
+    """The plan of a pass."""
+
+    def known(self, rows: int) -> int:
+        """Return the position at its end. UNKNOWN if it is not known, and there are more rows to count it by."""
 
 
 def header_of(
@@ -23,11 +31,12 @@ def header_of(
     until: int,
     sizes: BatchSizes | None,
     planning: Planning | None,
+    done: Intervals,
 ) -> dict[str, Any]:
-    """Return what all passes record. ``until``: the position at its end, or UNKNOWN."""
+    """Return what all passes record. ``until``: the position at its end, or UNKNOWN. ``done``: what is excluded."""
     shard = spec.shard
     header: dict[str, Any] = {
-        "midepoch_ledger": VERSION_OF_POSITIONS if spec.has_positions else VERSION,
+        "midepoch_ledger": VERSION_OF_POSITIONS if spec.has_positions else VERSION_OF_OTHERS,
         "order": order_name(spec),
         "stood": origin[:2],
         "rank": shard.index,
@@ -47,5 +56,7 @@ def header_of(
         planned = "" if cursor.planned is None else json.dumps(cursor.planned, separators=(",", ":"))
         header |= {"batches": planning.budget.text, "planned": planned}
     if planning is not None or sizes is not None:
-        header["midepoch_ledger"] = VERSION
+        header["midepoch_ledger"] = VERSION_OF_OTHERS
+    if done:
+        header |= {"midepoch_ledger": VERSION, "done": done.encode()}
     return header

@@ -26,7 +26,8 @@ class History:
             if one.is_load:  # of several, the last one counts
                 load = one
                 continue
-            if look is not None and one.how == "loaded" and look.place < one.origin <= look.after:
+            place = one.origin if one.how == "loaded" else one.place  # a pass may continue after an exclusion
+            if look is not None and look.place < place <= look.after:
                 self._add(look)
             elif look is not None and load is None:
                 one = _after_look(one, look)

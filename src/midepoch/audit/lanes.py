@@ -27,7 +27,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.pipeline.passes import BORROWING, place_of
 from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Slice
-from midepoch.transforms.packing import PackSpec
+from midepoch.transforms.packing import NUMBER_BITS, PackSpec
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -116,6 +116,7 @@ def _differ(mark: Any, other: Any) -> bool:
 
 
 _MOST_PENDING = 256
+_DROPPED = re.compile(rb"x(\d+);|(\.)")
 _STEP = re.compile(rb"-(\d+)\.|(\.)|\{([^}]*)\}|(#)")
 
 
@@ -178,6 +179,15 @@ class LaneTrack:
         """Steps, and the end of the epoch, whose cursors are recorded: a killed process may have left out the last."""
         return max((segments[-1][0] + len(segments[-1][2]) - 1 for segments in self._segments.values()), default=0)
 
+    def dropped(self, steps: int) -> int:
+        """Return the outputs that were excluded up to a number of steps, or to the end."""
+        total = step = 0
+        for outputs, one in _DROPPED.findall(self.record):
+            if outputs and (step < steps or self.finished):
+                total += int(outputs)
+            step += bool(one)
+        return total
+
     @property
     def finished(self) -> bool:
         """True if the end of the epoch was reached: its cursors are those of one additional step."""
@@ -211,6 +221,7 @@ def may_drop(node: Node) -> bool:
         isinstance(stage, Slice)
         or getattr(stage, "drop_last", False)
         or getattr(stage, "drop_remainder", False)
+        or getattr(stage, "schedule", None) is not None
         or (isinstance(stage, Local) and any(getattr(step, "drop_last", False) for step in stage.steps))
         for stage in node.stages
     )
@@ -236,7 +247,7 @@ def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
 
 def _kind(stage: Any) -> str:
     if isinstance(stage, PackSpec) and stage.strategy == "concat":
-        return "tokens"
+        return "tokens" if stage.schedule is None else "scheduled tokens"
     if isinstance(stage, Slice):
         return "number"
     if isinstance(stage, Buckets):
@@ -277,6 +288,8 @@ def _places(
         at, count = at
         if kind == "bunches":
             kind, count = "group", int(count) % (1 << DELIVERED_BITS)
+        elif kind == "scheduled tokens":
+            kind, count = "tokens", int(count) % (1 << NUMBER_BITS)
         if count and kind != "number":
             part = ((kind, int(count)), *part)
     if "leaf" in tree:

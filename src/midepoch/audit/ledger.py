@@ -10,7 +10,8 @@ once a second: the milliseconds from its ``time`` to the last step. So a killed 
 loaded state is a line of JSON as well, with ``"load": true``.
 
 If positions cannot be computed, some steps are followed by the cursors of the lanes in braces
-(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors.
+(``midepoch.audit.lanes``). ``#`` is the end of an epoch, with its cursors. ``x12;`` before a step (or the end): so many
+outputs were excluded since the step before. If positions are excluded, they are in the line of JSON.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
 from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.figures import Figures, Measured
-from midepoch.audit.headers import header_of
+from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
+from midepoch.audit.leases import leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import LOST, UNKNOWN
-from midepoch.audit.starts import new_file, process_name
-from midepoch.distributed.runs import start_name
-from midepoch.distributed.world import World
+from midepoch.audit.records import LOST, UNKNOWN, VERSION
+from midepoch.audit.starts import attempt_name, new_file
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -49,20 +50,12 @@ from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
 _MARK_SECONDS = 5.0
-_FIRST_MARK = 1.0
-"""Seconds to the first mark. Each of the next comes after twice the time, up to ``_MARK_SECONDS``."""
+_FIRST_MARK = 1.0  # each of the next comes after twice the time, up to _MARK_SECONDS
 _SEEN_SECONDS = 1.0
 _SEEN = b'"seen":"%012d"'
 _PAGE = mmap.PAGESIZE
 _numbers = count(1)  # passes of this process
 _latest: dict[tuple[str, int], Ledger] = {}  # the ledger that began the last pass of a stream and rank in this process
-
-
-class Ending(Protocol):
-    """The plan of a pass."""
-
-    def known(self, rows: int) -> int:
-        """Return the position at its end. UNKNOWN if it is not known, and there are more rows to count it by."""
 
 
 @hinted_methods({}, only=["__init__"])
@@ -110,17 +103,7 @@ class Ledger:
 
     def attempt(self, shard: Shard) -> str:
         """Return the name of this start. Raises if the ranks have none in common."""
-        if self._attempt is not None:
-            return self._attempt
-        if found := start_name(World(shard.index, shard.count)).strip("-"):
-            return found
-        if shard.count == 1:
-            return process_name()
-        raise ValueError(
-            f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
-            "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
-            "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
-        )
+        return attempt_name(shard) if self._attempt is None else self._attempt
 
     def begin(
         self,
@@ -138,8 +121,9 @@ class Ledger:
         sizes: BatchSizes | None = None,
         planning: Planning | None = None,
         sources: Sequence[str] = (),
+        leased: Intervals | None = None,
     ) -> None:
-        """Record that a pass begins at a cursor.
+        """Record that a pass begins at a cursor. ``leased``: its batches are leases, without these steps.
 
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.
@@ -150,13 +134,13 @@ class Ledger:
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
         begun yet. ``sources``: names of the sources, if the documents of steps are recorded.
         """
-        shard, until = spec.shard, UNKNOWN
+        shard, until, done = spec.shard, UNKNOWN, EMPTY
         if end is not None:
-            until = end.known(MOST_ROWS)
+            until, done = end.known(MOST_ROWS), spec.done_after(cursor)
         self._ends = end is None or until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
         header: dict[str, Any] = {
-            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning),
+            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning, done),
             "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "name": self.name,
@@ -166,6 +150,8 @@ class Ledger:
             "time": round(time.time(), 3),
             **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
         }
+        if leased is not None:
+            header |= {"midepoch_ledger": VERSION, "leases": leases_of(cursor, leased)}
         self._lanes = None
         if end is None:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()
@@ -212,6 +198,8 @@ class Ledger:
         now = self._last = time.monotonic()
         due = now >= self._due
         record = b"." if not skipped else b"-%d." % skipped
+        if self._lanes is not None and isinstance(cursor, StepOutputs) and cursor.dropped:
+            record = b"x%d;" % cursor.dropped + record
         if self._beside:
             record += b"!"  # another loader of the same rows has begun a pass meanwhile
             self._beside = False
@@ -241,6 +229,10 @@ class Ledger:
         else:
             with suppress(OSError):
                 os.pwrite(self._file, seen, self._seen)
+
+    def note(self, record: bytes) -> None:
+        """Add a record of leases to the pass."""
+        self._write(record)
 
     def flush(self) -> None:
         """Write the cursors of the lanes that are pending: a state is saved, or a pass ends."""
@@ -284,9 +276,11 @@ class Ledger:
                 os.pwrite(self._file, zeros, end)
         self.end = end
 
-    def finish(self, waited: float, end: Cursor) -> None:
-        """Record that a pass was iterated to its end."""
+    def finish(self, waited: float, end: Cursor, dropped: int = 0) -> None:
+        """Record that a pass was iterated to its end. ``dropped``: outputs excluded after the last step."""
         self.flush()
+        if dropped:
+            self._write(b"x%d;" % dropped)
         if self._ends:
             self._write(b"#")
         if self._lanes is not None and end.lanes is not None:

@@ -123,9 +123,7 @@ class Naming:
                     "the last seconds before a crash may be missing."
                 )
             return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step, later))
-        before = step - 1 - self._first_steps[number]
-        positions = np.arange(one.shape.after(before), min(one.shape.after(before + 1), one.end, one.until))
-        ranks = positions % one.shape.ranks
+        positions, ranks = self._positions_of_step(one, step, step - 1 - self._first_steps[number])
         here = np.array([one.reached(rank) for rank in range(one.shape.ranks)])[ranks] > positions
         positions, ranks = positions[here], ranks[here]
         if one.shape.batches:
@@ -135,6 +133,21 @@ class Naming:
             Delivery(step, one.shape.epoch, *values)
             for values in zip(positions.tolist(), ranks.tolist(), rows.tolist(), strict=True)
         ]
+
+    @staticmethod
+    def _positions_of_step(one: Generation, step: int, before: int) -> tuple[Int64Array, Int64Array]:
+        """Return the positions of a step of a pass, and their ranks."""
+        if (amid := one.shape.amid) is None:
+            positions = np.arange(one.shape.after(before), min(one.shape.after(before + 1), one.end, one.until))
+            return positions, positions % one.shape.ranks
+        wanted = one.shape.first_step + before
+        number = amid.numbers.step(wanted)
+        if amid.numbers.number(number) != wanted:
+            raise DataNotFoundError(f"step {step} was excluded: its rows were not delivered.")
+        numbers = np.arange(amid.numbers.begin(number), amid.numbers.begin(number + 1))
+        positions = amid.done.remaining(numbers)
+        inside = positions < min(one.end, one.until)
+        return positions[inside], (numbers % one.shape.ranks)[inside]
 
     def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
         """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
@@ -161,9 +174,18 @@ class Naming:
                 places[order, epoch] = self._orders[order].source.at(epoch).positions_of(row).tolist()
             for position in places[order, epoch]:
                 unit = self.batches_of(one).batch_of(position) if one.shape.batches else position
-                if unit is not None and one.shape.start <= unit < one.reached(unit % ranks):
-                    step = self._first_steps[number] + one.shape.steps_to(unit + 1)
-                    deliveries.append(Delivery(step, epoch, position, unit % ranks, row))
+                if unit is None:
+                    continue
+                amid = one.shape.amid
+                if amid is not None and amid.done.contains(np.array([unit]))[0]:
+                    continue
+                rank = (unit if amid is None else amid.done.before(unit)) % ranks
+                start = one.shape.start if amid is None else amid.start
+                if start <= unit < one.reached(rank):
+                    step = one.shape.steps_to(unit + 1)
+                    if amid is not None:
+                        step = amid.numbers.number(step - 1) + 1 - one.shape.first_step
+                    deliveries.append(Delivery(self._first_steps[number] + step, epoch, position, rank, row))
         return deliveries
 
     def overlap(self, other: Naming, report: Report | None = None) -> Overlap:

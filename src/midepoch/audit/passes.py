@@ -10,9 +10,11 @@ from midepoch._internal.address import Address, is_address
 from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
+from midepoch.audit.leases import LeaseRecord
 from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
 from midepoch.audit.starts import host_of
 from midepoch.errors import DataNotFoundError
+from midepoch.order.intervals import Intervals
 
 _OTHER_CLOCK = 300.0
 """Seconds by which the clocks of two machines may differ."""
@@ -65,6 +67,10 @@ class Generation:
     """Names of the sources, if batches have provenance."""
     documents: dict[int, tuple[RecordedDocuments, int]] = field(default_factory=dict)
     """By rank, the documents of the steps of its process, and the number of the pass in that process."""
+    leases: dict[int, LeaseRecord] = field(default_factory=dict)
+    """By rank, what was leased and acknowledged."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """By rank, the number of the pass in its process."""
 
     @property
     def how(self) -> str:
@@ -108,6 +114,18 @@ class Generation:
     def kept_steps(self) -> int:
         """Number of steps up to the position at which the run left the pass."""
         return self.shape.steps_to(self.frontier)
+
+    @property
+    def kept_numbers(self) -> int:
+        """Number of those steps, with the ones that were excluded before and between them."""
+        if (amid := self.shape.amid) is None:
+            return self.kept_steps
+        return amid.numbers.number(self.kept_steps) - self.shape.first_step
+
+    @property
+    def done(self) -> Intervals:
+        """Positions that are not delivered."""
+        return Intervals.decode(self.shape.done)
 
     @property
     def kept_skipped(self) -> int:
@@ -240,4 +258,6 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),
         passes[0].sources,
         {rank: (one.documents, one.beginning[1]) for rank, one in of_rank.items() if one.documents is not None},
+        {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
+        {rank: one.beginning[1] for rank, one in of_rank.items()},
     )

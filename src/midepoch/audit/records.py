@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
+from midepoch.audit.leases import LeaseRecord, read_leases
 from midepoch.errors import StateError
+from midepoch.order.intervals import Intervals
+from midepoch.order.numbers import StepNumbers, steps_filled
 from midepoch.order.sizes import BatchSizes
 
-VERSION = 2
+VERSION = 3
 VERSION_OF_POSITIONS = 1
 """Version of the records of passes over positions."""
+VERSION_OF_OTHERS = 2
+"""Version of those over lanes, of batches by tokens, and of batch sizes that change. Newer: positions are excluded."""
 UNKNOWN = 2**62
 """The end of an epoch whose outputs have no positions, until it is reached."""
 SUFFIX = ".ledger"
@@ -26,7 +32,7 @@ LOST = b"~"
 Place = tuple[int, int]
 """An epoch and a position."""
 
-_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}")
+_TOKEN = re.compile(rb"-(\d+)\.|@(\d+)(?:,(\d+))?;|(\.+)|(!)|(~)|(#)|\[([\d,]*)\]|\{[^}]*\}|<[^>]*>")
 
 
 class Shape(NamedTuple):
@@ -48,9 +54,18 @@ class Shape(NamedTuple):
     """The budget of batches by tokens, as text. Then positions count batches, of which each rank gets one in a step."""
     planned: str = ""
     """The place at which the pass begins, of such batches: the start of the window, and its batches so far."""
+    done: str = ""
+    """Positions after the start that are not delivered, as text."""
+
+    @property
+    def amid(self) -> Amid | None:
+        """What is done, or None if everything is delivered."""
+        return _amid(self) if self.done else None
 
     def after(self, steps: int) -> int:
         """Return the position after a number of steps, whether the epoch has so many or not."""
+        if (amid := self.amid) is not None:
+            return amid.done.remaining(amid.numbers.begin(steps))
         if not self.sizes:
             return self.start + steps * self.global_batch
         sizes = BatchSizes.of_text(self.sizes)
@@ -58,12 +73,38 @@ class Shape(NamedTuple):
 
     def steps_to(self, position: int) -> int:
         """Return the number of steps that reach a position."""
+        if (amid := self.amid) is not None:
+            return amid.numbers.count(amid.done.before(position))
         if not self.sizes:
             return -(-(position - self.start) // self.global_batch)
         sizes = BatchSizes.of_text(self.sizes)
         rows = -(-(position - self.start) // self.ranks) + sizes.before(self.first_step)
         steps = sizes.step_at(rows)
         return steps + (sizes.before(steps) < rows) - self.first_step
+
+
+class Amid(NamedTuple):
+    """The positions of a pass that are done, and its steps among those that remain.
+
+    ``start``: the first position that is delivered. Numbers of steps count from the beginning of the pass, with those
+    that were excluded.
+    """
+
+    start: int
+    done: Intervals
+    numbers: StepNumbers
+
+
+@lru_cache(maxsize=64)
+def _amid(shape: Shape) -> Amid:
+    start, _, done = Intervals.decode(shape.done).left(shape.start, 1 << 61)
+    sizes = BatchSizes((0,), (shape.global_batch,))
+    if shape.sizes:
+        of_rank = BatchSizes.of_text(shape.sizes)
+        sizes = BatchSizes(of_rank.steps, tuple(size * shape.ranks for size in of_rank.sizes))
+    first = shape.first_step + steps_filled(sizes, shape.first_step, start - shape.start)
+    found = StepNumbers.of(done, start, first, sizes)
+    return Amid(start, done, found)
 
 
 @dataclass(frozen=True)
@@ -110,6 +151,8 @@ class Passed:
     """Names of the sources, if batches have provenance."""
     documents: RecordedDocuments | None = None
     """The documents of the steps of the process, if they are recorded."""
+    leases: LeaseRecord | None = None
+    """What was leased and acknowledged, if its batches were leases."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -195,6 +238,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
             sources=tuple(header.get("sources", ())),
             documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
+            leases=read_leases(header.get("leases"), record),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

@@ -13,14 +13,17 @@ import numpy.typing as npt
 
 from midepoch._internal.hints import hinted
 from midepoch.audit.consumed import LaneCounts
-from midepoch.audit.coverage import count, pieces_of
+from midepoch.audit.coverage import count, never_in, pieces_of
 from midepoch.audit.history import History
+from midepoch.audit.leased import count_leases
+from midepoch.audit.leases import LeaseCounts
 from midepoch.audit.naming import Naming
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
 from midepoch.audit.planned import KnownBatches
 from midepoch.audit.records import UNKNOWN, Shape
 from midepoch.errors import DataNotFoundError
+from midepoch.order.intervals import EMPTY
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -50,6 +53,12 @@ class EpochProof:
     """The first positions that were delivered more than once or never, if positions can be computed."""
     filtered: int = 0
     """Rows that were consumed without an output, as by a filter. They count as delivered once."""
+    excluded: int = 0
+    """Rows that ``Loader.exclude`` left out. In lanes: outputs, whose rows count as delivered."""
+    leases: LeaseCounts | None = None
+    """Counts of leases, if there were some. Then rows count as delivered when they are acknowledged and, if positions
+    cannot be computed, outputs are counted instead of rows.
+    """
 
     @property
     def exact(self) -> bool:
@@ -100,7 +109,7 @@ class Run(Naming):
     @cached_property
     def _first_steps(self) -> list[int]:
         """The number of steps before each pass, and the total."""
-        return list(accumulate((one.kept_steps for one in self.generations), initial=0))
+        return list(accumulate((one.kept_numbers for one in self.generations), initial=0))
 
     @property
     def steps(self) -> int:
@@ -129,7 +138,10 @@ class Run(Naming):
             f"epoch {one.shape.epoch} from position {one.shape.start:,}: no record of rank "
             f"{', '.join(map(str, one.missing[:8]))}{', …' * (len(one.missing) > 8)} of {one.shape.ranks}"
             for one in self.generations
-            if one.missing and any(one.steps.values()) and (one is not self.generations[-1] or _are_through(one))
+            if one.missing
+            and not one.leases
+            and any(one.steps.values())
+            and (one is not self.generations[-1] or _are_through(one))
         ]
         if any(one.beside for one in self.every):
             problems.append(
@@ -177,6 +189,8 @@ class Run(Naming):
 
     def _proof(self, epoch: int, every: list[Generation]) -> EpochProof:
         kept = self._by_epoch.get(epoch, [])
+        if any(one.leases for one in every):
+            return self._lease_proof(epoch, every)
         if self.every[-1].lanes:
             return self._lane_proof(epoch, kept, every)
         rows, unknown = self.every[-1].rows, False
@@ -187,18 +201,25 @@ class Run(Naming):
         end, frontier = self._end(epoch, kept, rows)
         sure, rest, behind = count(pieces, 0, frontier), count(pieces, frontier, end), count(pieces, end, rows)
         made = sum(_rows(one, one.made) for one in every)
+        left_out = EMPTY.union(*(one.done for one in kept)).before_(rows)
+        parts = ((0, frontier), (frontier, end), (end, rows))
+        excluded = [never_in(pieces, left_out, *part) if left_out else 0 for part in parts]
+        examples = sure.examples + tuple(rest.examples if rest.repeated else ())
+        if left_out:
+            examples = tuple(each for each in examples if not left_out.contains(np.array([each]))[0])
         return EpochProof(
             epoch,
             rows,
             once=sure.once + rest.once + behind.once,
             repeated=sure.repeated + rest.repeated + behind.repeated,
-            never=sure.never,
-            dropped=behind.never,
-            pending=rest.never + unknown,
+            never=sure.never - excluded[0],
+            dropped=behind.never - excluded[2],
+            pending=rest.never - excluded[1] + unknown,
             skipped=sum(one.kept_skipped for one in kept),
             again=made - sum(_rows(one, one.reached) for one in kept),
             steps=sum(one.kept_steps for one in kept),
-            examples=(sure.examples + tuple(rest.examples if rest.repeated else ()))[:10],
+            examples=examples[:10],
+            excluded=sum(excluded),
         )
 
     def _lane_proof(self, epoch: int, kept: list[Generation], every: list[Generation]) -> EpochProof:
@@ -224,6 +245,32 @@ class Run(Naming):
             again=made - consumed,
             steps=sum(one.kept_steps for one in kept),
             filtered=max(0, total.filtered - skipped),
+            excluded=sum(_dropped(one) for one in kept),
+        )
+
+    def _lease_proof(self, epoch: int, every: list[Generation]) -> EpochProof:
+        """Count what was acknowledged: each start must begin where the states before it were."""
+        counts, over = count_leases(every), any(one.shape.epoch > epoch for one in self.every)
+        complete = all(one.finished for one in every[-1:]) and not counts.out
+        done = sum(map(len, counts.kept.values()))
+        rows, last = every[-1].rows, every[-1]
+        if last.lanes or rows == UNKNOWN:
+            rows = done + (not complete)  # outputs are not known before
+        dropped = rows - last.end if _drops(last, rows - last.end) else 0
+        left = max(0, rows - done - dropped)
+        return EpochProof(
+            epoch,
+            rows,
+            once=done - counts.never - counts.repeated,
+            repeated=counts.repeated,
+            never=counts.never + (left if over else 0),
+            dropped=dropped,
+            pending=0 if over else left,
+            skipped=sum(rows for one in every for of_rank in one.skipped.values() for _, rows in of_rank),
+            again=counts.again,
+            steps=sum(sum(one.steps.values()) for one in every),
+            examples=counts.examples,
+            leases=counts,
         )
 
     def _has_lane(self, one: Generation, lane: int) -> bool:
@@ -235,13 +282,13 @@ class Run(Naming):
             left_out = epoch < max(self._by_epoch)
             return rows, rows if left_out else 0
         last = max(kept, key=lambda one: (one.place, one.beginning))
-        end = last.end if _drops(last, rows - last.end) else rows
+        end = last.end if _drops(last, rows - last.end - last.done.count(last.end, rows)) else rows
         later = [one for one in self.generations if one.shape.epoch > epoch]
         # A resume with larger batches than the rest of the epoch drops the rest, possibly in a pass that is not kept.
         if any(
             one.origin == (epoch, last.frontier)
             and (one.shape.epoch > epoch or (one.is_load and one is self._all[-1]))
-            and _drops(one, rows - last.frontier)
+            and _drops(one, rows - last.frontier - one.done.count(last.frontier, rows))
             for one in self._all
         ):
             end = min(end, last.frontier)
@@ -294,5 +341,19 @@ def _drops(one: Generation, rows: int) -> bool:
 
 def _rows(one: Generation, reached: Callable[[int], int]) -> int:
     """Return the number of rows delivered over all ranks, up to a position for each."""
-    start, ranks = one.shape.start, one.shape.ranks
+    start, ranks, amid = one.shape.start, one.shape.ranks, one.shape.amid
+    if amid is not None:
+        start = amid.start
+        return sum(
+            len(range(start + (rank - start) % ranks, amid.done.before(reached(rank)), ranks)) for rank in one.steps
+        )
     return sum(len(range(start + (rank - start) % ranks, reached(rank), ranks)) for rank in one.steps)
+
+
+def _dropped(one: Generation) -> int:
+    """Return the outputs excluded in a pass. Ranks that share lanes record the same."""
+    of_lanes: dict[frozenset[int], int] = {}
+    for track in one.tracks.values():
+        lanes = frozenset(track.begin)
+        of_lanes[lanes] = max(of_lanes.get(lanes, 0), track.dropped(one.kept_steps))
+    return sum(of_lanes.values())

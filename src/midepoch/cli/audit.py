@@ -114,6 +114,7 @@ def _show_proof(run: Run, several: bool) -> None:
         "pending": "to come",
         "skipped": "skipped",
         "again": "again",
+        "excluded": "excluded",
     }
     names |= {name: title for name, title in rare.items() if any(getattr(one, name) for one in run.epochs)}
     for title in names.values():

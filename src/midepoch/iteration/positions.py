@@ -29,24 +29,38 @@ _AHEAD = 8192
 
 
 class Share:
-    """The rows of one share of an epoch, by their own numbers, and the cursors after them."""
+    """The rows of one share of an epoch, by their own numbers, and the cursors after them.
+
+    If positions are done, those that remain are numbered and shared.
+    """
 
     def __init__(self, rows: int, shard: Shard, cursor: Cursor) -> None:
-        self._rows, self.shard, self._start = rows, shard, cursor.position
-        self.epoch = cursor.epoch
-        self.first = shard.before(cursor.position)  # own rows already delivered
-        self.total = shard.before(rows)  # own rows of the epoch
+        self.shard, self.epoch = shard, cursor.epoch
+        self._start, self._rows, self._done = cursor.done.left(cursor.position, rows)
+        self.first = shard.before(self._start)  # own rows already delivered
+        self.total = shard.before(self._rows)  # own rows of the epoch
+
+    def positions(self, first: int, stop: int) -> Int64Array:
+        """Return the positions of own rows."""
+        own = self.shard.locals(first, stop)
+        return self._done.remaining(own) if self._done else own
 
     def cursor(self, delivered: int) -> Cursor:
         """Return the cursor after own rows up to number ``delivered``."""
         if delivered == self.first:
-            return Cursor(self.epoch, self._start)
-        return Cursor(self.epoch, min(self._start + (delivered - self.first) * self.shard.count, self._rows))
+            return self._at(self._start)
+        return self._at(min(self._start + (delivered - self.first) * self.shard.count, self._rows))
+
+    def _at(self, number: int) -> Cursor:
+        if not self._done:
+            return Cursor(self.epoch, number)
+        position = self._done.remaining(number)
+        return Cursor(self.epoch, position, done=self._done.from_(position))
 
     @property
     def end(self) -> Cursor:
         """The cursor of all shards when one of them has nothing left."""
-        return Cursor(self.epoch, self._rows)
+        return self._at(self._rows)
 
 
 class Lookahead:
@@ -54,13 +68,13 @@ class Lookahead:
 
     def __init__(self, engine: Engine, share: Share) -> None:
         self._engine, self._share = engine, share
-        self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.shard.locals(0, 0)), 0
+        self._first, self._rows, self._size = 0, engine.chosen(share.epoch, share.positions(0, 0)), 0
 
     def take(self, first: int, stop: int) -> Int64Array:
         """Return row numbers of the dataset before shuffling, for own numbers ``first`` to ``stop``."""
         if not self._first <= first <= stop <= self._first + len(self._rows):
             last = min(max(stop, first + self._size), self._share.total)
-            self._rows = self._engine.chosen(self._share.epoch, self._share.shard.locals(first, last))
+            self._rows = self._engine.chosen(self._share.epoch, self._share.positions(first, last))
             self._first, self._size = first, min(_AHEAD, 4 * (last - first))
         return self._rows[first - self._first : stop - self._first]
 
@@ -100,7 +114,7 @@ class PositionRows:
         started = time.perf_counter()
         if self._grouped is not None:
             stop = min(first + self._size, self._share.total)
-            batch = self._grouped.read(self._share.shard.locals(first, stop))
+            batch = self._grouped.read(self._share.positions(first, stop))
             values = self._engine.rows(batch)
         else:
             if not self._pieces:
@@ -141,7 +155,7 @@ class PositionRows:
             if stop - first < (size if drop_last else 1):
                 return None
             if self._grouped is not None:
-                batch = self._grouped.read(self._share.shard.locals(first, stop))
+                batch = self._grouped.read(self._share.positions(first, stop))
             else:
                 self._engine.reached(self._share.epoch, self._share.cursor(first).position)
                 batch = self._engine.transform(self._share.epoch, self._engine.read(self._ahead.take(first, stop)))

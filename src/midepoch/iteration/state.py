@@ -143,10 +143,11 @@ class IterationState:
         """
         if not self.spec.has_positions:
             return cursor.lanes_ended
-        rows, shards = self.spec.rows, self.spec.shard.count
+        shards = self.spec.shard.count
+        position, rows, _ = self.spec.done_after(cursor).left(cursor.position, self.spec.rows)
         first = share.index - share.index % shards  # the shares of this worker on all shards
         shares = (Shard(first + shard, share.count) for shard in range(shards))
-        return cursor.position > 0 and all(each.before(cursor.position) >= each.before(rows) for each in shares)
+        return cursor.position > 0 and all(each.before(position) >= each.before(rows) for each in shares)
 
     def begin(self) -> Cursor:
         """Return the start of ``iter()``. At the end of an epoch that was not set, it is the beginning of the epoch."""
@@ -178,6 +179,7 @@ class IterationState:
     def _open(self, cursor: Cursor) -> RowSource:
         spec, process = self._seeded(self.spec), self.share()[0]
         if spec.has_positions:
+            cursor = cursor._replace(done=spec.done_after(cursor))
             return PositionRows(spec.leaf, process, cursor, spec.groups or process.count)
         return LaneRows(self.open_lanes, cursor, spec.format or "python")
 

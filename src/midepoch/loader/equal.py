@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+from zlib import crc32
 
 from midepoch.distributed import keyvalue, rendezvous
 from midepoch.errors import WorldError
@@ -14,6 +15,7 @@ from midepoch.loader.options import Options
 from midepoch.loader.plans import StepPlan
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.excluded import Excluded, excluded_text
 from midepoch.state.format import OF_ONE_RANK
 
 _made, _loaders = keyvalue.Counters(), keyvalue.Counters()
@@ -57,7 +59,7 @@ class RankConsistencyCheck:
         """Note that a state was loaded, which may have changed the seed or the lanes."""
         self._loads += 1
 
-    def compare(self, identity: Mapping[str, Any], start: Cursor, *, first: bool) -> None:
+    def compare(self, identity: Mapping[str, Any], start: Cursor, excluded: Excluded, *, first: bool) -> None:
         """Compare what this rank loads and, after the first batch of a pass, also where the pass began."""
         if first:
             self.check_identity(identity)
@@ -65,6 +67,10 @@ class RankConsistencyCheck:
         position, lanes = {"epoch": start.epoch}, start.lanes
         if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
             position["position"] = start.position  # the same on all ranks, unless one of them has nothing left
+        if excluded:
+            position["excluded rows"] = crc32(excluded_text(excluded).encode())
+        if start.done:
+            position["excluded positions"] = crc32(start.done.encode().encode())
         self.check_pass(identity, position)
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from midepoch.loader.options import Options
 from midepoch.loader.plans import Made
 from midepoch.loader.present import Presenter
 from midepoch.order import Shard
+from midepoch.order.numbers import steps_filled
+from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.chunk import Bunches, Items
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Lanes, StepOutputs
@@ -26,15 +28,23 @@ class LaneSteps:
 
     PADDING = object()
 
-    def __init__(self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0) -> None:
+    def __init__(
+        self, lanes: Lanes, options: Options, equal: EqualSteps | None, first_step: int = 0, *, counts: bool = False
+    ) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
-        self._sizes, self._step, self._counts = options.sizes, first_step, options.counts_steps or first_step > 0
+        self._sizes, self._step = options.sizes, first_step
+        self._counts = counts
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
         self._failure: Exception | None = None
         if equal is not None:
             equal.begin()
+
+    @property
+    def number(self) -> int:
+        """The number of steps so far, in the run."""
+        return self._step
 
     def next(self) -> Any:
         """Return the next outputs, or PADDING, or None at the end."""
@@ -50,6 +60,8 @@ class LaneSteps:
         return self._ready.popleft() if self._ready else self.PADDING
 
     def _take(self) -> StepOutputs | None:
+        if self._counts and self._lanes.done is not None:
+            self._step += self._steps_of(self._lanes.skip_done())
         size = self._size if self._sizes is None else self._sizes.at(self._step)
         deal = self._lanes.take(size)
         full = size * self._lanes.share.shard.count  # outputs of a step, of all ranks that share the lanes
@@ -59,6 +71,11 @@ class LaneSteps:
         if self._counts:
             deal.steps = self._step
         return deal
+
+    def _steps_of(self, outputs: int) -> int:
+        """Return the steps that outputs would have filled, which were dropped before the next step."""
+        sizes = BatchSizes((0,), (self._size,)) if self._sizes is None else self._sizes
+        return steps_filled(sizes, self._step, outputs // self._lanes.share.shard.count)
 
     def _agree(self, equal: EqualSteps) -> None:
         """Look ahead, and agree. An error ahead is raised in its turn, after the good steps before it."""
@@ -93,8 +110,8 @@ class LaneBatches:
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
         self._lanes = spec.open(spec.shard, self._mine, cursor, traced=bool(options.provenance))
-        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps)
-        self._taken, self._counts_steps = cursor.steps, options.counts_steps or cursor.steps > 0
+        self._delivered_steps, self._counts_steps = cursor.steps, options.counts(cursor)
+        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps, counts=self._counts_steps)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
         self._measures = here and equal is None  # else workers or other ranks are waited for
@@ -108,21 +125,27 @@ class LaneBatches:
         return self._lanes.packing.tokens, self._lanes.packing.places
 
     @property
+    def dropped(self) -> int:
+        """Outputs that were excluded since the last step."""
+        return self._lanes.dropped
+
+    @property
     def end(self) -> Cursor:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
-        return self._lanes.cursor().at_end()._replace(steps=self._taken)
+        return self._lanes.cursor().at_end()._replace(steps=self._delivered_steps)
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
-            self._taken += self._counts_steps
+            if self._counts_steps:
+                self._delivered_steps = self._delivered_steps + 1 if deal is LaneSteps.PADDING else deal.steps
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.
                 value, traced = self._presenter.padding(self._something(), self._epoch)
                 return Made(value, self.end, traced=traced)
-            rows = deal.items.batches.places.size if isinstance(deal.items, Bunches) else len(deal.items)
+            rows = deal.items.row_count if isinstance(deal.items, Bunches) else len(deal.items)
             if len(deal.items):
                 self._last = deal.items
                 value, traced = self._presenter.batch(deal.items, self._epoch)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.ledger import Ledger
-from midepoch.loader.counted import Counted
+from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
+from midepoch.loader.leases import LeaseBook
+from midepoch.loader.leasing import Leasing, state_of
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import Options
 from midepoch.loader.passes import Pass, Start
@@ -22,6 +24,7 @@ from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
 from midepoch.loader.token_plan import TokenPlan, make_plan
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
@@ -39,7 +42,7 @@ class _Left(NamedTuple):
 
 
 @hinted_methods(HINTS, only=HINTED)
-class Loader(Counted):
+class Loader(Leasing):
     """Batches of a dataset, epoch after epoch. Created by ``Dataset.loader``.
 
     Each ``iter()`` is a pass over one epoch, from its beginning or from the position of a loaded state. After the last
@@ -84,6 +87,7 @@ class Loader(Counted):
         self._data_pass: Pass | None = None
         self.iterator: weakref.ref[Pass] | None = None
         self._sources = Sources(options, equal, self.meter.timings)
+        self.leases = LeaseBook()
         self._packed = (0, 0)
         self.skipped = 0
         """Rows skipped so far under ``on_error="skip"``, on this rank."""
@@ -105,18 +109,6 @@ class Loader(Counted):
             tokens, places = tokens + lanes.packed[0], places + lanes.packed[1]
         return tokens / places if places else None
 
-    def __repr__(self) -> str:
-        at, spec = self._where(), self._spec
-        lanes = f"{spec.lanes} lanes; " if spec.lanes > 1 else ""
-        budget, sizes = self._options.budget, self._options.sizes
-        size = f"batch_size={self.batch_size if sizes is None else sizes.text}"
-        size = size if budget is None else f"max_tokens={budget.tokens:,}"
-        return (
-            f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
-            f"{size}; num_workers={self._options.num_workers}; "
-            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {self.position:,})"
-        )
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate. The epoch of a loaded state resumes where it was left; any other starts over.
 
@@ -130,15 +122,15 @@ class Loader(Counted):
                     f"other, and the next one is {self.epoch}. Load a state to continue at another step."
                 )
             return
+        self.end_leases()
         live, left = self._live(), self._left
         self._pass = self._left = None
         self.namings += 1
         if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
             self._resume_point = None
         if self.how == "fresh" and not self._cursor.begun:
-            self.origin = Cursor(
-                epoch, steps=self._cursor.steps
-            )  # a run that begins there, as by those who make a loader for every epoch
+            # A run that begins there, as by those who make a loader for every epoch.
+            self.origin = Cursor(epoch, steps=self._cursor.steps)
         point = self._resume_point
         if (
             epoch != self._cursor.epoch
@@ -154,12 +146,14 @@ class Loader(Counted):
         """Return the state after the last batch delivered: flat and JSON-able.
 
         If positions can be computed, it is equal on all ranks and under 1 KB. Otherwise it has a few integers for each
-        lane of this rank.
+        lane of this rank. With leases, it is what this rank has acknowledged.
         """
         self._draw_seed()
+        at, own = state_of(self.leases, self.shard.count == 1)
         if self.ledger is not None:
             self.ledger.flush()
-        return states.save(self._spec, self._where())
+        state = states.save(self._spec, self._where() if at is None else at)
+        return {**state, "leased": own} if own else state
 
     def load_state_dict(self, state: Any, *, allow: Collection[str] = ()) -> None:
         """Continue from a state, or from the list of the states of all ranks.
@@ -174,6 +168,7 @@ class Loader(Counted):
         self._sources.forget()
         spec = resumed.spec.for_processes(self.shard.count) if resumed.spec.has_positions else resumed.spec
         # No call between these: a signal handler that saves must not see only some of them.
+        self.leases.drop()
         self._spec, self._named, self._left = spec, False, None
         self._cursor = self.origin = resumed.cursor
         self.delivered, self.how, self._resume_point = None, "loaded", resumed.cursor
@@ -190,19 +185,41 @@ class Loader(Counted):
         planning = self._options.planning
         resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
+        if planning is not None and resumed.spec.excluded:
+            raise CheckpointMismatchError(
+                "excluded",
+                f"{sum(map(len, resumed.spec.excluded)):,} rows are excluded",
+                "batches by max_tokens",
+                "such batches are planned with all rows. Resume with batches of a number of rows",
+            )
         if planning is not None:  # plans the window in progress: its batches must be those that were saved
             make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
 
+    def _continue_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
+        self.end_leases()
+        live = self._live()
+        if spec.excluded is not self._spec.excluded:
+            self._sources.forget()
+        if self._resume_point is not None and self._resume_point[:2] == cursor[:2]:
+            self._resume_point = cursor
+        self._spec, self._left = spec, None
+        if self.delivered is None or live is None or not live.is_open:
+            self._cursor, self.delivered = cursor, None
+        else:
+            self.delivered = cursor
+        if live is not None and live.is_open:
+            live.reopen()
+
     @property
     def state_is_global(self) -> bool:
-        """True if the state of one rank restores all ranks. False if each runs lanes of its own."""
-        return self._spec.state_is_global
+        """True if the state of one rank restores all ranks. False if each has lanes, or leases, of its own."""
+        return self._spec.state_is_global and (self.leases.tracker is None or self.shard.count == 1)
 
     @property
     def takes_states_of_all_ranks(self) -> bool:
         """True if the list of the states of all ranks restores any number of them."""
-        return not self._spec.has_positions
+        return True
 
     def _draw_seed(self) -> None:
         """Fix the seed of the global generators while functions run: at the first pass, or the first state."""
@@ -210,24 +227,28 @@ class Loader(Counted):
             self._spec = self._spec.seeded()
 
     def _where(self) -> Cursor:
+        if (at := state_of(self.leases, self.shard.count == 1)[0]) is not None:
+            return at
         return self._cursor if self.delivered is None else _resolved(self.delivered)
 
     def __iter__(self) -> Iterator[Any]:
         return Stretch(self) if self._options.steps_per_epoch else self._begin_pass()
 
-    def _begin_pass(self) -> Pass:
-        self._end_iteration()
+    def _begin_pass(self, start: Start | None = None, cursor: Cursor | None = None) -> Pass:
+        if start is None:
+            self.end_leases()
+        self._end_pass()
         self._draw_seed()
-        batches = Pass(self, self.next_start())
+        if cursor is not None:  # leases that were left are continued
+            self._cursor, self.delivered, self._named = cursor, None, False
+        batches = Pass(self, self.next_start() if start is None else start)
         self.iterator = weakref.ref(batches)
         return batches
 
-    def data_pass(self, *, anew: bool = False) -> Pass:
-        """Return the pass over the data that passes of a number of steps share. ``anew``: begin the next one."""
-        if self._data_pass is None or anew:
-            loads = self.loads
+    def data_pass(self, *, next_epoch: bool = False) -> Pass:
+        """Return the pass over the data that passes of a number of steps share, or begin that of its next epoch."""
+        if self._data_pass is None or next_epoch:
             self._data_pass = self._begin_pass()
-            self.loads = loads  # the iterator over steps stays valid
         return self._data_pass
 
     def next_start(self) -> Start:
@@ -310,7 +331,7 @@ class Loader(Counted):
     def compare(self, start: Cursor, *, first: bool) -> None:
         """Compare this rank with the others: what it loads, and at the second batch of a pass also from where."""
         if self._counterparts is not None:
-            self._counterparts.compare(self._spec.identity, start, first=first)
+            self._counterparts.compare(self._spec.identity, start, self._spec.excluded, first=first)
 
     def record_end(self, ledger: Ledger, start: Cursor, end: Cursor) -> None:
         """Record a pass without batches that comes to the end of the epoch: what was left became nothing."""
@@ -318,7 +339,9 @@ class Loader(Counted):
         ledger.finish(self.meter.waited, end)
         self.how, self.origin = "on", end
 
-    def begin_record(self, ledger: Ledger, cursor: Cursor, *, load: bool = False) -> None:
+    def begin_record(
+        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: Intervals | None = None
+    ) -> None:
         """Record that a pass begins at a cursor, or that a state was loaded there."""
         ledger.begin(
             self._spec,
@@ -334,11 +357,12 @@ class Loader(Counted):
             measured=self.meter,
             load=load,
             sources=self.sources if self._options.provenance else (),
+            leased=leased,
         )
 
-    def open(self, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
-        """Open the batches from a cursor on."""
-        return self._sources.open(self._spec, cursor, plan)
+    def open(self, cursor: Cursor, plan: StepPlan | None, *, alone: bool = False) -> BatchSource:
+        """Open the batches from a cursor on. ``alone``: ranks do not agree on their steps."""
+        return self._sources.open(self._spec, cursor, plan, alone=alone)
 
     def leave_source(self, source: BatchSource | None) -> None:
         """Close the source of a pass that has ended. Workers stop with it unless they are persistent."""
@@ -355,11 +379,15 @@ class Loader(Counted):
         return self.iterator() if self.iterator is not None else None
 
     def _end_iteration(self) -> None:
+        """End the pass in progress, and all iterators over a number of steps."""
+        self._end_pass()
+        self.loads += 1
+
+    def _end_pass(self) -> None:
         live = self._live()
         if live is not None:
             live.close()
         self.iterator = self._pass = self._data_pass = None
-        self.loads += 1
 
     def close(self) -> None:
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.ledger import Ledger
 from midepoch.errors import MidepochError
 from midepoch.loader.callers import warn_of_lightning
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
-from midepoch.loader.plans import BatchSource, Made
+from midepoch.loader.plans import BatchSource, Made, StepPlan
+from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
 from midepoch.transforms.formats import prepare
@@ -40,6 +42,10 @@ class Pass(HasState):
     """Iterator over the batches of a pass. The cursor of the loader moves with every batch."""
 
     _closed = True  # before it has begun
+    ended = False
+    """True if the end of the epoch was reached."""
+    leased: Intervals | None = None
+    """Steps that are left out because they are acknowledged, if batches are leased: then ranks go at their own pace."""
 
     def __init__(self, loader: Loader, start: Start) -> None:
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter
@@ -53,9 +59,10 @@ class Pass(HasState):
         self.start, self.rolled, self._restart, self._left = start
         self._meter.begin()
         self._namings = self._loader.namings
-        self.plan = self._loader.plan(self.start)
+        self.plan: StepPlan | None = self._loader.plan(self.start)
         self.source: BatchSource | None = None
-        self._made = self.delivered = 0  # batches made, and delivered
+        self._made = self.delivered = self._since = 0  # batches made, delivered, and of those since the plan begins
+        self._recorded = False
         self._closed = self._over = False
         self._failure: BaseException | None = None
 
@@ -95,8 +102,9 @@ class Pass(HasState):
                     self._meter.delivered(asked, made.rows, value)
                 cursor = made.cursor
                 if ledger is not None:
-                    if not self.delivered:  # a pass is recorded from its first batch on
-                        loader.begin_record(ledger, self.start)
+                    if not self._recorded:  # a pass is recorded from its first batch on
+                        loader.begin_record(ledger, self.start, leased=self.leased)
+                        self._recorded = True
                     if self.plan is None:
                         ledger.prepare_step(cursor)
                     if made.traced is not None:
@@ -107,6 +115,7 @@ class Pass(HasState):
                 # none from here to the caller's loop, so that no interrupt comes between the two.
                 loader.skipped += made.skipped
                 self.delivered += 1
+                self._since += 1
                 loader.delivered = loader.origin = cursor
                 loader.how = "on"
                 if not made.empty:
@@ -124,7 +133,7 @@ class Pass(HasState):
     def _refuse_to_drift(self, made: Made) -> None:
         """Raise MidepochError if this rank skips a batch: it would be one step ahead of the others from then on."""
         shard = self._loader.shard
-        if shard.count > 1 and made.skipped and self.plan is not None:
+        if shard.count > 1 and made.skipped and self.plan is not None and self.leased is None:
             raise MidepochError(
                 f'on_error="skip" left rank {shard.index} of {shard.count} no row of the batch at '
                 f"{self.plan.place(self._made - 1)}: it would be one step ahead of the others. Use larger batches, or "
@@ -135,10 +144,10 @@ class Pass(HasState):
         """Return the next batch, or None at the end of the epoch, when the loader moves to the next."""
         loader = self._loader
         while True:
-            if self._made < 2:
+            if self._made < (2 if self.leased is None else 1):
                 loader.compare(self.start, first=not self._made)
             if self.source is None and (self.plan is None or self.plan.has(0)):
-                self.source = loader.open(self.start, self.plan)
+                self.source = loader.open(self.start, self.plan, alone=self.leased is not None)
             made = None if self.source is None else self.source.next()
             if made is not None:
                 if self._restart is not None:
@@ -152,21 +161,39 @@ class Pass(HasState):
                 self._record_end()
                 self._go_to(loader.rolled_to(self.start.epoch + 1), rolled=True)
                 continue
-            self._over = True
+            self._over = self.ended = True
             self._record_end()
             loader.epoch_over(self._end(), self.rolled)
             return None
 
     def _record_end(self) -> None:
         """Record the end of the epoch, also in a pass without batches: rows after the last batch may become nothing."""
-        if self._ledger is not None and not self.delivered and self.plan is None:
+        if self._ledger is not None and not self._recorded and self.plan is None:
             self._loader.record_end(self._ledger, self.start, self._end())
         elif self._ledger is not None:
-            self._ledger.finish(self._meter.waited, self._end())
+            self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
 
     def _go_to(self, cursor: Cursor, *, rolled: bool = False) -> None:
         self.start, self.rolled, self._restart = cursor, rolled, None
         self.plan, self.source = self._loader.plan(cursor), None
+
+    @property
+    def is_open(self) -> bool:
+        """True if the pass is in progress."""
+        return not (self._closed or self._over)
+
+    def reopen(self) -> None:
+        """Continue after the last batch delivered with what the loader has there now. Batches made ahead are discarded.
+
+        The rest is recorded as a pass of its own.
+        """
+        source, self.source = self.source, None
+        if self._ledger is not None and self._recorded:
+            self._ledger.flush()
+        self._loader.leave_source(source)
+        self._go_to(self._loader.next_cursor(), rolled=self.rolled)
+        self._made = self._since = 0
+        self._recorded = False
 
     def _end(self) -> Cursor:
         """Return the cursor at the end of the epoch."""
@@ -175,6 +202,11 @@ class Pass(HasState):
         lanes = self.lanes
         assert lanes is not None
         return lanes.end
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger in which it is recorded, if any."""
+        return self._ledger
 
     @property
     def lanes(self) -> LaneBatches | None:
@@ -205,10 +237,11 @@ class Pass(HasState):
 
     def _leave(self) -> None:
         """Note that the end was not reached. If nothing is left for this rank, the next pass is the next epoch."""
-        complete = self.plan is not None and not self.plan.has_for(self.delivered, self._loader.shard)
+        complete = self.plan is not None and not self.plan.has_for(self._since, self._loader.shard)
         if complete and self._failure is None:
             if self._ledger is not None:
-                self._ledger.finish(self._meter.waited, self._end())
+                self._ledger.finish(self._meter.waited, self._end(), 0 if self.lanes is None else self.lanes.dropped)
+            self.ended = True
             self._loader.epoch_over(self._end(), self.rolled)
         else:
             self._loader.left(self)

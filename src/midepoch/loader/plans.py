@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from midepoch._internal.timings import Timings
 from midepoch.loader.options import Options
 from midepoch.order import Shard, epoch_end
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.order.numbers import StepNumbers, steps_filled
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
@@ -70,7 +73,7 @@ class StepPlan(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The position of the cursor after the last step, or None if it is not known yet."""
+        """The place after the last step, or None if it is not known yet."""
 
     def has(self, step: int) -> bool:
         """Return True if there is such a step, for some rank."""
@@ -100,6 +103,19 @@ class StepPlan(Protocol):
     def end_cursor(self) -> Cursor:
         """The cursor after the last step."""
 
+    @property
+    def done(self) -> Intervals:
+        """What is not delivered after the start."""
+
+    def turn(self, step: int) -> int:
+        """Return what comes before a step, of all that is delivered: positions that remain, or batches."""
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
+        """Return the cursor after a number of steps from ``start`` on, with more that is not to be delivered.
+
+        ``alone``: no other rank adds what it has acknowledged.
+        """
+
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, as far as it is known."""
 
@@ -114,6 +130,9 @@ class Plan:
     ``padded``: the last one is as large as the others, with padding after the end of the epoch. ``sizes``: the batch
     sizes of a rank, if they change: then B is that of the step. ``first_step``: number of the first step in the run, if
     steps are counted.
+
+    ``done``: positions after the start that are not delivered. Then ``start``, ``end``, ``bounds`` and ``reach`` count
+    only the positions that remain. Methods that return positions or cursors return those of the epoch.
     """
 
     epoch: int
@@ -123,39 +142,54 @@ class Plan:
     padded: bool = False
     sizes: BatchSizes | None = None
     first_step: int | None = None
+    done: Intervals = EMPTY
+    recorded: Intervals | None = None
+    """Those of them that cursors contain. Other ones follow from rows that are excluded. None: all."""
 
     @staticmethod
-    def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
-        """Return the plan of a rank from a cursor on."""
+    def make(spec: PipelineSpec, options: Options, cursor: Cursor, rows: int | None = None) -> Plan:
+        """Return the plan of a rank from a cursor on. ``rows``: of the epoch, by default those of the pipeline."""
         ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
+        rows = spec.rows if rows is None else rows
         if sizes is None:
-            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends)
-            return replace(plan, first_step=cursor.steps) if options.counts_steps or cursor.steps else plan
-        plan = Plan(
-            cursor.epoch,
-            cursor.position,
-            spec.rows,
-            sizes.at(cursor.steps) * ranks,
-            ends == "pad",
-            BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes)),
-            cursor.steps,
-        )
+            done = spec.done_after(cursor)
+            plan = Plan.of(cursor.epoch, cursor.position, rows, options.batch_size * ranks, ends, done)
+            if spec.excluded:
+                plan = replace(plan, recorded=cursor.done)
+            if not options.counts(cursor):
+                return plan
+            return replace(plan, first_step=cursor.steps + (plan.start - cursor.position) // plan.global_batch)
+        start, rows, done = spec.done_after(cursor).left(cursor.position, rows)
+        of_all = BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes))
+        first = cursor.steps + steps_filled(of_all, cursor.steps, start - cursor.position)
+        plan = Plan(cursor.epoch, start, rows, of_all.at(first), ends == "pad", of_all, first, done, cursor.done)
         whole = len(plan) if plan.bounds(len(plan))[0] == plan.end else max(0, len(plan) - 1)
         return replace(plan, end=plan.bounds(whole)[0]) if ends == "drop" else plan
 
     @staticmethod
-    def of(epoch: int, start: int, rows: int, global_batch: int, last_batch: str | None) -> Plan:
-        return Plan(
-            epoch, start, epoch_end(start, rows, global_batch, last_batch == "drop"), global_batch, last_batch == "pad"
-        )
+    def of(
+        epoch: int, position: int, rows: int, global_batch: int, last_batch: str | None, done: Intervals = EMPTY
+    ) -> Plan:
+        start, rows, done = done.left(position, rows)
+        end = epoch_end(start, rows, global_batch, last_batch == "drop")
+        return Plan(epoch, start, end, global_batch, last_batch == "pad", done=done)
 
     @property
     def rows(self) -> int:
-        return self.end
+        return self.end if self.done is EMPTY else self.done.remaining(self.end)
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """The numbers of the steps, where some positions are done."""
+        sizes = BatchSizes((0,), (self.global_batch,)) if self.sizes is None else self.sizes
+        first = -(-self.start // self.global_batch) if self.first_step is None else self.first_step
+        return StepNumbers.of(self.done, self.start, first, sizes)
 
     def __len__(self) -> int:
         if self.sizes is None or self.end <= self.start:
             return max(0, -(-(self.end - self.start) // self.global_batch))
+        if self.done is not EMPTY:
+            return self.numbers.count(self.end)
         stop = self._base + self.end - self.start
         steps = self.sizes.step_at(stop)
         return steps + (self.sizes.before(steps) < stop) - (self.first_step or 0)
@@ -170,6 +204,8 @@ class Plan:
         """Return the position at which a step begins, also after the end of the epoch."""
         if self.sizes is None:
             return self.start + step * self.global_batch
+        if self.done is not EMPTY:
+            return self.numbers.begin(step)
         return self.start + self.sizes.before((self.first_step or 0) + step) - self._base
 
     def has(self, step: int) -> bool:
@@ -182,11 +218,22 @@ class Plan:
         return self._first(step), min(self._first(step + 1), self.end)
 
     def cursor(self, step: int) -> Cursor:
+        if self.done is not EMPTY:
+            return self._cursor_amid_done(step + 1)
         steps = 0 if self.first_step is None else self.first_step + step + 1
         return Cursor(self.epoch, min(self._first(step + 1), self.end), steps=steps)
 
+    def _cursor_amid_done(self, steps: int) -> Cursor:
+        """Return the cursor after a number of steps, and after the positions that follow them and are done."""
+        position = self.done.remaining(min(self._first(steps), self.end))
+        number = 0 if self.first_step is None else self.numbers.number(steps)
+        recorded = self.done if self.recorded is None else self.recorded
+        return Cursor(self.epoch, position, steps=number, done=recorded.from_(position))
+
     @property
     def end_cursor(self) -> Cursor:
+        if self.done is not EMPTY:
+            return self._cursor_amid_done(len(self))
         return Cursor(self.epoch, self.end, steps=0 if self.first_step is None else self.first_step + len(self))
 
     def reach(self, step: int) -> int:
@@ -205,31 +252,55 @@ class Plan:
         else:
             parts = [shard.positions(self._first(each), self.reach(each)) for each in steps]
             positions, ends = np.concatenate(parts), np.cumsum([0, *map(len, parts)]).tolist()
+        if self.done is not EMPTY:
+            return self._ask_amid_done(positions, ends)
         if not self.padded:
             return Asked(positions, ends, None)
         return Asked(positions % self.end, ends, int(np.searchsorted(positions, self.end)))
+
+    def _ask_amid_done(self, numbers: Int64Array, ends: list[int]) -> Asked:
+        """Return the positions with these numbers among those that remain. Padding is the same as after a resume."""
+        positions = self.done.remaining(numbers)
+        if not self.padded:
+            return Asked(positions, ends, None)
+        padding = numbers >= self.end
+        positions[padding] = (numbers[padding] - self.end) % self.rows
+        return Asked(positions, ends, int(np.searchsorted(numbers, self.end)))
+
+    def between(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the range of positions from a step to another."""
+        last = min(self._first(stop), self.end) - 1
+        return self.done.remaining(self._first(first)), self.done.remaining(last) + 1
 
     def batch_rows(self, shard: Shard) -> int:
         return -(-self.global_batch // shard.count)
 
     def first_position(self, step: int) -> int:
-        return self._first(step)
+        return self._first(step) if self.done is EMPTY else self.done.remaining(self._first(step))
 
     def place(self, step: int) -> str:
         first, stop = self.bounds(step)
+        if self.done is not EMPTY:
+            first, stop = self.done.remaining(first), self.done.remaining(stop - 1) + 1
         return f"positions {first:,} to {stop - 1:,}"
 
+    def turn(self, step: int) -> int:
+        return min(self._first(step), self.end)
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:  # noqa: ARG002
+        cursor = self.cursor(steps - 1) if steps else start
+        return cursor._replace(done=cursor.done.union(done)) if done else cursor
+
     def known(self, rows: int) -> int:  # noqa: ARG002
-        return self.end
+        return self.rows
 
     def left_out(self, ranks: int) -> int:
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
 
 
-def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
-    """Return the number of batches of a rank, given the number of outputs of all ranks."""
-    if options.last_batch == "uneven":
-        # The last step does not count if it has no output for this rank.
-        return -(-spec.shard.before(outputs) // options.batch_size)
-    step = options.batch_size * spec.shard.count
-    return outputs // step if options.last_batch == "drop" else -(-outputs // step)
+def batches_of(spec: PipelineSpec, options: Options, outputs: int, first_step: int = 0) -> int:
+    """Return the number of batches of a rank in an epoch, given the number of outputs of all ranks.
+
+    ``first_step``: the step of the run at which the epoch begins, for batch sizes that change.
+    """
+    return Plan.make(spec, options, Cursor(steps=first_step), outputs).share(spec.shard)

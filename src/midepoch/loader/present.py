@@ -31,8 +31,8 @@ class Presenter:
         self._format = spec.format or ("torch" if plain else "python")
         self._options, self._generators = options, Generators(spec.node.seed, spec.global_seed or 0)
         self._pads = options.batch_size if options.last_batch == "pad" else None
-        self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
-        self._arrays = self._arrays and options.layout is None
+        arranges = options.collate_fn is not None or options.layout is not None
+        self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
         self._ahead = DocumentsAhead()
 
     def batch(self, items: Items, epoch: int) -> Presented:

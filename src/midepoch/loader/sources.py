@@ -31,17 +31,21 @@ class Sources:
         self._bundles: BundlesHere | BundlePool | None = None
         self._mover: Mover | None = None
 
-    def open(self, spec: PipelineSpec, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
-        """Open the batches of a rank from a cursor on. ``plan``: its steps, if positions can be computed."""
+    def open(self, spec: PipelineSpec, cursor: Cursor, plan: StepPlan | None, *, alone: bool = False) -> BatchSource:
+        """Open the batches of a rank from a cursor on. ``plan``: its steps, if positions can be computed.
+
+        ``alone``: ranks do not agree on their steps.
+        """
+        equal = None if alone else self._equal
         if self._mover is None:
             self._mover = mover_for(self._options)
-        source = self._open(spec, cursor, plan)
+        source = self._open(spec, cursor, plan, equal)
         if self._mover is None:
             return source
         kind = spec.format or "torch" if self._options.collate_fn is None else "python"
         if is_of_jax(self._options.device) and kind in ("torch", "jax"):
             kind = "numpy"  # which go to their device directly
-        if (plan is None and self._equal is not None) or self._calls_functions(spec, source):
+        if (plan is None and equal is not None) or self._calls_functions(spec, source):
             return MovedBatches(source, self._mover, kind)
         return FedBatches(source, self._mover, kind)
 
@@ -53,10 +57,10 @@ class Sources:
             return True
         return spec.node.has_later_functions if self._options.num_workers else spec.node.has_functions
 
-    def _open(self, spec: PipelineSpec, cursor: Cursor, plan: StepPlan | None) -> BatchSource:
+    def _open(self, spec: PipelineSpec, cursor: Cursor, plan: StepPlan | None, equal: EqualSteps | None) -> BatchSource:
         options = self._options
         if plan is None:
-            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, self._equal, self._timings)
+            return LaneBatches(spec, options, lambda: self._make_bundles(spec), cursor, equal, self._timings)
         if self._maker is None:
             self._maker = BatchMaker(spec.leaf, options, self._timings)
         if self._maker.direct:

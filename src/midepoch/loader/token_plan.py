@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +15,9 @@ from midepoch.loader.options import Options
 from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
 from midepoch.order import Shard
 from midepoch.order.budget import dealt
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.order.numbers import StepNumbers
+from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.planned import PlannedEpoch
@@ -32,41 +36,56 @@ class TokenPlan:
 
     The last step may have fewer batches than ranks. ``last_batch`` decides: "drop" omits it, "pad" gives marked copies
     to the other ranks, "uneven" nothing. None deals its rows to all ranks, in smaller batches.
+
+    Batches that are done are not delivered: private methods count those that remain.
     """
 
     def __init__(self, leaf: Leaf, options: Options, cursor: Cursor) -> None:
         assert options.planning is not None
         self.epoch, self._ranks, self._last_batch = cursor.epoch, leaf.shard.count, options.last_batch
-        self.rows, self._start, self.begin = leaf.rows, cursor.position, cursor
-        self._steps = cursor.steps if options.counts_steps or cursor.steps else None
+        start = cursor.done.after(cursor.position)
+        self.rows, self._start, self.begin = leaf.rows, start, cursor
+        self.done = cursor.done.from_(start)
+        self._steps = cursor.steps if options.counts(cursor) else None
+        if self._steps is not None:
+            self._steps += (start - cursor.position) // self._ranks
         self._typical = options.planning.typical_rows
         self._epoch = PlannedEpoch.at(leaf, options.planning, cursor)
 
     @property
     def end(self) -> int | None:
         """The number of batches of the epoch, or None if it is not known yet."""
-        return None if (total := self._epoch.total) is None else self._end(total)
+        return None if (total := self._epoch.total) is None else self._batch(self._end(total))
 
     def _end(self, total: int) -> int:
+        """Return the number of batches to deliver, of all that the epoch has."""
+        left = self.done.before(total)
         if self._last_batch != "drop":
-            return total
-        return self._start + (total - self._start) // self._ranks * self._ranks
+            return left
+        return self._start + max(0, left - self._start) // self._ranks * self._ranks
+
+    def _batch(self, number: int) -> int:
+        """Return the batch with a number among those that remain."""
+        return number if self.done is EMPTY else self.done.remaining(number)
+
+    def _has(self, number: int) -> bool:
+        return self._epoch.window_of(self._batch(number)) is not None
 
     def count(self) -> int:
         """Return the number of batches of the epoch, for all ranks. It plans the complete epoch."""
         if self._epoch.total is None and self.rows >= _SHOWN_ROWS:
             with shown("counting batches", "rows") as report:
-                return self._end(self._epoch.count(report))
-        return self._end(self._epoch.count())
+                return self._batch(self._end(self._epoch.count(report)))
+        return self._batch(self._end(self._epoch.count()))
 
     def has(self, step: int) -> bool:
         first = self._start + step * self._ranks
         last = first + self._ranks - 1 if self._last_batch == "drop" else first
-        return self._epoch.window_of(last) is not None
+        return self._has(last)
 
     def has_after(self, position: int) -> bool:
         """Return True if there is a step after a number of batches of the epoch."""
-        return self.has(-(-(position - self._start) // self._ranks))
+        return self.has(-(-(self.done.before(position) - self._start) // self._ranks))
 
     def has_for(self, step: int, shard: Shard) -> bool:
         if self._last_batch != "uneven":
@@ -77,12 +96,12 @@ class TokenPlan:
         """Return the batch of a rank, if there is one: of every step that which is its index modulo the ranks."""
         first = self._start + step * self._ranks
         number = first + (shard.index - first) % self._ranks
-        return None if self._epoch.window_of(number) is None else number
+        return self._batch(number) if self._has(number) else None
 
     def share(self, shard: Shard) -> int:
         self.count()
         assert self._epoch.total is not None
-        left = self._end(self._epoch.total) - self._start
+        left = max(0, self._end(self._epoch.total) - self._start)
         steps = -(-left // self._ranks)
         return steps - (steps > 0 and not self.has_for(steps - 1, shard))
 
@@ -95,7 +114,7 @@ class TokenPlan:
             elif (own := self._own(step, shard)) is not None:
                 parts.append(self._epoch.places(own))
             elif self._last_batch == "pad":
-                parts.append(self._epoch.places(self._start + step * self._ranks))
+                parts.append(self._epoch.places(self._batch(self._start + step * self._ranks)))
                 padding = len(parts[-1][0])
             else:
                 parts.append((np.zeros(0, np.int64), np.zeros(0, np.int64)))
@@ -105,13 +124,12 @@ class TokenPlan:
 
     def _is_short(self, step: int) -> bool:
         """Return True if the rows of a step are dealt again, because there are fewer batches than ranks."""
-        last = self._start + (step + 1) * self._ranks - 1
-        return self._last_batch is None and self._epoch.window_of(last) is None
+        return self._last_batch is None and not self._has(self._start + (step + 1) * self._ranks - 1)
 
     def _dealt(self, step: int, shard: Shard) -> tuple[Int64Array, Int64Array]:
         first = self._start + step * self._ranks
-        total = self._epoch.count()
-        batches = [self._epoch.places(number) for number in range(first, total)]
+        total = self._end(self._epoch.count())
+        batches = [self._epoch.places(self._batch(number)) for number in range(first, total)]
         sizes = np.array([len(each) for each, _ in batches])
         if (rows := int(sizes.sum())) < self._ranks:
             raise WorldError(
@@ -129,34 +147,73 @@ class TokenPlan:
         return self._typical
 
     def first_position(self, step: int) -> int:
-        window = self._epoch.window_of(self._start + step * self._ranks)
+        window = self._epoch.window_of(self._batch(self._start + step * self._ranks))
         return self.rows if window is None else window.start
 
     def place(self, step: int) -> str:
-        window = self._epoch.window_of(self._start + step * self._ranks)
+        window = self._epoch.window_of(self._batch(self._start + step * self._ranks))
         return "no position" if window is None else f"positions {window.start:,} to {window.stop - 1:,}"
 
     def cursor(self, step: int) -> Cursor:
         after = self._start + (step + 1) * self._ranks
-        if self._epoch.window_of(after - 1) is None:
-            after = self._epoch.count()
-        return self._counted(self._epoch.cursor(after), step + 1)
+        if not self._has(after - 1):
+            after = self._end(self._epoch.count())
+        return self._cursor(after, step + 1)
 
     @property
     def end_cursor(self) -> Cursor:
-        after = self.count()
-        return self._counted(self._epoch.cursor(after), -(-(after - self._start) // self._ranks))
+        after = self.done.before(self.count())
+        return self._cursor(after, -(-(after - self._start) // self._ranks))
 
-    def _counted(self, cursor: Cursor, steps: int) -> Cursor:
-        return cursor if self._steps is None else cursor._replace(steps=self._steps + steps)
+    def _cursor(self, after: int, steps: int) -> Cursor:
+        """Return the cursor after a number of the batches that remain, and of steps."""
+        batch = self._batch(after)
+        if self.done is EMPTY:
+            cursor = self._epoch.cursor(batch)
+        else:
+            cursor = self._epoch.cursor_amid_done(batch, self.done.from_(batch))
+        return cursor if self._steps is None else cursor._replace(steps=self._number(steps))
+
+    def between(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the range of batches from a step to another."""
+        last = self._start + stop * self._ranks - 1
+        last = last if self._has(last) else self._end(self._epoch.count()) - 1
+        return self._batch(self._start + first * self._ranks), self._batch(last) + 1
+
+    def beginning(self, done: Intervals) -> Cursor:
+        """Return the cursor at which the plan begins, with other batches that are done."""
+        return self._epoch.cursor_amid_done(self.begin.position, done)._replace(steps=self.begin.steps)
+
+    def _number(self, steps: int) -> int:
+        """Return the number in the run of a step."""
+        assert self._steps is not None
+        return self._steps + steps if self.done is EMPTY else self.numbers.number(steps)
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """The numbers of the steps, where some batches are done."""
+        first = -(-self._start // self._ranks) if self._steps is None else self._steps
+        return StepNumbers.of(self.done, self._start, first, BatchSizes((0,), (self._ranks,)))
+
+    def turn(self, step: int) -> int:
+        after = self._start + step * self._ranks
+        return after if not step or self._has(after - 1) else self._end(self._epoch.count())
+
+    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
+        cursor = self.cursor(steps - 1) if steps else start
+        if alone and not done:
+            return cursor
+        batch = self._batch(self.turn(steps))
+        named = self._epoch.cursor_amid_done(batch, cursor.done.union(done), named=True)
+        return named._replace(steps=cursor.steps)
 
     def left_out(self, ranks: int) -> int:
         """Return the number of ranks for which the last step has no row, where batches are counted quickly."""
         if self._last_batch is not None or ranks == 1 or (self._epoch.total is None and self.rows > _COUNTED_ROWS):
             return 0
-        total = self._epoch.count()
+        total = self._end(self._epoch.count())
         last = total - (total - self._start) % ranks
-        rows = sum(len(self._epoch.positions(number)) for number in range(last, total))
+        rows = sum(len(self._epoch.positions(self._batch(number))) for number in range(last, total))
         return max(0, ranks - rows) if rows else 0
 
     def known(self, rows: int) -> int:

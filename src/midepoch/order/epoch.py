@@ -14,6 +14,7 @@ from midepoch.order.weights import DrawnOnce, Draws, Weighted
 
 Int64Array = npt.NDArray[np.int64]
 
+_SPAN = 1 << 20
 _MOST_DRAWN = 1 << 20
 """Draws of an epoch up to which the blocks they use are computed (0.1 s). Beyond, any block may be used at any time."""
 
@@ -186,6 +187,16 @@ class EpochOrder:
             row = np.array([chosen], dtype=np.int64)
             sequence = row if self._permute is None else self._permute.inverse(row)
         return np.sort(self._in_lane(sequence))
+
+    def positions_of_rows(self, chosen: Int64Array) -> Int64Array:
+        """Return the positions of chosen rows, in ascending order. Of rows drawn by weights, the epoch is drawn."""
+        if self._drawn is None:
+            sequence = chosen if self._permute is None or not len(chosen) else self._permute.inverse(chosen)
+            return np.sort(self._in_lane(sequence))
+        wanted = np.zeros(len(self._order.selection), np.bool_)
+        wanted[chosen] = True
+        spans = (np.arange(first, min(first + _SPAN, self._n)) for first in range(0, self._n, _SPAN))
+        return np.concatenate([np.zeros(0, np.int64), *(span[wanted[self.chosen(span)]] for span in spans)])
 
     def chosen(self, positions: Int64Array) -> Int64Array:
         """Map positions to chosen rows: the row numbers of the dataset before the shuffle."""

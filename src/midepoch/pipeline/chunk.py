@@ -147,6 +147,11 @@ class Bunches:
         return replace(self, rows=self.rows.with_ordinals(number))
 
     @property
+    def row_count(self) -> int:
+        """The number of rows of all of them."""
+        return int(self.batches.bounds[-1] - self.batches.bounds[0])
+
+    @property
     def chosen(self) -> Batch | RowRefs | Pieces:
         """The rows of all of them, in their order."""
         places, bounds = self.batches
@@ -284,6 +289,15 @@ class Pulled:
             mark, left = (chunk, start + step), left - step
         return at_mark(mark)
 
+    def pieces_after(self, count: int) -> list[tuple[Chunk, int, int]]:
+        """Return the pieces of all but the first ``count`` of them."""
+        pieces = []
+        for chunk, start, stop in self._pieces:
+            if count < stop - start:
+                pieces.append((chunk, start + count, stop))
+            count = max(0, count - (stop - start))
+        return pieces
+
     def before(self, number: int) -> At:
         """Return the cursor right before one of them."""
         for chunk, start, stop in self._pieces:
@@ -305,6 +319,7 @@ class Puller:
         self._flow = flow
         self._chunk: Chunk | None = None
         self._length = self._next = 0
+        self._returned: list[tuple[Chunk, int, int]] = []  # outputs that come before the next chunk
         self._cursor = cursor
 
     @property
@@ -318,6 +333,9 @@ class Puller:
     def has_more(self) -> bool:
         """Return True if outputs are left. Pull the next chunk if necessary."""
         while self._next >= self._length:
+            if self._returned:
+                self._chunk, self._next, self._length = self._returned.pop(0)
+                continue
             chunk = self._flow.pull()
             if chunk is None:
                 return False
@@ -334,3 +352,11 @@ class Puller:
             pieces.append((self._chunk, self._next, self._next + step))
             self._next, count = self._next + step, count - step
         return Pulled(pieces, before)
+
+    def give_back(self, pulled: Pulled, keep: int) -> None:
+        """Take back all but the first ``keep`` of the outputs that were taken last. They come again."""
+        if pieces := pulled.pieces_after(keep):
+            if self._chunk is not None and self._next < self._length:
+                pieces.append((self._chunk, self._next, self._length))
+            self._returned[:0] = pieces
+            self._chunk, self._next, self._length = self._returned.pop(0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 
 At = Any
 """Cursor of a lane in its stages: nested lists of integers, one level for each stage (see ``midepoch.pipeline``)."""
@@ -37,11 +38,15 @@ class PartsAt(list[Any]):
 
 @dataclass(frozen=True)
 class LaneCursor:
-    """One lane: its outputs delivered in this epoch, True if it is known to have ended, and its cursor."""
+    """One lane: its outputs delivered in this epoch, True if it is known to have ended, and its cursor.
+
+    ``done``: numbers of later outputs that are not delivered (again).
+    """
 
     outputs: int
     ended: bool
     cursor: At
+    done: Intervals = EMPTY
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class Cursor(NamedTuple):
     budget of tokens, ``position`` counts batches, and ``planned`` says which rows those were.
 
     ``steps``: steps delivered since the run began, counted only where something depends on it.
+
+    ``done``: what ``position`` counts, at and after it, that is not delivered (again): it was excluded, or acknowledged
+    before earlier positions were. Lanes have their own.
     """
 
     epoch: int = 0
@@ -83,11 +91,17 @@ class Cursor(NamedTuple):
     lanes: LaneCursors | None = None
     planned: PlannedAt | None = None
     steps: int = 0
+    done: Intervals = EMPTY
 
     @property
     def begun(self) -> bool:
         """True unless this is the beginning of an epoch."""
-        return self.position > 0 or self.lanes is not None
+        return self.position > 0 or self.lanes is not None or bool(self.done)
+
+    @property
+    def has_done(self) -> bool:
+        """True if something after this cursor is not delivered."""
+        return bool(self.done) or (self.lanes is not None and any(lane.done for lane in self.lanes.by_lane.values()))
 
     @property
     def lanes_ended(self) -> bool:
@@ -98,5 +112,5 @@ class Cursor(NamedTuple):
         """Return this cursor with all lanes ended. Outputs that are left are omitted."""
         if self.lanes is None:
             return self
-        ended = {lane: replace(at, ended=True) for lane, at in self.lanes.by_lane.items()}
+        ended = {lane: replace(at, ended=True, done=EMPTY) for lane, at in self.lanes.by_lane.items()}
         return self._replace(lanes=replace(self.lanes, by_lane=ended))

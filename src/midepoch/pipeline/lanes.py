@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.chunk import Items, Pulled, Puller, at_mark, joined
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
 from midepoch.pipeline.node import Node
@@ -50,6 +51,10 @@ class Lanes:
         self.outputs = np.array([at.outputs for at in cursors], dtype=np.int64)
         self._started = int(self.outputs.sum())
         self.live = [not at.ended for at in cursors]
+        self.done = [at.done for at in cursors] if any(at.done for at in cursors) else None
+        """For each lane the numbers of outputs that are dropped, or None if there are none."""
+        self.dropped = 0
+        """Outputs dropped since the last step."""
         self.intakes = [
             Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
             for lane, at in zip(self.numbers, cursors, strict=True)
@@ -58,9 +63,9 @@ class Lanes:
     def take(self, count: int) -> StepOutputs | None:
         """Return the next ``count`` outputs of this process, fewer at the end, or None if no process has any left.
 
-        Outputs of the same lanes for other processes are computed, too, and discarded.
+        Outputs of the same lanes for other processes are computed, too, and discarded, as are those that are done.
         """
-        wanted, before = count * self.share.shard.count, self.outputs.copy()
+        wanted, before, kept = count * self.share.shard.count, self.outputs.copy(), 0
         taken: list[tuple[int, Pulled]] = []
         while wanted and any(self.live):
             for lane, quota in self._deal(wanted):
@@ -69,18 +74,46 @@ class Lanes:
                     self.live[lane] = False
                 if pulled.count:
                     taken.append((lane, pulled))
+                first = int(self.outputs[lane])
+                dropped = 0 if self.done is None else self.done[lane].count(first, first + pulled.count)
                 self.outputs[lane] += pulled.count
-                wanted -= pulled.count
-        return StepOutputs(self, self._start.epoch, before, taken) if taken else None
+                self.dropped += dropped
+                wanted -= pulled.count - dropped
+                kept += pulled.count - dropped
+        return StepOutputs(self, self._start.epoch, before, taken) if kept else None
+
+    def skip_done(self) -> int:
+        """Take and drop outputs that are done, up to the next one that is not. Return their number."""
+        dropped = 0
+        while self.done is not None and any(self.live):
+            live = np.flatnonzero(self.live)
+            lane = int(live[np.argmin(self.outputs[live])])
+            first = int(self.outputs[lane])
+            if (count := self.done[lane].after(first) - first) < 1:
+                break
+            pulled = self.intakes[lane].take(count if len(live) == 1 else 1)
+            self.live[lane] = pulled.count > 0
+            self.outputs[lane] += pulled.count
+            dropped += pulled.count
+        self.dropped += dropped
+        return dropped
 
     def cursor(self) -> Cursor:
         """Return the cursor after all outputs that were taken."""
         cursors = {
-            lane: LaneCursor(int(outputs), not live, intake.cursor)
-            for lane, outputs, live, intake in zip(self.numbers, self.outputs, self.live, self.intakes, strict=True)
+            lane: LaneCursor(int(outputs), not live, intake.cursor, done)
+            for lane, outputs, live, intake, done in zip(
+                self.numbers, self.outputs, self.live, self.intakes, self._done_left(), strict=True
+            )
         }
         position = self.position(int(self.outputs.sum()))
         return Cursor(self._start.epoch, position, LaneCursors(cursors, self.share.lanes))
+
+    def _done_left(self) -> list[Intervals]:
+        """Return for each lane the numbers of outputs that are still to be dropped."""
+        if self.done is None:
+            return [EMPTY] * len(self.numbers)
+        return [done.from_(int(outputs)) for done, outputs in zip(self.done, self.outputs, strict=True)]
 
     def position(self, outputs: int) -> int:
         """Return the number of outputs of all processes together, given the number of outputs of these lanes."""
@@ -115,8 +148,10 @@ class StepOutputs:
         self._position = lanes.position
         self.marks = [intake.mark() for intake in lanes.intakes]
         """Where each lane is after all of the outputs: a cursor, or a chunk and how many of its outputs come before."""
-        self.total = sum(some.count for _, some in taken)
-        """Outputs of all processes that share these lanes."""
+        self._done, self.dropped = lanes.done, lanes.dropped
+        lanes.dropped = 0
+        self.total = sum(some.count for _, some in taken) if lanes.done is None else len(self._kept)
+        """Outputs of all processes that share these lanes, without those that are dropped."""
 
     @cached_property
     def _lane_of(self) -> Int64Array:
@@ -129,27 +164,56 @@ class StepOutputs:
         """The order of delivery, or None if it is the order in which they were taken."""
         if len({lane for lane, _ in self._taken}) == 1:
             return None
-        had, turns, lanes = self._before.tolist(), [], []
+        lanes = [np.full(some.count, lane) for lane, some in self._taken]
+        return np.lexsort((np.concatenate(lanes), np.concatenate(self._numbers_taken())))
+
+    def _numbers_taken(self) -> list[Int64Array]:
+        """Return the numbers of the outputs in their lanes, in the order in which they were taken."""
+        had, numbers = self._before.tolist(), []
         for lane, some in self._taken:
-            turns.append(np.arange(had[lane], had[lane] + some.count))
-            lanes.append(np.full(some.count, lane))
+            numbers.append(np.arange(had[lane], had[lane] + some.count))
             had[lane] += some.count
-        return np.lexsort((np.concatenate(lanes), np.concatenate(turns)))
+        return numbers
+
+    @cached_property
+    def _kept(self) -> Int64Array:
+        """Places of the outputs that are not dropped, in the order of delivery."""
+        assert self._done is not None
+        taken = zip(self._taken, self._numbers_taken(), strict=True)
+        kept = ~np.concatenate([self._done[lane].contains(numbers) for (lane, _), numbers in taken])
+        return np.flatnonzero(kept if self._order is None else kept[self._order])
 
     @property
     def some(self) -> Items:
         """Return the first of the outputs of all processes that share these lanes."""
-        return self._taken[0][1].items().slice(0, 1)
+        if self._done is None:
+            return self._taken[0][1].items().slice(0, 1)
+        first = self._kept[:1]
+        return joined([pulled.items() for _, pulled in self._taken]).keep(
+            first if self._order is None else self._order[first]
+        )
 
     @cached_property
     def items(self) -> Items:
         """Return the outputs of this process, possibly none."""
         items = joined([pulled.items() for _, pulled in self._taken])
         shard, order = self._share.shard, self._order
+        if self._done is not None:
+            order = self._kept if order is None else order[self._kept]
         if shard.count > 1:
             own = np.arange(shard.index, self.total, shard.count)
             order = own if order is None else order[own]
         return items if order is None else items.keep(order)
+
+    def own_outputs(self) -> dict[int, Int64Array]:
+        """Return the numbers of the outputs of this process, by lane."""
+        numbers = np.concatenate(self._numbers_taken())
+        numbers = numbers if self._order is None else numbers[self._order]
+        lanes, shard = self._lane_of, self._share.shard
+        if self._done is not None:
+            numbers, lanes = numbers[self._kept], lanes[self._kept]
+        numbers, lanes = numbers[shard.index :: shard.count], lanes[shard.index :: shard.count]
+        return {self._numbers[lane]: numbers[lanes == lane] for lane in np.unique(lanes).tolist()}
 
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.
@@ -158,15 +222,21 @@ class StepOutputs:
         them.
         """
         count = self.total if own is None else min(self.total, own * self._share.shard.count)
-        done = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
+        complete = count == self.total
+        if self._done is not None and not complete:  # with those that are dropped before the last of them
+            count = int(self._kept[count - 1]) + 1 if count else 0
+        elif self._done is not None:
+            count = len(self._lane_of)
+        taken = np.bincount(self._lane_of[:count], minlength=len(self._before)).tolist()
         cursors = {}
         for lane, number in enumerate(self._numbers):
-            pulls, left = [pulled for at, pulled in self._taken if at == lane], done[lane]
+            pulls, left = [pulled for at, pulled in self._taken if at == lane], taken[lane]
             cursor = pulls[0].at(0) if pulls else at_mark(self.marks[lane])
             for pulled in pulls:
                 if left:
                     cursor, left = pulled.at(min(left, pulled.count)), max(0, left - pulled.count)
-            ended = count == self.total and not self._live[lane]
-            cursors[number] = LaneCursor(int(self._before[lane]) + done[lane], ended, cursor)
+            outputs = int(self._before[lane]) + taken[lane]
+            done = EMPTY if self._done is None else self._done[lane].from_(outputs)
+            cursors[number] = LaneCursor(outputs, complete and not self._live[lane], cursor, done)
         position = self._position(int(self._before.sum()) + count)
         return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=self.steps)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from midepoch.order import Order, Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.sources import Source
 from midepoch.transforms import (
     Cast,
@@ -16,7 +17,9 @@ from midepoch.transforms import (
     FlatMap,
     Function,
     Map,
+    RemoveColumns,
     RenameColumns,
+    SelectColumns,
     Step,
     Unbatch,
 )
@@ -47,6 +50,8 @@ class Leaf:
     format: str | None = None
     global_seed: int | None = None
     path: int = 0
+    excluded: Intervals = EMPTY
+    """Rows before the shuffle that yield nothing, where positions cannot be computed."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
@@ -87,6 +92,17 @@ class Leaf:
         """The steps from the first function on."""
         return self.steps[self._first :]
 
+    def stored_column(self, column: str) -> tuple[str | None, Step | None]:
+        """Return the name of a column in the source, and None. None and a step if that step makes or removes it."""
+        name = column
+        for step in reversed(self.tail):
+            old = {new: old for old, new in step.mapping}.get(name) if isinstance(step, RenameColumns) else None
+            if old is not None:
+                name = old
+            elif not _keeps(step, name):
+                return None, step
+        return self.head.get(name), None
+
     @cached_property
     def known_columns(self) -> tuple[str, ...] | None:
         """The columns after all steps, or None if they are known only after a map has run."""
@@ -103,7 +119,7 @@ class Leaf:
 
         Not where one gets what is left of the rows after a step that drops or adds some, nor where group sizes differ.
         """
-        sizes, changed = set(), self.on_error == "skip"
+        sizes, changed = set(), self.on_error == "skip" or bool(self.excluded)
         for step in self.steps:
             if isinstance(step, Function) and step.batched and not _rowwise(step):
                 if changed:
@@ -166,6 +182,23 @@ def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str,
         elif isinstance(step, (Map, FlatMap)):
             return None
     return names
+
+
+def _keeps(step: Step, column: str) -> bool:
+    """Return True if a step certainly leaves the values of a column as they are."""
+    if isinstance(step, SelectColumns):
+        return column in step.names
+    if isinstance(step, RemoveColumns):
+        return column not in step.names
+    if isinstance(step, RenameColumns):
+        return column not in dict(step.mapping)
+    if isinstance(step, Cast):
+        return column not in dict(step.types)
+    if isinstance(step, Decode):
+        return column != step.column
+    if not isinstance(step, Map) or step.outputs is None:
+        return False
+    return column not in (*step.outputs, *step.remove_columns)
 
 
 def group_of(steps: tuple[Step, ...]) -> int | None:

@@ -137,6 +137,10 @@ def _make(engine: Engine, bundle: Bundle) -> Batch:
     positions = bundle.lane.locals(bundle.row, bundle.stop)
     engine.reached(bundle.epoch, int(positions[0]))
     chosen = engine.chosen(bundle.epoch, positions)
+    if engine.leaf.excluded:
+        places = np.flatnonzero(~engine.leaf.excluded.contains(chosen))
+        if len(places) < len(chosen):
+            return _make_some(engine, bundle.epoch, chosen, places)
     if not _filters_first(engine.leaf):
         return engine.transform(bundle.epoch, engine.read(chosen))
     if (kept := engine.passing(chosen)) is not None and 4 * len(kept) < len(chosen):
@@ -159,6 +163,12 @@ def _make(engine: Engine, bundle: Bundle) -> Batch:
     else:
         left = join([engine.transform(bundle.epoch, piece, steps=1) for piece in pieces])
     return engine.transform(bundle.epoch, left, after=1)
+
+
+def _make_some(engine: Engine, epoch: int, chosen: Int64Array, places: Int64Array) -> Batch:
+    """Return the outputs of the rows of a bundle at some places."""
+    batch = engine.read(chosen[places])
+    return engine.transform(epoch, replace(batch, places=places[batch.places]))
 
 
 def _filters_first(pipeline: Leaf) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 from midepoch.distributed.seeds import draw_global_seed
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Order, Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.excluded import Excluded
 from midepoch.pipeline.identity import identity
 from midepoch.pipeline.lanes import Lanes, Share
 from midepoch.pipeline.leaf import Leaf
@@ -37,6 +39,8 @@ class PipelineSpec:
     """Fields allowed to differ from the run that saved a state, and changes of a mix, at all resumes so far."""
     epoch_outputs: int = 0
     """Outputs of the last epoch that was iterated to its end."""
+    excluded: Excluded = ()
+    """Rows that are not delivered."""
     global_seed: int | None = None
     """The seed of the global random generators while functions run, once it is drawn."""
 
@@ -88,10 +92,31 @@ class PipelineSpec:
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves as they are run, each split into the lanes."""
+        leaves, seed = self.node.leaves, self.global_seed
+        excluded = self.excluded or (EMPTY,) * len(leaves)
         return tuple(
-            replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=self.global_seed, path=path)
-            for leaf, path in zip(self.node.leaves, self.node.paths(), strict=True)
+            replace(leaf, order=replace(leaf.order, lanes=self.lanes), global_seed=seed, path=path, excluded=rows)
+            for leaf, path, rows in zip(leaves, self.node.paths(), excluded, strict=True)
         )
+
+    def done_after(self, cursor: Cursor) -> Intervals:
+        """Return the positions after a cursor that are not delivered, with those of excluded rows."""
+        if not self.excluded:
+            return cursor.done
+        return cursor.done.union(self.excluded_positions(cursor.epoch)).from_(cursor.position)
+
+    def excluded_positions(self, epoch: int) -> Intervals:
+        """Return the positions of the excluded rows in an epoch, if positions can be computed."""
+        if epoch not in self._excluded_positions:
+            order = self.order.at(epoch, self.source.layout)
+            found = Intervals.from_positions(order.positions_of_rows(self.excluded[0].positions()))
+            self._excluded_positions.clear()  # one epoch at a time
+            self._excluded_positions[epoch] = found
+        return self._excluded_positions[epoch]
+
+    @cached_property
+    def _excluded_positions(self) -> dict[int, Intervals]:
+        return {}
 
     @property
     def seed_alone(self) -> bool:

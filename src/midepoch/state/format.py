@@ -16,6 +16,10 @@ Additional fields of loaders:
 - ``planned`` (text, JSON): [position at which the window in progress begins, [[budget, batches delivered], …]]. Then
   ``position`` counts batches
 - ``steps``: steps since the run began, where something depends on their number
+- ``done`` (text): positions (or batches) at and after ``position`` that are not delivered (``Intervals.encode``); in
+  lanes JSON, {lane: its outputs}
+- ``excluded`` (text, JSON): {number of a source: its rows before the shuffle that are not delivered}
+- ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
 """
 
 from __future__ import annotations
@@ -140,6 +144,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "planned": (str,),
     "steps": (int,),
     "weights": (str,),
+    "done": (str,),
+    "excluded": (str,),
+    "leased": (str,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -161,6 +168,9 @@ _DEFAULTS = {
     "planned": "",
     "steps": 0,
     "weights": "",
+    "done": "",
+    "excluded": "",
+    "leased": "",
 }
 _MOST_LANES = 2**31
 

@@ -10,22 +10,26 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
-from midepoch.order.budget import Budget
+from midepoch.order.budget import Budget, in_words
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors, PlannedAt
+from midepoch.pipeline.excluded import excluded_in, excluded_text
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.open import check_cursor, is_count, start
 from midepoch.pipeline.planned import changed_budget
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import LaneContext
+from midepoch.state.done import changed_batches, changed_mix, done_in_lanes, done_of_all, done_text
 from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
+from midepoch.state.leased import combined
 from midepoch.state.matching import CHECKED, Matched
 
 _log = logging.getLogger("midepoch")
 _MOST_LANES = 1 << 16
 _KEPT = 16
 """Maximum number of changes in a state: the last ones."""
-_OF_POSITION = {"epoch", "position", "worker", "round", "batch", *OF_ONE_RANK}
+_OF_POSITION = {"epoch", "position", "worker", "round", "batch", "done", *OF_ONE_RANK}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
         state["planned"] = json.dumps([cursor.planned.start, cursor.planned.legs], separators=(",", ":"))
     if cursor.steps:
         state["steps"] = cursor.steps
+    if spec.excluded:
+        state["excluded"] = excluded_text(spec.excluded)
+    if cursor.has_done:
+        state["done"] = done_text(cursor)
     if spec.global_seed is not None:
         state["global_seed"] = spec.global_seed
     return state
@@ -77,9 +85,10 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
         raise StateError("the list of the states of all ranks is empty.")
-    parsed = [parse(one) for one in several]
+    parsed = _without_leases([parse(one) for one in several])
     if spec.has_positions:
         first = parsed[_rank_to_load(parsed, spec.shard)]
+        done = done_of_all(first, parsed)
     else:
         first = parsed[0]
         _check_alike(parsed, _OF_POSITION | {"flow", "known", "epoch_outputs"}, "different runs or steps")
@@ -87,9 +96,11 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
     matched = Matched(allow, changes)
     node, convert = matched.match(spec.node, _described(first, spec), "")
     if spec.has_positions:
-        cursor = _position(first, node, budget)
+        cursor = _position(first, node, budget, done)
     else:
         cursor = _merged([_lanes(one) for one in parsed], first["lanes"], spec.node, changed=matched.mixed)
+        if matched.mixed and (cursor.has_done or first["excluded"]):
+            raise changed_mix()
         if cursor.lanes is not None:
             over, lanes = cursor.lanes_ended, {}
             for lane, at in cursor.lanes.by_lane.items():
@@ -107,6 +118,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
         lanes_chosen=True,
         groups=first["groups"] or spec.groups,
         changes=tuple(changes[-_KEPT:]),
+        excluded=excluded_in(first["excluded"], len(node.leaves)),
         epoch_outputs=max(one["epoch_outputs"] for one in parsed),
         global_seed=spec.global_seed if first["global_seed"] is None else first["global_seed"],
     )
@@ -142,7 +154,19 @@ def one_of(state: Any, shard: Shard) -> Any:
         return state
     if not state:
         raise StateError("the list of the states of all ranks is empty.")
-    return state[_rank_to_load([parse(one) for one in state], shard)]
+    parsed = [parse(one) for one in state]
+    if any(one["leased"] for one in parsed):
+        return _without_leases(parsed)
+    return state[_rank_to_load(parsed, shard)]
+
+
+def _without_leases(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return states that are equivalent to those of ranks with leases."""
+    if not any(one["leased"] for one in found):
+        return found
+    free = {"leased", "planned", "steps", "flow", "known", "epoch_outputs"}
+    _check_alike(found, _OF_POSITION | free, "different runs")
+    return [dict(one) for one in combined(found)]
 
 
 def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
@@ -157,7 +181,7 @@ def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
     return {name: found[name] for name in ("data", *CHECKED)}
 
 
-def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cursor:
+def _position(found: Mapping[str, Any], node: Node, budget: Budget | None, done: Intervals) -> Cursor:
     at = planned_in(found)
     position = found["position"] if at is None else max(found["position"], at.start)
     if position > found["rows"]:
@@ -169,18 +193,22 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None) -> Cu
         if at is not None and at.legs:
             raise CheckpointMismatchError(
                 "batches",
-                f"in a window of batches by max_tokens ({at.legs[-1][0]})",
+                f"in a window of batches by tokens: {in_words(at.legs[-1][0])}",
                 "batches of a fixed number of rows",
                 "the rows delivered so far are not the first of the epoch. Resume with max_tokens, which may differ, "
                 "or save at the end of an epoch",
             )
-        return Cursor(found["epoch"], found["position"] if at is None else at.start)
+        position = found["position"] if at is None else at.start
+        return Cursor(found["epoch"], position, done=done.before_(rows))
+    if done and (at is None or not at.legs or at.legs[-1][0] != budget.text):
+        raise changed_batches(done, at, budget)
     if at is None:
         at = PlannedAt(found["position"])
     for text, *_ in at.legs:
         if budget.earlier(text) is None:
             raise changed_budget(text, budget)
-    return Cursor(found["epoch"], found["position"], planned=at if found["position"] else None)
+    begun = found["position"] or done
+    return Cursor(found["epoch"], found["position"], planned=at if begun else None, done=done)
 
 
 def _rebudgeted(at: Any, planned: PlannedAt | None, budget: Budget | None) -> Any:
@@ -199,8 +227,8 @@ def _rebudgeted(at: Any, planned: PlannedAt | None, budget: Budget | None) -> An
     if at[1]:
         raise CheckpointMismatchError(
             "batches",
-            before,
-            after or "batches of a number of rows",
+            in_words(before),
+            "batches of a number of rows" if budget is None else budget.words,
             "the state is in the middle of a window of rows whose lengths are known only when they are made, so its "
             "batches cannot be formed by another budget. Resume with the same max_tokens, and change it after an epoch",
         )
@@ -271,12 +299,16 @@ def _lanes(found: Mapping[str, Any]) -> Cursor:
     if found["lanes"] > _MOST_LANES:
         raise StateError(f"the state is damaged: 'lanes' is {found['lanes']}.")
     lanes: dict[int, LaneCursor] = {}
+    done = done_in_lanes(found["done"])
     for entry in _json(found["flow"], list, "flow"):
         if not (isinstance(entry, list) and len(entry) == 4 and all(map(_is_count, entry[:3])) and entry[2] in (0, 1)):
             raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
         if entry[0] >= found["lanes"] or entry[0] in lanes:
             raise StateError(f"the state is damaged: lane {entry[0]} of {found['lanes']}.")
-        lanes[entry[0]] = LaneCursor(entry[1], bool(entry[2]), entry[3])
+        left = done.pop(entry[0], EMPTY).from_(entry[1])
+        lanes[entry[0]] = LaneCursor(entry[1], bool(entry[2]), entry[3], left)
+    if done:
+        raise StateError(f"the state is damaged: 'done' has lane {min(done)}, which 'flow' has not.")
     index, _, count = found["known"].partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise StateError(f"the state is damaged: 'known' is {found['known']!r:.40}.")
@@ -329,7 +361,8 @@ def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool)
             before = found.get(lane, at)
             if before.outputs != at.outputs:
                 raise _steps_apart(cursors)
-            found[lane] = before if before.ended else at  # possibly only one of the ranks has noticed the end
+            noticed = before if before.ended else at  # possibly only one of the ranks has noticed the end
+            found[lane] = replace(noticed, done=before.done.union(at.done)) if before.done or at.done else noticed
         if not any(at.ended for at in cursor.lanes.by_lane.values()):
             running.add(cursor.position)
     if len(running) > 1:

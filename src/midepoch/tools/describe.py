@@ -21,13 +21,17 @@ from midepoch.loader.loader import Loader
 from midepoch.loader.options import LAST_BATCH
 from midepoch.loader.plans import Plan
 from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import PlannedAt
+from midepoch.pipeline.excluded import excluded_in
 from midepoch.pipeline.identity import identity
+from midepoch.state.done import done_in_lanes
 from midepoch.state.format import CAUSES, changes_in, comparable, parse
 from midepoch.state.saved import one_of, planned_in
 from midepoch.tools.locate import of_index
 
 _SHOWN_CHANGES = 8
+_MOST_SOURCES = 1 << 12
 _OF_SHUFFLE = ("weights", "seed", "window", "aligned")
 """Fields that follow from the scope: if it differs, they add nothing."""
 
@@ -55,6 +59,8 @@ class StateSummary:
     """The progress of batches by tokens. ``position`` is then that at which the window of rows in progress begins."""
     steps: int = 0
     """Steps since the run began, if they are counted."""
+    excluded: str | None = None
+    """What comes and is not delivered."""
 
     @property
     def share(self) -> float | None:
@@ -71,6 +77,7 @@ class StateSummary:
             "position": f"{self.position:,}{of} {unit}{share}",
             "batches": self.batches,
             "steps": f"{self.steps:,}" if self.steps else None,
+            "excluded": self.excluded,
             "next": self.next_row,
             "steps left": None if self.steps_left is None else f"{self.steps_left:,}",
             "order": self.order,
@@ -137,7 +144,24 @@ def describe(
         sources=_sources(first["parts"]),
         batches=None if at is None else _batches(first["position"], at),
         steps=first["steps"],
+        excluded=_excluded(parsed, "outputs" if is_stream else "rows" if at is None else "batches"),
     )
+
+
+def _excluded(parsed: list[dict[str, Any]], unit: str) -> str | None:
+    """Return what comes after the position and is not delivered, in words."""
+    if unit == "outputs":
+        lanes: dict[int, Intervals] = {}
+        for one in parsed:
+            for lane, done in done_in_lanes(one["done"]).items():
+                lanes[lane] = lanes.get(lane, EMPTY).union(done)
+        ahead = sum(map(len, lanes.values()))
+    else:
+        ahead = len(EMPTY.union(*(Intervals.decode(one["done"]) for one in parsed)))
+    texts = [f"{ahead:,} {unit} ahead"] if ahead else []
+    rows = sum(map(len, excluded_in(parsed[0]["excluded"], _MOST_SOURCES)))
+    texts += [f"{rows:,} rows in every epoch"] if rows else []
+    return ", ".join(texts) or None
 
 
 def _batches(delivered: int, at: PlannedAt) -> str:
@@ -166,7 +190,8 @@ def _next(state: Any, index_dir: Any) -> str | None:
 def _steps_left(state: Mapping[str, Any], batch_size: int, world_size: int, last_batch: str | None) -> int:
     if last_batch is not None and last_batch not in LAST_BATCH:
         raise ValueError(f"last_batch must be one of {', '.join(LAST_BATCH)}, got {last_batch!r}")
-    return len(Plan.of(state["epoch"], state["position"], state["rows"], batch_size * world_size, last_batch))
+    at, done = state["position"], Intervals.decode(state["done"])
+    return len(Plan.of(state["epoch"], at, state["rows"], batch_size * world_size, last_batch, done))
 
 
 def _whose(state: Mapping[str, Any]) -> str:

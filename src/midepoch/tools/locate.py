@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError, StateError
 from midepoch.loader.loader import Loader
 from midepoch.order import EpochOrder, Layout, Order, Selection, Shard
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.excluded import Excluded, excluded_in
 from midepoch.sources.index import Index, default_index_dir, read_index
 from midepoch.state.format import KEY, check, order_of
 from midepoch.state.saved import load_global, one_of
@@ -41,6 +43,8 @@ class Known:
     checked: str
     files: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    excluded: Intervals = EMPTY
+    """Rows that are excluded in every epoch."""
 
     def at(self, epoch: int, notes: list[str]) -> EpochOrder | None:
         """Return the order of an epoch, if enough is known. Otherwise add what is missing to ``notes``."""
@@ -56,6 +60,11 @@ class Known:
                 return None
             return self.order.at(epoch, Layout(np.array([0, self.rows]), np.array([0, self.rows])))
         return self.order.at(epoch, self.layout)
+
+    def excluded_at(self, epoch: int) -> Intervals:
+        """Return the positions of excluded rows in an epoch, or none if its order is not known."""
+        order = self.at(epoch, []) if self.excluded else None
+        return EMPTY if order is None else Intervals.from_positions(order.positions_of_rows(self.excluded.positions()))
 
     def place(self, position: int) -> str | None:
         """Return the row at a position of the state's epoch, and its file."""
@@ -73,7 +82,7 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
     source = pipeline.source
     sizes = np.concatenate([block_bytes(index) for index in source.indexes])
     return Known(
-        resumed.cursor,
+        resumed.cursor._replace(done=pipeline.done_after(resumed.cursor)),
         pipeline.rows,
         pipeline.order,
         source.layout,
@@ -82,6 +91,7 @@ def of_dataset(state: Any, dataset: Dataset | Loader) -> Known:
         source.fetched,
         "dataset",
         tuple(source.name(file) for file in source.files),
+        excluded=pipeline.excluded[0] if pipeline.excluded else EMPTY,
     )
 
 
@@ -90,7 +100,11 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     check(state)
     if state.get("workers") or state.get("shard") is not None:
         raise StateError("this is the state of one worker or shard, which fits only the same number of them.")
-    cursor, order = Cursor(state["epoch"], state["position"]), _order(state)
+    cursor, order = (
+        Cursor(state["epoch"], state["position"], done=Intervals.decode(state.get("done", ""))),
+        _order(state),
+    )
+    excluded = excluded_in(state.get("excluded", ""), 1)
     if cursor.position > state["rows"] or (order is not None and len(order) != state["rows"]):
         raise StateError(
             f"the state is damaged: position {cursor.position} of {state['rows']} rows, selection {state['selection']}."
@@ -99,12 +113,13 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
     index = _index_of(state["data"], folder)
     if index is None:
         note = "its data was not found among the indexes on this machine, so it was not checked against any."
-        return Known(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
+        known = Known(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
+        return _without(known, excluded)
     files = np.cumsum([0, *(file.rows for file in index.files)], dtype=np.int64)
     total = int(files[-1])
     row_bytes = index.row_bytes or sum(file.size for file in index.files) / max(1, total)
     fetched = index.ends is not None
-    return Known(
+    known = Known(
         cursor,
         state["rows"],
         order,
@@ -115,6 +130,16 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
         "index",
         tuple(file.path for file in index.files),
     )
+    return _without(known, excluded)
+
+
+def _without(known: Known, excluded: Excluded) -> Known:
+    """Return what is known of a state without the rows that are excluded, if their positions can be computed."""
+    if not excluded:
+        return known
+    known = replace(known, excluded=excluded[0])
+    done = known.cursor.done.union(known.excluded_at(known.cursor.epoch)).from_(known.cursor.position)
+    return replace(known, cursor=known.cursor._replace(done=done))
 
 
 def _order(state: Mapping[str, Any]) -> Order | None:

@@ -24,7 +24,6 @@ from midepoch.loader.equal import check_equal_steps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
 from midepoch.loader.plans import Plan
-from midepoch.loader.shape import unchanged_column
 from midepoch.loader.token_plan import TokenPlan
 from midepoch.order import EpochOrder, Shard
 from midepoch.order.budget import Budget
@@ -74,6 +73,8 @@ class ResumePlan:
     """The lanes of each rank, if steps change the number of rows. Then ``batches`` is empty."""
     machines: tuple[Reading, ...] = ()
     notes: tuple[str, ...] = ()
+    excluded: int = 0
+    """Rows (batches by tokens, or outputs) of the rest of the epoch that are not delivered."""
 
 
 @hinted()
@@ -116,7 +117,7 @@ def plan_resume(
         known = of_dataset(state, dataset) if dataset is not None else of_index(state, index_dir)
         check_drop(known.rows, options, size)
         check_equal_steps(
-            Plan.of(known.cursor.epoch, known.cursor.position, known.rows, options.batch_size * size, last_batch),
+            _steps_of(known, options, size),
             options,
             Shard(0, size),
         )
@@ -157,7 +158,7 @@ def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options,
             asked = [plan.ask([step], each.shard).positions for each in shards]
             batches.append(tuple(tuple(order.chosen(positions).tolist()) for positions in asked))
     before, total = plan.rows_before(cursor.position), plan.count()
-    left = total - cursor.position
+    left = total - cursor.position - cursor.done.count(cursor.position, total)
     whole = TokenPlan(shards[0].leaf, options, Cursor(cursor.epoch)).count()
     own = [Reading((0, ranks - 1), spec.rows - before, None, int((spec.rows - before) * spec.source.bytes_per_row))]
     return ResumePlan(
@@ -174,6 +175,7 @@ def plan_batches(state: Any, dataset: Dataset | Loader | None, options: Options,
         batches=tuple(batches),
         machines=tuple(own),
         notes=(*notes, "the global batch counts batches by max_tokens, one for each rank."),
+        excluded=cursor.done.count(cursor.position, total),
     )
 
 
@@ -182,7 +184,7 @@ def _planning_of(state: Any, dataset: Dataset) -> Planning:
     at = planned_in(parse(one_of(state, Shard())))
     text = at.legs[-1][0] if at is not None and at.legs else ""
     budget = Budget(1, length=json.loads(text)[-1]).earlier(text) if text else None
-    name = None if budget is None else unchanged_column(dataset.pipeline, budget.length)
+    name = None if budget is None else dataset.pipeline.base.stored_column(budget.length)[0]
     if budget is None or name is None:
         raise ValueError("the settings of batches by max_tokens are not in this state. Pass the loader.")
     found = lengths_of(dataset.pipeline.source, name)
@@ -209,7 +211,8 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
     lanes = [tuple(share.lanes.positions(0, spec.lanes).tolist()) for share in shares]
     total = spec.epoch_outputs or estimated_length(spec.node, cursor, spec.lanes)
     size = options.batch_size * ranks
-    steps = 0 if total is None else max(0, -(-round(total - cursor.position) // size))
+    excluded = 0 if cursor.lanes is None else sum(len(lane.done) for lane in cursor.lanes.by_lane.values())
+    steps = 0 if total is None else max(0, -(-round(total - cursor.position - excluded) // size))
     notes.append(
         "the number of steps left is an estimate" if total is not None else "the number of steps left is not known"
     )
@@ -233,6 +236,7 @@ def plan_lanes(state: Any, dataset: Dataset | Loader | None, options: Options, r
         lanes=tuple(lanes),
         machines=tuple(readings),
         notes=tuple(notes),
+        excluded=excluded,
     )
 
 
@@ -285,21 +289,26 @@ def _left_of_lanes(spec: PipelineSpec, cursor: Cursor, ranks: tuple[int, int], l
     return Reading(ranks, rows, sum(map(len, blocks.values())), int(size))
 
 
+def _steps_of(known: Known, options: Options, ranks: int) -> Plan:
+    at = known.cursor
+    return Plan.of(at.epoch, at.position, known.rows, options.batch_size * ranks, options.last_batch, at.done)
+
+
 def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int) -> ResumePlan:
     epoch, position = known.cursor[:2]
     notes = list(known.notes)
     size = options.batch_size * ranks
-    plan = Plan.of(epoch, position, known.rows, size, options.last_batch)
+    plan = _steps_of(known, options, ranks)
+    later = Plan.of(epoch + 1, 0, known.rows, size, options.last_batch, known.excluded_at(epoch + 1))
     if position and not len(plan):
         notes.append(f"epoch {epoch} is over: it continues with epoch {epoch + 1}.")
-        epoch, position = epoch + 1, 0
-        plan = Plan.of(epoch, 0, known.rows, size, options.last_batch)
+        epoch, position, plan = epoch + 1, 0, later
     batches: list[tuple[tuple[int, ...], ...]] = []
     order = known.at(epoch, notes)
     for step in range(min(steps, len(plan)) if order is not None else 0):
-        positions = [Shard(rank, ranks).positions(plan.bounds(step)[0], plan.reach(step)) for rank in range(ranks)]
+        positions = [plan.ask([step], Shard(rank, ranks)).positions for rank in range(ranks)]
         assert order is not None
-        batches.append(tuple(tuple(order.chosen(mine % known.rows).tolist()) for mine in positions))
+        batches.append(tuple(tuple(order.chosen(mine).tolist()) for mine in positions))
     readings = [
         _reading(known, order, plan, ranks, range(m * ranks // machines, (m + 1) * ranks // machines))
         for m in range(machines)
@@ -313,13 +322,14 @@ def _plan(known: Known, options: Options, ranks: int, steps: int, machines: int)
         rows=known.rows,
         global_batch=size,
         steps_left=len(plan),
-        steps_per_epoch=len(Plan.of(epoch, 0, known.rows, size, options.last_batch)),
-        dropped=known.rows - plan.end,
+        steps_per_epoch=len(later),
+        dropped=plan.done.before(known.rows) - plan.end,
         padded=plan.reach(len(plan) - 1) - plan.end if len(plan) else 0,
         ranks_left_out=plan.left_out(ranks),
         batches=tuple(batches),
         machines=tuple(readings),
         notes=tuple(notes),
+        excluded=plan.done.count(position, known.rows) + plan.start - position,
     )
 
 
@@ -330,7 +340,7 @@ def _reading(known: Known, order: EpochOrder | None, plan: Plan, ranks: int, own
     if order is None or known.layout is None or known.order is None or known.block_bytes is None:
         return Reading(span, rows, None, None if known.row_bytes is None else int(rows * known.row_bytes))
     uses = order.uses()
-    wanted = (uses.last >= plan.start) & (uses.first < plan.end)
+    wanted = (uses.last >= plan.start) & (uses.first < plan.rows)
     if known.order.lanes % ranks == 0:
         wanted &= (uses.lane < 0) | np.isin(uses.lane % ranks, list(own))
     blocks = np.unique(uses.blocks[wanted])

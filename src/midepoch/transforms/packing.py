@@ -20,6 +20,7 @@ from midepoch._internal.recycled import empty
 from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
+from midepoch.order.schedule import Schedule
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.provenance import Pieces, sorted_pieces
@@ -28,6 +29,10 @@ Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
 
 STRATEGIES = ("concat", "best_fit")
+NUMBER_BITS = 32
+"""Bits of the delivered tokens of a document, in the cursor of a ``pack`` by a schedule. The number of the next
+sequence in its lane is above them.
+"""
 LABELS, IGNORED = "labels", -100
 """The column for the loss, and the value that torch's cross entropy and the models of transformers leave out."""
 
@@ -48,6 +53,8 @@ class PackSpec:
     dtype: str | None = None
     labels: bool = False
     mask_first: bool = False
+    schedule: Schedule | None = None
+    """Gives the length of each sequence, by its number. Then ``length`` is the largest."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -62,9 +69,16 @@ class PackSpec:
     @property
     def text(self) -> str:
         """Description of all arguments that affect positions, for the state."""
-        parts = [str(self.length), self.strategy, self.column]
+        parts = ["schedule" if self.schedule else str(self.length), self.strategy, self.column]
         parts += [f"eos={self.eos}"] * (self.eos is not None) + [f"window={self.window}"] * (self.strategy != "concat")
         return f"pack[{' '.join([*parts, 'drop'] if self.drop_remainder else parts)}]"
+
+    def delivered(self, count: int) -> tuple[int, int]:
+        """Return the delivered tokens of a document, and the sequences before it if there is a schedule.
+
+        ``count``: the integer that a cursor has for both.
+        """
+        return (count, 0) if self.schedule is None else (count % (1 << NUMBER_BITS), count >> NUMBER_BITS)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -208,12 +222,12 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
     return np.where(null, 0, lengths), tokens[np.repeat(~null, lengths)]
 
 
-def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int) -> dict[str, Any]:
+def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int, length: int) -> dict[str, Any]:
     """Return the first ``packs`` sequences of documents one after the other. The last one is padded if necessary.
 
     Tokens are copied once, from where they were read.
     """
-    size = packs * spec.length
+    size = packs * length
     total = min(sum(part.tokens for part in parts), size)
     parts = [part for part in parts if part.tokens]
     lengths = np.concatenate([part.lengths for part in parts])
@@ -227,17 +241,17 @@ def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int) -> dict
             at = stop
         out[total:] = pad
     columns["position_ids"], columns["segment_ids"] = ids = empty(size, np.int32), empty(size, np.int32)
-    number_concatenated(ids[0][:total], ids[1][:total], lengths, spec.length)
+    number_concatenated(ids[0][:total], ids[1][:total], lengths, length)
     for values in ids:
         values[total:] = 0
     if spec.cu_seqlens:
         stops = np.cumsum(lengths)
-        starts = np.unique(np.concatenate([stops - lengths, np.arange(0, total, spec.length)]))
+        starts = np.unique(np.concatenate([stops - lengths, np.arange(0, total, length)]))
         starts = starts[starts < total]
-        used = np.minimum(total - np.arange(packs) * spec.length, spec.length)
-        columns["cu_seqlens"] = _edges(starts // spec.length, starts % spec.length, used)
+        used = np.minimum(total - np.arange(packs) * length, length)
+        columns["cu_seqlens"] = _edges(starts // length, starts % length, used)
     _add_labels(columns, spec)
-    return _as_arrow(columns, spec.length)
+    return _as_arrow(columns, length)
 
 
 def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:

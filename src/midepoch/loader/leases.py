@@ -1,0 +1,300 @@
+"""Leases: batches on their way, delivered and not acknowledged yet.
+
+*Lease*: one batch, with a number. *Tracker*: the leases of one pass: which steps were delivered, and which of them are
+acknowledged. *LeaseBook*: the leases of a loader, over all passes. The state of a loader with leases is the oldest step
+that is not acknowledged, and the later ones that are.
+
+``ack`` may be called by any thread, and by a signal handler. It takes no lock: the step is noted in ``inbox``, and
+removing it from ``out`` decides which of several calls is the first. All else is done by ``settle``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from midepoch.audit.leases import record_of
+from midepoch.audit.ledger import Ledger
+from midepoch.loader.lease_channel import Channel, acknowledge
+from midepoch.loader.lease_state import Frontier, LeasedLanes, LeasedSteps, Taken
+from midepoch.loader.plans import StepPlan
+from midepoch.order import Shard
+from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.lanes import Share
+
+MOST_NOTED = 256
+"""Acknowledgements after which the next lease settles them: each holds the outputs of its step until then."""
+_books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
+
+
+class Lease:
+    """A batch on its way. ``batch``: its value. ``id``: a number that no other lease of the run has.
+
+    A pickled lease has no batch: it can be acknowledged in another process of the same machine.
+    """
+
+    __slots__ = ("_owner", "batch", "id")
+
+    def __init__(self, number: int, batch: Any, owner: LeaseBook | Remote) -> None:
+        self.id, self.batch, self._owner = number, batch, owner
+
+    def ack(self) -> bool:
+        """Acknowledge the batch: it is never delivered again. Return False if it was acknowledged before."""
+        return self._owner.ack(self.id, False)
+
+    def reject(self) -> bool:
+        """Acknowledge the batch as rejected, as by dynamic filtering. It is never delivered again."""
+        return self._owner.ack(self.id, True)
+
+    def __repr__(self) -> str:
+        return f"Lease({self.id})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remote_lease, (self.id, self._owner.address())
+
+
+class Remote:
+    """The leases of a loader in another process of this machine."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ack(self, number: int, rejected: bool) -> bool:
+        """Acknowledge a lease. It is in every state that the loader saves after this has returned."""
+        return acknowledge(self._address, number, rejected)
+
+    def address(self) -> str:
+        """Return where the loader is reached."""
+        return self._address
+
+
+def _remote_lease(number: int, address: str) -> Lease:
+    return Lease(number, None, Remote(address))
+
+
+class Tracker:
+    """The leases of a pass on one rank.
+
+    ``first``: the id of the lease of step 0. ``out``: steps that were delivered and are not acknowledged, with what is
+    needed to save them. ``acked``: steps that are acknowledged, without those in ``inbox``.
+    """
+
+    def __init__(self, first: int, plan: StepPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
+        self.first, self.plan, self.start, self._taken, self._ledger = first, plan, start, taken, ledger
+        self.out: dict[int, Any] = {}
+        self.inbox: dict[int, tuple[Any, bool]] = {}
+        self.acked = EMPTY
+        self.delivered = 0
+        """Steps delivered so far, of the plan of the pass."""
+        self.last: Any = start
+        """The cursor after the last of them."""
+        self.returned: set[int] = set()
+        """Steps that were given back when a block was left, and not delivered again yet."""
+        self.ended = False
+        """True if the pass has no more steps."""
+        self._lock = threading.RLock()
+
+    @property
+    def held(self) -> int:
+        """The number of leases that somebody may be working on."""
+        return len(self.out) - len(self.returned)
+
+    @property
+    def complete(self) -> bool:
+        """True if the pass is over and everything is acknowledged."""
+        return self.ended and not self.out
+
+    def add(self, step: int, cursor: Any) -> None:
+        """Note that a step is delivered, and the cursor after it."""
+        self.out[step] = cursor
+        self.last, self.delivered = cursor, step + 1
+
+    def pass_over(self, step: int, cursor: Any) -> None:
+        """Note a step without a batch: all of its rows were skipped."""
+        self.last, self.delivered = cursor, step + 1
+        self.inbox[step] = (cursor, False)
+
+    def ack(self, step: int, rejected: bool) -> bool:
+        """Acknowledge a step. Return False if it is not out."""
+        cursor = self.out.get(step)
+        if cursor is None:
+            return False
+        self.inbox[step] = (cursor, rejected)  # before it leaves ``out``: a state always finds it in one of them
+        if self.returned:
+            self.returned.discard(step)
+        return self.out.pop(step, None) is not None
+
+    def settle(self) -> None:
+        """Add what was acknowledged to ``acked``, and record it in the ledger.
+
+        A signal handler may save a state meanwhile, in this very method. So nothing leaves the inbox before it is in
+        ``acked``, which is replaced only if it is what the new value was computed from. Doing it twice does no harm.
+        """
+        with self._lock:
+            noted = dict(self.inbox)
+            if not noted:
+                return
+            while True:
+                before = self.acked
+                after = before.union(Intervals.from_positions(noted))
+                if self.acked is before:
+                    self.acked = after
+                    break
+            for kind, flag in (("a", False), ("r", True)):
+                steps = {step: cursor for step, (cursor, rejected) in noted.items() if rejected is flag}
+                units = self._taken.add(steps) if steps else {}
+                if steps and self._ledger is not None:
+                    self._ledger.note(record_of(kind, Intervals.from_positions(steps), units))
+            for step in noted:
+                self.inbox.pop(step, None)
+
+    def frontier(self) -> Frontier:
+        """Return where acknowledgements are, with all that came before this call."""
+        with self._lock:
+            while True:
+                self.settle()
+                oldest = self.acked.after(0)
+                over = oldest == self.delivered
+                at = self.last if over else self.out.get(oldest)
+                if at is not None:
+                    return Frontier(self.acked, oldest, at, over, over and self.ended)
+                # Acknowledged a moment ago, by another thread.
+
+    def cursor(self, *, alone: bool) -> tuple[Cursor, str]:
+        """Return the cursor of a state, and what is added to it on one rank of several."""
+        return self._taken.saved(self.frontier(), alone=alone)
+
+
+class LeaseBook:
+    """The leases of a loader. Ids are consecutive, from a random number on: those of other runs are not ours."""
+
+    def __init__(self) -> None:
+        self.tracker: Tracker | None = None
+        self.open = False
+        """True in a block in which leases are taken."""
+        self._next = secrets.randbits(30) << 32
+        self._past: list[range] = []  # of complete passes
+        self._channel: Channel | None = None
+        self._forked = False
+        self.wake: threading.Event | None = None
+        """Set by the next acknowledgement, if somebody waits for it."""
+        _books.add(self)
+
+    def begin(self, plan: StepPlan | None, start: Cursor, shard: Shard, share: Share, ledger: Ledger | None) -> Tracker:
+        """Begin the leases of a pass. ``share``: of the lanes, if it has no plan."""
+        self.drop()
+        taken: Taken = LeasedLanes(shard, share) if plan is None else LeasedSteps(plan, start, shard)
+        self.tracker = Tracker(self._next, plan, start, taken, ledger)
+        return self.tracker
+
+    def drop(self) -> None:
+        """Forget the leases of the last pass: it is complete, or the position of the run has changed."""
+        tracker, self.tracker = self.tracker, None
+        if tracker is not None:
+            self._next = tracker.first + tracker.delivered
+            if tracker.complete and tracker.delivered:
+                self._past.append(range(tracker.first, self._next))
+
+    def ack(self, number: int, rejected: bool) -> bool:
+        """Acknowledge a lease by its id. Return False if it was acknowledged before."""
+        tracker = self.tracker
+        if self._forked:
+            return self._ack_from_fork(number, rejected)
+        if tracker is None or not tracker.ack(number - tracker.first, rejected):
+            return self._late(number, tracker)
+        if self.wake is not None:
+            self.wake.set()
+        return True
+
+    def _late(self, number: int, tracker: Tracker | None) -> bool:
+        if tracker is not None and tracker.first <= number < tracker.first + tracker.delivered:
+            return False
+        if any(number in past for past in self._past):
+            return False
+        raise ValueError(
+            f"no lease {number} is out: it is of another loader, or of before a state was loaded or the position was "
+            "set. Its batch is delivered again unless it had been acknowledged by then."
+        )
+
+    def _ack_from_fork(self, number: int, rejected: bool) -> bool:
+        if self._channel is None:
+            raise ValueError(
+                f"lease {number} is of the process from which this one was forked, before it had any lease."
+            )
+        return acknowledge(self._channel.address, number, rejected)
+
+    def address(self) -> str:
+        """Return the address under which other processes of this machine acknowledge."""
+        if self._channel is None:
+            self._channel = Channel(_answer(weakref.ref(self)))
+        return self._channel.address
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other processes may acknowledge."""
+        return self._channel is not None
+
+    def forked(self) -> None:
+        """Note that this is a copy in a forked process."""
+        self._forked = True
+
+
+def _answer(book: weakref.ref[LeaseBook]) -> Callable[[int, bool], bool]:
+    def ack(number: int, rejected: bool) -> bool:
+        owner = book()
+        if owner is None:
+            raise ValueError(f"the loader of lease {number} does not exist any more.")
+        return owner.ack(number, rejected)
+
+    return ack
+
+
+def _before_fork() -> None:
+    """Open the channel of loaders with leases out: a forked process inherits them without pickling any."""
+    for book in list(_books):
+        if book.tracker is not None and book.tracker.out:
+            book.address()
+
+
+def _after_fork() -> None:
+    for book in list(_books):
+        book.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+class Waiting:
+    """Waiting for acknowledgements, until a condition holds."""
+
+    def __init__(self, book: LeaseBook, what: str, timeout: float | None) -> None:
+        self._book, self._what, self._timeout = book, what, timeout
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait. Raises TimeoutError after the timeout, and RuntimeError if nobody could ever acknowledge."""
+        if reached():
+            return
+        began = time.monotonic()
+        wake = threading.Event()
+        try:
+            self._book.wake = wake
+            while not reached():
+                if threading.active_count() == 1 and not self._book.is_shared:
+                    raise RuntimeError(
+                        f"{self._what}, but this is the only thread, and no other process has a lease: nobody could "
+                        "acknowledge one. Acknowledge before you take the next, or raise max_out."
+                    )
+                left = None if self._timeout is None else began + self._timeout - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"{self._what}, and none was acknowledged within {self._timeout:g} s.")
+                wake.wait(1.0 if left is None else min(left, 1.0))
+                wake.clear()
+        finally:
+            self._book.wake = None

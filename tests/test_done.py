@@ -1,0 +1,133 @@
+"""What is done after a position is not delivered, for every pipeline, on every cluster size, after any resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import midepoch
+from midepoch.errors import CheckpointMismatchError, StateError
+from midepoch.order.intervals import Intervals
+from midepoch.testing import same
+from test_conformance import IN_LANES, PIPELINES, SHARDS
+
+ALONE = [*SHARDS, "take", "skip", "zip"]  # one lane only
+Make = Callable[..., midepoch.Loader]
+Key = tuple[int, int]
+
+
+@pytest.fixture
+def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
+    return lambda: midepoch.from_files(small_files)
+
+
+def outputs_by_lane(state: dict[str, Any]) -> dict[int, int]:
+    if not state.get("flow"):
+        return {0: state["position"]}
+    return {lane: outputs for lane, outputs, _, _ in json.loads(state["flow"])}
+
+
+def numbered(make: Make) -> tuple[list[Key], list[Any], dict[str, Any]]:
+    """Return the lane and number of each output of an epoch, the outputs, and the state after the first."""
+    loader = make(1)
+    keys: list[Key] = []
+    values, states = [], []
+    before: dict[int, int] = {}
+    for batch in loader:
+        states.append(loader.state_dict())
+        now = outputs_by_lane(states[-1])
+        lane = next(lane for lane in now if now[lane] > before.get(lane, 0))
+        keys.append((lane, now[lane] - 1))
+        values.append(batch)
+        before = now
+    return keys, values, states[0]
+
+
+def with_done(state: dict[str, Any], keys: list[Key]) -> dict[str, Any]:
+    """Return a state with outputs that are done."""
+    lanes = sorted({lane for lane, _ in keys})
+    texts = {lane: Intervals.from_positions([n for at, n in keys if at == lane]).encode() for lane in lanes}
+    return {**state, "done": json.dumps(texts) if state.get("flow") else texts.get(0, "")}
+
+
+def rest(make: Make, state: Any, size: int = 1, **options: Any) -> list[Any]:
+    loader = make(size, **options)
+    loader.load_state_dict(state)
+    return list(loader)
+
+
+def rows_in(batch: Any) -> int:
+    return batch.num_rows if hasattr(batch, "num_rows") else len(next(iter(batch.values())))
+
+
+def chosen(keys: list[Key], seed: int) -> list[Key]:
+    """A run, some scattered ones, and the last two."""
+    rng = np.random.default_rng(seed)
+    later = keys[1:]
+    run = later[len(later) // 4 : len(later) // 2]
+    return sorted({*run, *(key for key in later if rng.random() < 0.2), *later[-2:]})
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [*((name, 1) for name in PIPELINES if name not in SHARDS), *((name, 3) for name in IN_LANES if name not in ALONE)],
+)
+def test_what_is_done_is_not_delivered(name: str, lanes: int, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    def make(size: int, **options: Any) -> midepoch.Loader:
+        ds = PIPELINES[name](open_ds())
+        return (ds.with_lanes(lanes) if name in IN_LANES else ds).loader(size, **options)
+
+    keys, values, state = numbered(make)
+    done = chosen(keys, seed=len(name))
+    kept = [value for key, value in zip(keys[1:], values[1:], strict=True) if key not in done]
+    assert 0 < len(kept) < len(values) - 1 - len(done) // 2
+    state = with_done(state, done)
+    assert same(rest(make, state), kept)
+
+    # Resumed at every step, with another batch size. Of the next epoch, nothing is done.
+    loader = make(3)
+    loader.load_state_dict(state)
+    saved, batches, delivered = [loader.state_dict()], [], [0]
+    for batch in loader:
+        batches.append(batch)
+        saved.append(loader.state_dict())
+        delivered.append(delivered[-1] + rows_in(batch))
+    for number in range(0, len(saved) - 1, 1 if lanes == 3 else 2):
+        assert same(rest(make, saved[number], 3), batches[number:])
+        assert same(rest(make, saved[number], 1), kept[delivered[number] :])
+    again, fresh = make(3), make(3)
+    again.load_state_dict(saved[len(saved) // 2])
+    again.set_epoch(1)
+    fresh.set_epoch(1)
+    assert same(list(again), list(fresh))
+
+
+def test_old_states_have_nothing_done(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    state = open_ds().loader(4).state_dict()
+    assert "done" not in state and len(rest(lambda size: open_ds().loader(size), state)) == 37
+
+
+@pytest.mark.parametrize("text", ["x", "{", '{"0": 1}', '{"a": ""}', '{"7": ""}', "[]"])
+@pytest.mark.parametrize("name", ["rows", "filter"])
+def test_a_damaged_field_is_refused(name: str, text: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    loader = PIPELINES[name](open_ds()).loader(4)
+    next(iter(loader))
+    with pytest.raises(StateError, match="damaged"):
+        loader.load_state_dict({**loader.state_dict(), "done": text})
+
+
+def test_another_mix_is_refused_while_outputs_are_done(open_ds: Callable[[], midepoch.Dataset]) -> None:
+    def mixed(weights: list[float]) -> midepoch.Loader:
+        parts = [open_ds().shuffle(seed=1).filter(lambda row: row["id"] > 3), open_ds().slice(0, 20)]
+        return midepoch.mix(parts, weights, seed=5).loader(2)
+
+    loader = mixed([1, 2])
+    next(iter(loader))
+    state = loader.state_dict()
+    mixed([2, 1]).load_state_dict(state)
+    with pytest.raises(CheckpointMismatchError, match="another mix"):
+        mixed([2, 1]).load_state_dict(with_done(state, [(0, 5)]))
