@@ -22,7 +22,7 @@ from midepoch.audit import Ledger, read_run
 from midepoch.audit.documents import DocumentRecorder, RecordedDocuments, decoded, encoded
 from midepoch.cli.app import app
 from midepoch.errors import DataNotFoundError
-from midepoch.transforms.provenance import PIECE, DocumentTable
+from midepoch.transforms.provenance import DocumentTable, Traced
 
 JOB = Path(__file__).with_name("documents_job.py")
 
@@ -144,7 +144,7 @@ def test_a_record_counts_only_if_it_is_complete(files: list[str], tmp_path: Path
         assert listed(run, 5)
         with pytest.raises(DataNotFoundError, match="documents of step 6 on rank 0 are not recorded"):
             run.documents_of_step(6)
-    path.write_bytes(content[:-3] + bytes(3))
+    path.write_bytes(content[:-3] + b"\xff\xff\xff")
     with pytest.raises(DataNotFoundError, match="not recorded"):
         read_run(tmp_path / "run").documents_of_step(6)
     path.unlink()
@@ -154,15 +154,15 @@ def test_a_record_counts_only_if_it_is_complete(files: list[str], tmp_path: Path
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_ends_the_records_of_a_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder, table = DocumentRecorder(), DocumentTable.of_rows(np.arange(5), 0)
+    recorder, traced = DocumentRecorder(), Traced(np.arange(5))
     (tmp_path / "y.documents").symlink_to("/dev/full")
     recorder.begin(tmp_path / "y.ledger", 1)
-    recorder.write(0, table)
-    recorder.write(1, table)
+    recorder.write(0, traced)
+    recorder.write(1, traced)
     assert caplog.text.count("the next steps of this pass are not recorded") == 1
     (tmp_path / "y.documents").unlink()
     recorder.begin(tmp_path / "y.ledger", 2)
-    recorder.write(0, table)
+    recorder.write(0, traced)
     records = RecordedDocuments(tmp_path / "y.ledger")
     assert records.of(1, 0) is None
     assert records.of(2, 0) is not None
@@ -171,21 +171,25 @@ def test_a_full_disk_ends_the_records_of_a_pass(tmp_path: Path, caplog: pytest.L
 @st.composite
 def tables(draw: st.DrawFn) -> DocumentTable:
     counts = draw(st.lists(st.integers(1, 5), max_size=6))
-    pieces = np.zeros(sum(counts), PIECE)
-    limits = {"row": 2**40, "start": 2**31 - 1, "length": 2**31 - 2, "source": 2**15 - 1}
-    for name, limit in limits.items():
-        least = -1 if name == "length" else 0
-        pieces[name] = draw(st.lists(st.integers(least, limit), min_size=len(pieces), max_size=len(pieces)))
-    return DocumentTable(np.append(0, np.cumsum(np.array(counts, np.int64))), pieces)
+    size = sum(counts)
+
+    def column(least: int, most: int, dtype: type) -> Any:
+        return np.array(draw(st.lists(st.integers(least, most), min_size=size, max_size=size)), dtype)
+
+    edges = np.append(0, np.cumsum(np.array(counts, np.int64)))
+    source, row = column(0, 2**15 - 1, np.int16), column(0, draw(st.sampled_from([2**20, 2**38, 2**50])), np.int64)
+    columns = (source, row, column(0, 2**31 - 1, np.int32), column(-1, 2**31 - 2, np.int32))
+    return DocumentTable.of_columns(edges, columns)
 
 
 @given(tables())
 @settings(max_examples=150)
 def test_records_are_read_as_they_were_written(table: DocumentTable) -> None:
-    payload = encoded(table)
-    found = decoded(payload)
+    found = decoded(encoded(Traced(table.row, documents=table)))
     assert found.bounds.tolist() == table.bounds.tolist()
-    assert found.pieces.tolist() == table.pieces.tolist()
+    for column, expected in zip(found.columns, table.columns, strict=True):
+        assert column.tolist() == expected.tolist()
+        assert column.dtype == expected.dtype
 
 
 def test_documents_in_the_ledger_take_16_bytes_at_most(files: list[str], tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The documents of each step, recorded in a binary file beside the ledger of a process.
 
 The record of a step is 16 bytes (the length of what follows, its CRC-32, the number of the pass, the number of the step
-in the pass) and columns of integers: pieces of each sequence, sources, rows, first tokens and lengths. Each column has
-as many bytes a value as its largest value needs, none if all are 0: about 9 bytes for a document in all. A record is
-written before its step. It counts if it is complete, and if the ledger has the step.
+in the pass), the number of documents and two bytes of format, and columns of integers: sources (2 bytes, with a bit for
+the first document of a sequence), rows (4 bytes, more from 2**32 on) and, of packed documents, first tokens and lengths
+(4 bytes each). So a document takes 14 bytes, and a row 6. A record is written before its step. It counts if it is
+complete, and if the ledger has the step.
 """
 
 from __future__ import annotations
@@ -19,20 +20,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from midepoch.transforms.provenance import PIECE, DocumentTable
-
-Int64Array = npt.NDArray[np.int64]
+from midepoch.transforms.provenance import DocumentTable, Traced
 
 _log = logging.getLogger("midepoch")
 
 SUFFIX = ".documents"
 _HEADER = struct.Struct("<IIII")
-_COUNTS = struct.Struct("<II5B")
-_SHIFTS = {"length": 1}
-"""What is added to values, so that none is negative."""
-_COLUMNS = ("source", "row", "start", "length")
+_COUNTS = struct.Struct("<IBB")
+_ROWS, _PACKED = 0, 1
+_BEGINS = np.int16(-(1 << 15))
+"""The bit of a source that marks the first document of a sequence."""
 
 
 class Document(NamedTuple):
@@ -55,40 +53,37 @@ class Document(NamedTuple):
     place: str = ""
 
 
-def encoded(table: DocumentTable) -> bytes:
-    """Return the columns of a table as bytes."""
-    chosen = table.chosen
-    arrays = [np.diff(table.bounds) - 1]  # a row that was not packed has one
-    arrays += [chosen[name].astype(np.int64) + _SHIFTS.get(name, 0) for name in _COLUMNS]
-    widths = [_width(array) for array in arrays]
-    parts = [_COUNTS.pack(len(table), len(chosen), *widths)]
-    for array, width in zip(arrays, widths, strict=True):
-        if width:
-            parts.append(np.ascontiguousarray(array, "<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes())
-    return b"".join(parts)
-
-
-def _width(array: Int64Array) -> int:
-    """Return the number of bytes of the largest value, 0 if all are 0. 8 if one is negative."""
-    if not len(array):
-        return 0
-    return 8 if array.min() < 0 else (int(array.max()).bit_length() + 7) // 8
+def encoded(traced: Traced) -> bytes:
+    """Return the provenance of a batch as bytes."""
+    if traced.documents is None:
+        rows, kind = traced.rows, _ROWS
+        sources = traced.leaves if not isinstance(traced.leaves, int) else np.full(len(rows), traced.leaves, np.int16)
+        rest = b""
+    else:
+        table = traced.documents
+        sources, rows, starts, lengths = table.columns
+        kind, sources = _PACKED, sources.copy()
+        sources[table.bounds[:-1]] |= _BEGINS
+        rest = starts.tobytes() + lengths.tobytes()
+    width = 4 if not len(rows) or rows.max() < 1 << 32 else 5 if rows.max() < 1 << 40 else 8
+    numbers = rows.astype("<u4") if width == 4 else rows.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width]
+    return _COUNTS.pack(len(rows), kind, width) + sources.tobytes() + numbers.tobytes() + rest
 
 
 def decoded(payload: bytes) -> DocumentTable:
-    """Return the table of some bytes."""
-    sequences, pieces, *widths = _COUNTS.unpack_from(payload)
-    at, arrays = _COUNTS.size, []
-    for count, width in zip([sequences, *[pieces] * len(_COLUMNS)], widths, strict=True):
-        full = np.zeros((count, 8), np.uint8)
-        if width:
-            full[:, :width] = np.frombuffer(payload, np.uint8, count * width, at).reshape(count, width)
-        arrays.append(full.reshape(-1).view("<i8"))
-        at += count * width
-    table = np.empty(pieces, PIECE)
-    for name, array in zip(_COLUMNS, arrays[1:], strict=True):
-        table[name] = array - _SHIFTS.get(name, 0)
-    return DocumentTable(np.append(0, np.cumsum(arrays[0] + 1)), table)
+    """Return the documents of some bytes."""
+    count, kind, width = _COUNTS.unpack_from(payload)
+    at = _COUNTS.size
+    sources = np.frombuffer(payload, "<i2", count, at)
+    numbers = np.zeros((count, 8), np.uint8)
+    numbers[:, :width] = np.frombuffer(payload, np.uint8, count * width, at + 2 * count).reshape(count, width)
+    rows = numbers.reshape(-1).view("<i8").astype(np.int64)
+    if kind == _ROWS:
+        return DocumentTable.of_rows(rows, sources.astype(np.int16))
+    at += (2 + width) * count
+    starts, lengths = (np.frombuffer(payload, "<i4", count, at + place) for place in (0, 4 * count))
+    edges = np.append(np.flatnonzero(sources < 0), count)
+    return DocumentTable.of_columns(edges, ((sources & ~_BEGINS).astype(np.int16), rows, starts, lengths))
 
 
 class DocumentRecorder:
@@ -111,11 +106,11 @@ class DocumentRecorder:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._owner, self._number = os.getpid(), number
 
-    def write(self, step: int, table: DocumentTable) -> None:
+    def write(self, step: int, traced: Traced) -> None:
         """Record the documents of a step, before the step itself."""
         if self._file < 0 or self._owner != os.getpid():
             return
-        payload = encoded(table)
+        payload = encoded(traced)
         record = _HEADER.pack(len(payload), zlib.crc32(payload), self._number, step) + payload
         try:
             if os.pwrite(self._file, record, self._end) < len(record):
@@ -176,21 +171,20 @@ class RecordedDocuments:
     def steps_with(self, number: int, source: int, row: int) -> Iterator[int]:
         """Yield the steps of a pass that have a document."""
         for passed, step in self._places:
-            if passed == number and (table := self.of(passed, step)) is not None:
-                pieces = table.pieces
-                if ((pieces["row"] == row) & (pieces["source"] == source)).any():
-                    yield step
+            table = self.of(passed, step) if passed == number else None
+            if table is not None and ((table.row == row) & (table.source == source)).any():
+                yield step
 
 
 def documents_of(
     table: DocumentTable, step: int, epoch: int, rank: int, names: Sequence[str], place: Callable[[int, int], str]
 ) -> Iterator[Document]:
     """Yield the documents of a step of one rank. ``place``: where a row of a source is, in words."""
-    lengths = np.maximum(table.pieces["length"].astype(np.int64), 0)
+    lengths = np.maximum(table.length, 0).astype(np.int64)
     offsets = np.cumsum(lengths) - lengths
     for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):
         for number in range(first, stop):
-            row, start, length, source = table.pieces[number].tolist()
+            source, row, start, length = (int(column[number]) for column in table.columns)
             end, offset = None if length < 0 else start + length, int(offsets[number] - offsets[first])
             where = place(source, row)
             yield Document(step, epoch, rank, sequence, source, names[source], row, start, end, offset, where)

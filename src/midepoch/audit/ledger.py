@@ -38,9 +38,7 @@ from midepoch.audit.leases import leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
 from midepoch.audit.records import LOST, UNKNOWN, VERSION
-from midepoch.audit.starts import new_file, process_name
-from midepoch.distributed.runs import start_name
-from midepoch.distributed.world import World
+from midepoch.audit.starts import attempt_name, new_file
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
@@ -105,17 +103,7 @@ class Ledger:
 
     def attempt(self, shard: Shard) -> str:
         """Return the name of this start. Raises if the ranks have none in common."""
-        if self._attempt is not None:
-            return self._attempt
-        if found := start_name(World(shard.index, shard.count)).strip("-"):
-            return found
-        if shard.count == 1:
-            return process_name()
-        raise ValueError(
-            f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
-            "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
-            "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
-        )
+        return attempt_name(shard) if self._attempt is None else self._attempt
 
     def begin(
         self,

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.provenance import with_arrays, with_columns
+from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
 from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
@@ -37,16 +37,21 @@ def named(batch: Batch, kind: str, options: Options) -> Batch:
     return with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow") else batch
 
 
-def completed(columns: Any, kind: str, options: Options, traced: Traced | None) -> Any:
-    """Return presented columns as this rank gets them: its part of every sequence, and the arrays of provenance.
+def added(traced: Traced, options: Options) -> dict[str, Any] | None:
+    """Return the columns of provenance as numpy arrays, or None if there are none."""
+    return traced.arrays(options.provenance == PACKED) if options.provenance else None
 
-    ``traced``: the provenance of the rows, None if batches have none.
-    """
+
+def completed(columns: Any, kind: str, options: Options, more: dict[str, Any] | None) -> Any:
+    """Return presented columns as this rank gets them: its part of every sequence, and ``more`` of provenance."""
     if options.context is not None and options.layout is None:
         columns = options.context.cut(columns, pads=options.pads)
-    if traced is None or not options.provenance or kind in ("python", "arrow"):
+    if more is None or kind in ("python", "arrow"):
         return columns
-    return with_arrays(columns, traced, options.provenance)
+    if any(name in columns for name in more):
+        check_names(columns, options.provenance)
+    columns.update(more)
+    return columns
 
 
 def arranged(batch: Batch, kind: str, options: Options, allocate: Allocate | None = None) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
     def collate(seeds: Seeds | None) -> Any:
         if options.collate_columns:
             columns = present(named(batch, kind, options), kind)
-            rows: Any = finish(completed(columns, kind, options, batch.traced), kind)
+            rows: Any = finish(completed(columns, kind, options, added(batch.traced, options)), kind)
         else:
             rows = present_rows(with_columns(batch, options.provenance) if options.provenance else batch, kind)
         if seeds is not None:

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch.loader.collation import arranged, collated, completed, marked, named
+from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
+from midepoch.loader.provenance import PACKED, DocumentsAhead
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import present
 from midepoch.transforms.generators import Generators
-from midepoch.transforms.provenance import Traced
+from midepoch.transforms.provenance import DOCUMENTS, Traced
 
 
 class Presented(NamedTuple):
@@ -32,6 +33,7 @@ class Presenter:
         self._pads = options.batch_size if options.last_batch == "pad" else None
         arranges = options.collate_fn is not None or options.layout is not None
         self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
+        self._ahead = DocumentsAhead()
 
     def batch(self, items: Items, epoch: int) -> Presented:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -51,19 +53,24 @@ class Presenter:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            traced = items.traced if options.provenance else None
-            return Presented(completed(columns, kind, options, traced), traced and traced.first(genuine))
+            if not options.provenance:
+                return Presented(completed(columns, kind, options, None), None)
+            traced = items.traced
+            return Presented(completed(columns, kind, options, added(traced, options)), traced.first(genuine))
         batch = materialize(items)
         if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
             genuine = int(bounds[genuine] - bounds[0])
         if self._pads is not None:
             batch = marked(batch, np.arange(len(batch)) >= genuine)
-        traced = batch.traced if options.provenance else None
+        traced = batch.traced
         if options.collate_fn is not None:
             value = collated(batch, kind, options, self._generators, epoch)
         elif options.layout is not None:
-            value = completed(arranged(batch, kind, options), kind, options, traced)
+            value = completed(arranged(batch, kind, options), kind, options, added(traced, options))
         else:
-            value = completed(present(named(batch, kind, options), kind), kind, options, traced)
-        return Presented(value, traced and traced.first(genuine))
+            columns = present(named(batch, kind, options), kind)
+            ahead = kind == "torch" and options.provenance == PACKED
+            more = {DOCUMENTS: self._ahead.take(traced.table)} if ahead else added(traced, options)
+            value = completed(columns, kind, options, more)
+        return Presented(value, traced.first(genuine) if options.provenance else None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import ColumnError
@@ -13,8 +14,9 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import Batch
+from midepoch.transforms.formats import split
 from midepoch.transforms.packing import PackSpec, arrow_values
-from midepoch.transforms.provenance import BOUNDS, DOCUMENTS, MOST_SOURCES, Traced, added_columns
+from midepoch.transforms.provenance import BOUNDS, DOCUMENTS, MOST_SOURCES, DocumentTable, added_columns
 
 ROWS, PACKED = "rows", "packed"
 """Kinds of provenance: a row number for each row, or the documents of each packed sequence."""
@@ -29,7 +31,7 @@ def provenance_of(spec: PipelineSpec, wanted: Any) -> str:
     if (sources := len(spec.node.leaves)) > MOST_SOURCES:
         raise ValueError(f"provenance=True numbers up to {MOST_SOURCES:,} sources, and there are {sources:,}.")
     kind = PACKED if _packs(spec.node) else ROWS
-    _check_names(spec.node.known_columns or (), kind)
+    check_names(spec.node.known_columns or (), kind)
     return kind
 
 
@@ -38,7 +40,8 @@ def _packs(node: Node) -> bool:
     return any(isinstance(stage, PackSpec) for stage in node.stages) or any(map(_packs, parts))
 
 
-def _check_names(names: Any, kind: str) -> None:
+def check_names(names: Container[str], kind: str) -> None:
+    """Raise ColumnError if columns have the names of those that provenance adds."""
     if taken := [name for name in added_columns(kind == PACKED) if name in names]:
         raise ColumnError(
             f"provenance=True adds the column {taken[0]!r} to batches, which the data already has. Rename that column "
@@ -46,15 +49,9 @@ def _check_names(names: Any, kind: str) -> None:
         )
 
 
-def with_arrays(columns: Any, traced: Traced, kind: str) -> Any:
-    """Return presented columns with those of provenance, as numpy arrays."""
-    _check_names(columns, kind)
-    return {**columns, **traced.arrays(kind == PACKED)}
-
-
 def with_columns(batch: Batch, kind: str) -> Batch:
     """Return a batch with the columns of provenance: for formats in which each row has a value of its own."""
-    _check_names(batch.columns, kind)
+    check_names(batch.columns, kind)
     if kind == ROWS:
         columns = {name: arrow_values(values) for name, values in batch.traced.arrays(packed=False).items()}
     else:
@@ -63,6 +60,40 @@ def with_columns(batch: Batch, kind: str) -> Batch:
         pieces = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
         columns = {DOCUMENTS: pa.ListArray.from_arrays(bounds, pieces)}
     return batch.with_columns({**batch.columns, **columns})
+
+
+class DocumentsAhead:
+    """The documents of batches as tensors, made for all batches of a chunk in one call: 6 µs less for each array."""
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._edges: Any = None
+        self._size, self._made = 0, dict[int, dict[str, Any]]()
+
+    def take(self, table: DocumentTable) -> dict[str, Any]:
+        """Return the documents of a batch, and make those of the next ones of its chunk, which have the same size."""
+        found = self._made.pop(table.begin, None) if self._edges is table.edges else None
+        if found is None:
+            self._edges, self._made = table.edges, self._ahead(table)
+            found = self._made.pop(table.begin, None)
+        return table.arrays() if found is None or self._size != table.sequences else found
+
+    def _ahead(self, table: DocumentTable) -> dict[int, dict[str, Any]]:
+        edges, size = table.edges, table.sequences
+        self._size = size
+        count = min((len(edges) - 1 - table.begin) // size, self._MOST) if size else 0
+        if count < 2:
+            return {}
+        begins = table.begin + size * np.arange(count + 1)
+        many = table._replace(end=int(begins[-1]))
+        ends = (edges[begins] - edges[table.begin]).tolist()
+        columns = {name: split(array, ends, "torch") for name, array in many.arrays().items() if name != BOUNDS}
+        bounds = edges[begins[:-1, None] + np.arange(size + 1)] - edges[begins[:-1], None]
+        columns[BOUNDS] = split(bounds.reshape(-1), range(0, bounds.size + 1, size + 1), "torch")
+        values = zip(*columns.values(), strict=True)
+        made = (dict(zip(columns, each, strict=True)) for each in values)
+        return dict(zip(begins.tolist(), made, strict=False))
 
 
 def source_names(spec: PipelineSpec) -> tuple[str, ...]:

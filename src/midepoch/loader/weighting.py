@@ -56,10 +56,13 @@ class Weighting(Excluding):
         mix = self._mix("set_weights")
         chosen = _checked(weights, mix)
         cursor = self.next_cursor()
+        if cursor.lanes is not None and any(len(lane.done) for lane in cursor.lanes.by_lane.values()):
+            raise ValueError(
+                "set_weights: outputs that come are excluded or acknowledged, and other weights would put other rows in "
+                "their place. Call it after them."
+            )
         phase, chosen = self._agreed(phase_at(self._spec, cursor), chosen, cursor)
         spec, cursor = with_weights(self._spec, cursor, phase, chosen)
-        if self._counterparts is not None:
-            self._counterparts.loaded()
         _log.info("the weights of the mix are %s from here on", [round(weight, 6) for weight in chosen])
         self._continue_at(cursor, spec)
 

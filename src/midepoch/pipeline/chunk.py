@@ -15,7 +15,7 @@ from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
 from midepoch.transforms.batch import alike, with_ordinals
-from midepoch.transforms.provenance import Traced
+from midepoch.transforms.provenance import Int16Array, Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -25,12 +25,14 @@ class RowRefs:
     """Rows of sources that are not read yet: their sources and row numbers, and their locations in memory if known."""
 
     engines: Sequence[Engine]
-    leaves: Int64Array
+    leaves: Int16Array
     rows: Int64Array
     located: dict[str, Located] | None = None
     ordinals: Int64Array | None = None
     schema: Conform | None = None
     """The schema to which rows are converted when they are read, if sources differ."""
+    draws: bool = False
+    """True if some of the rows are ids of draws by weight."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,13 +59,12 @@ class RowRefs:
 
     @property
     def traced(self) -> Traced:
-        """The provenance of the rows. Draws by weight have other numbers here than their rows."""
+        """The provenance of the rows."""
         rows = self.rows
-        for leaf in (
-            np.unique(self.leaves).tolist() if any(engine.leaf.order.repeats for engine in self.engines) else ()
-        ):
-            rows = np.where(self.leaves == leaf, self.engines[leaf].row_numbers(self.rows), rows)
-        return Traced(rows, self.leaves.astype(np.int16))
+        if self.draws:
+            for number, engine in enumerate(self.engines):
+                rows = np.where(self.leaves == number, engine.row_numbers(rows), rows)
+        return Traced(rows, self.leaves)
 
     def read(self) -> Batch:
         """Read the rows."""
@@ -188,7 +189,8 @@ def joined(parts: Sequence[Items]) -> Items:
         zeros = [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in refs]
         ordinals = np.concatenate(zeros)
     located = _join_located([part.located for part in refs])
-    return RowRefs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema)
+    draws = any(part.draws for part in refs)
+    return RowRefs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema, draws)
 
 
 def _joined_bunches(parts: Sequence[Bunches]) -> Bunches:

@@ -307,8 +307,8 @@ class LazyRows:
         positions = self._lane.locals(first, stop)
         engine.reached(self._epoch, int(positions[0]))
         chosen = engine.chosen(self._epoch, positions)
-        leaves = np.full(len(chosen), self._leaf)
-        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen), engine.draws(chosen))
+        leaves, draws = np.full(len(chosen), self._leaf, np.int16), engine.draws(chosen)
+        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen), draws, draws=draws is not None)
 
         def table(outputs: Int64Array, _: bool) -> Int64Array:
             return np.stack([first + outputs, np.zeros(len(outputs), np.int64)], axis=1)

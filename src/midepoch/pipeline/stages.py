@@ -14,6 +14,7 @@ from midepoch.order.keys import derive
 from midepoch.pipeline.bunches import bunches
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
+from midepoch.pipeline.packed_cursors import at_document, token_table
 from midepoch.pipeline.planned import changed_lengths
 from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.transforms import Batch, RunContext, Step, run_steps
@@ -333,11 +334,11 @@ class Packed:
         def at(outputs: int) -> At:
             number = 0 if first < 0 else (first + outputs) << NUMBER_BITS
             if not outputs:
-                return [inner if base else _at(origins, 0, inner), base + number]
+                return [inner if base else at_document(origins, 0, inner), base + number]
             if outputs * length >= total:
-                return [_at(origins, len(ends), inner), number]
+                return [at_document(origins, len(ends), inner), number]
             document, offset = int(documents[outputs]), int(into[outputs])
-            return [_at(origins, document, inner, before=offset > 0), offset + number]
+            return [at_document(origins, document, inner, before=offset > 0), offset + number]
 
         starts = documents[:packs]
         ordinals = with_ordinals(self._ordinals[starts], into[:packs])
@@ -348,7 +349,7 @@ class Packed:
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals, documents=table)
         self._keep_rest(min(total, packs * length), at(packs))
         self._number += packs
-        return Chunk(made, at, table=_token_table(origins, ends, length, base, first))
+        return Chunk(made, at, table=token_table(origins, ends, length, base, first))
 
     def _keep_rest(self, tokens: int, cursor: At) -> None:
         """Drop delivered tokens. Documents after the last token are gone, too."""
@@ -369,47 +370,3 @@ class Packed:
                 origins.append((chunk, first + gone, count - gone))
             gone = max(0, gone - count)
         self._origins = origins
-
-
-def _token_table(
-    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int, first_number: int
-) -> Callable[[Int64Array, bool], Int64Array] | None:
-    """Return the table of cursors of packed sequences, where the documents have one.
-
-    ``first_number``: the number of the first sequence, or -1 without a schedule.
-    """
-    if any(chunk.table is None for chunk, _, _ in origins):
-        return None
-
-    def table(outputs: Int64Array, _: bool) -> Int64Array:
-        tokens = outputs * length
-        document = np.searchsorted(ends, tokens, side="right")
-        into = tokens - np.where(document > 0, ends[np.maximum(document, 1) - 1], -base)
-        over = tokens >= ends[-1]
-        document[over], into[over] = len(ends), 0
-        parts, left = [], document
-        for number, (chunk, first, count) in enumerate(origins):
-            last = number == len(origins) - 1
-            mine = (left >= 0) & (left <= count if last else left < count)
-            assert chunk.table is not None
-            for before in (False, True):
-                some = np.flatnonzero(mine & ((into > 0) == before))
-                if len(some):
-                    parts.append((some, chunk.table(first + left[some], before)))
-            left = np.where(mine, -1, left - count)
-        found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
-        for some, values in parts:
-            found[some, :-1] = values
-        found[:, -1] = into if first_number < 0 else into + ((first_number + outputs) << NUMBER_BITS)
-        return found
-
-    return table
-
-
-def _at(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
-    """Return the cursor at a pending document, or right before it if it is to be resumed in the middle."""
-    for number, (chunk, first, count) in enumerate(origins):
-        if document < count or (document == count and number == len(origins) - 1):
-            return chunk.before(first + document) if before else chunk.at(first + document)
-        document -= count
-    return inner

@@ -64,31 +64,21 @@ class Batch:
         columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
         ordinals = None if self.ordinals is None else self.ordinals[start:stop]
         rows, places = self.rows[start:stop], self.places[start:stop]
-        made = replace(self, columns=columns, rows=rows, places=places, ordinals=ordinals)
-        if not self._is_traced:
-            return made
-        documents = None if self.documents is None else self.documents.slice(start, min(stop, len(self)))
         leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[start:stop]
-        return replace(made, leaves=leaves, documents=documents)
+        documents = None if self.documents is None else self.documents.slice(start, min(stop, len(self)))
+        return Batch(columns, rows, places, self.owned, self.nullable, ordinals, leaves, documents)
 
     def keep(self, places: Int64Array) -> Batch:
         """Return the batch with only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
         ordinals = None if self.ordinals is None else self.ordinals[places]
         rows, kept = self.rows[places], self.places[places]
-        made = replace(self, columns=columns, rows=rows, places=kept, ordinals=ordinals, owned=True)
-        return made if not self._is_traced else made._with_origin(self, places)
+        return Batch(columns, rows, kept, True, self.nullable, ordinals, *self._origins(places))
 
-    @property
-    def _is_traced(self) -> bool:
-        """True if provenance differs from row to row."""
-        return self.documents is not None or not isinstance(self.leaves, int)
-
-    def _with_origin(self, other: Batch, places: Int64Array) -> Batch:
-        """Return the batch with the provenance of the rows of another at some places."""
-        leaves = other.leaves if isinstance(other.leaves, int) else other.leaves[places]
-        documents = None if other.documents is None else other.documents.keep(places)
-        return replace(self, leaves=leaves, documents=documents)
+    def _origins(self, places: Int64Array) -> tuple[int | Int16Array, DocumentTable | None]:
+        """Return the sources and documents of the rows at some places."""
+        leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[places]
+        return leaves, None if self.documents is None else self.documents.keep(places)
 
     def with_ordinals(self, number: int) -> Batch:
         """Return the rows with ordinals that distinguish them from rows of another source. 0 changes nothing."""
@@ -106,8 +96,7 @@ class Batch:
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
             ordinals = with_ordinals(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
-        made = Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals, self.leaves)
-        return made if not self._is_traced else made._with_origin(self, parents)
+        return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals, *self._origins(parents))
 
 
 def _bytes_of(column: Any) -> int:

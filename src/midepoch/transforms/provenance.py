@@ -6,8 +6,7 @@ adds. A sequence has a piece of each of its documents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +16,8 @@ Int64Array = npt.NDArray[np.int64]
 Int16Array = npt.NDArray[np.int16]
 
 SOURCE, ROW, DOCUMENTS = "source", "row", "doc_ids"
-BOUNDS = "cu_docs"
+START, BOUNDS = "start", "cu_docs"
 MOST_SOURCES = np.iinfo(np.int16).max
-PIECE = np.dtype([("row", "<i8"), ("start", "<i4"), ("length", "<i4"), ("source", "<i2")])
-"""A piece of a document: ``length`` tokens from ``start`` on. A length of -1 is all of a row that was not packed."""
 
 
 class Pieces(NamedTuple):
@@ -35,61 +32,89 @@ class Pieces(NamedTuple):
     lengths: Int64Array
 
 
-@dataclass(frozen=True)
-class DocumentTable:
-    """The pieces of documents in the sequences of a batch. Those of sequence k begin at ``bounds[k]``."""
+class DocumentTable(NamedTuple):
+    """The pieces of documents in sequences ``begin`` to ``end`` of some. Those of sequence k begin at ``edges[k]``.
 
-    bounds: Int64Array
-    pieces: npt.NDArray[Any]
+    A piece is ``length`` tokens of a document, from ``start`` on. A length of -1 is all of a row that was not packed.
+    """
 
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
+    edges: npt.NDArray[np.int32]
+    begin: int
+    end: int
+    source: Int16Array
+    row: Int64Array
+    start: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int32]
+
+    @staticmethod
+    def of_columns(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> DocumentTable:
+        """Return the table of all sequences. ``columns``: source, row, start and length of the pieces."""
+        source, row, start, length = columns
+        return DocumentTable(_small(edges), 0, len(edges) - 1, source, row, _small(start), _small(length))
 
     @staticmethod
     def of(pieces: Pieces, rows: Int64Array, leaves: int | Int16Array) -> DocumentTable:
         """Return the table of packed sequences. ``rows``, ``leaves``: of the documents that are packed together."""
-        table = np.empty(len(pieces.documents), PIECE)
-        table["row"], table["start"], table["length"] = rows[pieces.documents], pieces.starts, pieces.lengths
-        table["source"] = leaves if isinstance(leaves, int) else leaves[pieces.documents]
-        return DocumentTable(pieces.bounds, table)
+        bounds, documents, starts, lengths = pieces
+        sources = np.full(len(documents), leaves, np.int16) if isinstance(leaves, int) else leaves[documents]
+        return DocumentTable.of_columns(bounds, (sources, rows[documents], starts, lengths))
 
     @staticmethod
     def of_rows(rows: Int64Array, leaves: int | Int16Array) -> DocumentTable:
         """Return the table of rows that were not packed: each is one document."""
-        table = np.zeros(len(rows), PIECE)
-        table["row"], table["length"], table["source"] = rows, -1, leaves
-        return DocumentTable(np.arange(len(rows) + 1), table)
+        count = len(rows)
+        sources = np.full(count, leaves, np.int16) if isinstance(leaves, int) else leaves
+        return DocumentTable.of_columns(np.arange(count + 1), (sources, rows, np.zeros(count), np.full(count, -1)))
 
     @property
-    def chosen(self) -> npt.NDArray[Any]:
-        """The pieces of all of these sequences."""
-        return self.pieces[int(self.bounds[0]) : int(self.bounds[-1])]
+    def sequences(self) -> int:
+        """The number of sequences."""
+        return self.end - self.begin
+
+    @property
+    def bounds(self) -> npt.NDArray[np.int32]:
+        """The first piece of each sequence, and the end of the last, counted from the first of all."""
+        bounds: npt.NDArray[np.int32] = self.edges[self.begin : self.end + 1] - self.edges[self.begin]
+        return bounds
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """Source, row, start and length of the pieces of all of these sequences."""
+        first, stop = self.edges[self.begin], self.edges[self.end]
+        return self.source[first:stop], self.row[first:stop], self.start[first:stop], self.length[first:stop]
 
     def slice(self, start: int, stop: int) -> DocumentTable:
-        return replace(self, bounds=self.bounds[start : stop + 1])
+        """Return the table of some of the sequences."""
+        return DocumentTable(self.edges, self.begin + start, self.begin + stop, *self[3:])
 
     def keep(self, places: Int64Array) -> DocumentTable:
         """Return the table of only the sequences at these places."""
-        firsts = self.bounds[places]
-        counts = self.bounds[places + 1] - firsts
-        bounds = np.append(0, np.cumsum(counts))
-        return DocumentTable(bounds, self.pieces[np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts)])
+        places = places + self.begin
+        firsts = self.edges[places]
+        counts = self.edges[places + 1] - firsts
+        edges = np.append(0, np.cumsum(counts))
+        chosen = np.arange(edges[-1]) + np.repeat(firsts - edges[:-1], counts)
+        return DocumentTable.of_columns(edges, (column[chosen] for column in self[3:]))
 
     def as_one(self) -> DocumentTable:
         """Return the table of all sequences as one."""
-        return replace(self, bounds=self.bounds[[0, -1]])
+        return DocumentTable.of_columns(self.bounds[[0, -1]], self.columns)
 
     @staticmethod
     def join(parts: Sequence[DocumentTable]) -> DocumentTable:
         """Concatenate tables."""
         counts = np.concatenate([np.diff(part.bounds) for part in parts])
-        return DocumentTable(np.append(0, np.cumsum(counts)), np.concatenate([part.chosen for part in parts]))
+        columns = (np.concatenate(column) for column in zip(*(part.columns for part in parts), strict=True))
+        return DocumentTable.of_columns(np.append(0, np.cumsum(counts)), columns)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the table as it is delivered: arrays of all pieces, and the first piece of each sequence."""
-        chosen = self.chosen
-        columns = {name: chosen[name].copy() for name in (SOURCE, ROW, "start")}
-        return {**columns, BOUNDS: (self.bounds - self.bounds[0]).astype(np.int32)}
+        source, row, start, _ = self.columns
+        return {SOURCE: source, ROW: row, START: start, BOUNDS: self.bounds}
+
+
+def _small(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    return values.astype(np.int32, copy=False)
 
 
 class Traced(NamedTuple):
@@ -118,9 +143,9 @@ class Traced(NamedTuple):
         """Return the columns of provenance as numpy arrays. ``packed``: with the documents of each row."""
         if packed:
             return {DOCUMENTS: self.table.arrays()}
-        source = np.empty(len(self.rows), np.int16)
-        source[:] = self.leaves
-        return {SOURCE: source, ROW: self.rows.astype(np.int64)}
+        leaves = self.leaves
+        source = np.full(len(self.rows), leaves, np.int16) if isinstance(leaves, int) else leaves.copy()
+        return {SOURCE: source, ROW: self.rows.copy()}
 
 
 def added_columns(packed: bool) -> tuple[str, ...]:
