@@ -90,6 +90,18 @@ def other(ds: midepoch.Dataset) -> midepoch.Dataset:
     return ds.slice(0, 20).shuffle(seed=6)
 
 
+PHASES = midepoch.Schedule(
+    [
+        midepoch.Phase("warm-up", {"a": 1}, rows=12),
+        midepoch.Phase("main", {"a": 2, "b": 1}, rows=17),
+        midepoch.Phase("anneal", rows=16, final_weights={"b": 1}),
+    ],
+    max_passes={"b": 1},
+)
+TOKENS = midepoch.Schedule(
+    [midepoch.Phase("main", {"a": 1, "b": 2}, tokens=100), midepoch.Phase("end", {"a": 1}, tokens=60)]
+)
+
 PIPELINES: dict[str, Pipeline] = {
     "in order": lambda ds: ds,
     "rows": lambda ds: ds.shuffle(seed=1),
@@ -137,6 +149,9 @@ PIPELINES: dict[str, Pipeline] = {
     "take": lambda ds: ds.shuffle(seed=1).filter(odd).take(11),
     "skip": lambda ds: ds.shuffle(seed=1).filter(odd).skip(4).map(double),
     "mix": lambda ds: midepoch.mix([ds.shuffle(seed=1).filter(odd), other(ds)], [2, 1], seed=5, stop="all"),
+    "schedule": lambda ds: midepoch.mix({"a": ds.shuffle(seed=1).filter(odd), "b": other(ds)}, PHASES, seed=5),
+    "plain schedule": lambda ds: midepoch.mix({"a": ds.shuffle(seed=1), "b": other(ds)}, PHASES, seed=5),
+    "schedule by tokens": lambda ds: midepoch.mix({"a": ds, "b": other(ds)}, TOKENS, seed=5).pack(8, "tokens", pad=-1),
     "plain mix": lambda ds: midepoch.mix([ds.shuffle(seed=1), other(ds)], [2, 1], seed=5),
     "concat": lambda ds: midepoch.concat([ds.shuffle(seed=1).filter(odd), other(ds)]),
     "zip": lambda ds: midepoch.zip(
@@ -180,7 +195,7 @@ def test_rows_resume_exactly(name: str, far: bool, open_ds: Callable[[], midepoc
     assert resumes(lambda: PIPELINES[name](open_ds()), far, ends=[37]) > 10
 
 
-PACKED = ["pack", "best fit", "packed mix"]
+PACKED = ["pack", "best fit", "packed mix", "schedule by tokens"]
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from midepoch.loader import Lease, Loader
     from midepoch.open import from_files, load_dataset, load_from_disk
+    from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
 
 __version__ = "0.1.0"
@@ -51,8 +52,10 @@ _WHERE = {
     "Lease": "midepoch.loader",
     "Loader": "midepoch.loader",
     "Keep": "midepoch.checkpoint",
+    "Phase": "midepoch.order.schedule",
     "PipelineCheckpoint": "midepoch.checkpoint",
     "Retry": "midepoch.sources.stores",
+    "Schedule": "midepoch.order.schedule",
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",
     "concatenate_datasets": "midepoch.dataset.combine",
@@ -109,8 +112,10 @@ __all__ = [
     "Loader",
     "MapError",
     "MidepochError",
+    "Phase",
     "PipelineCheckpoint",
     "Retry",
+    "Schedule",
     "StateError",
     "StructuredDataset",
     "WorkerError",

@@ -56,7 +56,19 @@ DIFFERING: dict[str, Make] = {
     "mix: parts": lambda ds, other, odd, n: midepoch.mix([ds, other], weights=[1, 2 + odd], seed=1).loader(
         n, last_batch="pad"
     ),
+    "excluded positions": lambda ds, _, odd, n: without(
+        ds.shuffle(1).loader(n, last_batch="drop"), steps=range(4 - odd, 6)
+    ),
+    "excluded rows": lambda ds, _, odd, n: without(ds.shuffle(1).loader(n, last_batch="drop"), rows=range(odd, 3)),
+    "stream: excluded rows": lambda ds, _, odd, n: without(
+        ds.filter(even).loader(n, last_batch="pad"), rows=range(odd, 3)
+    ),
 }
+
+
+def without(loader: Any, **excluded: Any) -> Any:
+    loader.exclude(**excluded)
+    return loader
 
 
 def even_or_odd(row: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def judge(log: Path, rows: int) -> tuple[int, int, int]:
         value = int(number[0]) if number else -1
         if kind == "R":
             attempts, base = int(attempt), value
+            if base not in sure:  # it was saved, and the run was killed before it noted that
+                sure[base], possible[base] = before[base], begun
             acked, begun, out, since = set(sure[base]), set(possible[base]), set(), set()
         elif int(attempt) < attempts:
             assert kind == "W"  # a worker of an attempt that was killed, whose acknowledgement failed

@@ -12,7 +12,9 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
-EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "demo", "cli", "media"}
+EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "trl", "demo", "cli"} | {
+    "media"
+}
 PAGES = {f"midepoch/tools/report/{name}" for name in ("page.html", "page.css", "page.js", "draw.js")}
 KERNEL = {"midepoch/_native/kernel.native.so", "midepoch/_native/kernel.native.dll"}
 

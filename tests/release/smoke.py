@@ -1,6 +1,6 @@
 """What an installed midepoch does with an extra alone: run by scripts/release in an environment that has nothing else.
 
-python smoke.py core | torch | hf | jax | store | ray | transformers | accelerate | lightning | cli | media | demo | all
+python smoke.py core | torch | hf | jax | store | ray | transformers | accelerate | lightning | trl | cli | media | demo | all
 """
 
 from __future__ import annotations
@@ -207,8 +207,39 @@ def lightning(folder: Path) -> None:
     assert seen == [batch["id"].tolist() for _, batch in zip(range(6), ds.loader(10), strict=False)]
 
 
+def trl(folder: Path) -> None:
+    """GRPO that goes on with the prompts that were not trained on."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig
+
+    from midepoch.integrations.trl import ResumableGRPOTrainer
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(8)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", padding_side="left")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    pq.write_table(pa.table({"prompt": [str(number) for number in range(2, 8)]}), folder / "prompts.parquet")
+    ds, seen = midepoch.from_files(folder / "prompts.parquet").shuffle(seed=1), []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [float(len(each)) for each in completions]
+
+    for steps in (2, 3):
+        plain: Any = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": 2, "save_steps": 2}
+        of_steps: Any = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": steps}
+        args = GRPOConfig(str(folder / "out"), **plain, **of_steps)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, pad_token_id=0, eos_token_id=1, **sizes))
+        trainer = ResumableGRPOTrainer(model, reward, args, train_dataset=ds, processing_class=tokenizer)
+        trainer.train(resume_from_checkpoint=steps > 2)
+    assert seen == [str(row["prompt"]) for row in ds for _ in range(2)]
+
+
 def cli(folder: Path) -> None:
-    """The command is there, reads a ledger, and draws it."""
+    """The command is there, reads a ledger, and draws it; schedules are read and written as YAML."""
     ds = midepoch.from_files(write(folder)).with_format("numpy")
     list(ds.loader(7, audit=folder / "run"))
     command = str(Path(sys.executable).parent / "midepoch")
@@ -218,6 +249,9 @@ def cli(folder: Path) -> None:
     assert "100" in said, said
     subprocess.run([command, "report", str(folder / "run"), "-o", str(folder / "report.html")], check=True, timeout=300)
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    schedule = midepoch.Schedule([midepoch.Phase("all", {"a": 3, "b": 1}, rows=8)])
+    schedule.save(folder / "run.yaml")
+    assert midepoch.Schedule.load(folder / "run.yaml") == schedule
 
 
 def media(folder: Path) -> None:
@@ -261,6 +295,7 @@ EXTRAS = {
     "transformers": transformers,
     "accelerate": accelerate,
     "lightning": lightning,
+    "trl": trl,
     "cli": cli,
     "media": media,
     "demo": demo,

@@ -95,9 +95,9 @@ def test_packed_columns(data: st.DataObject, dtype: str, strategy: str) -> None:
             total = sum(part.tokens for part in parts)
             packs = total // length if drop else -(-total // length)
             if strategy == "best_fit":
-                columns, first, tokens = best_fit(parts[0], spec)
+                columns, first, tokens, _ = best_fit(parts[0], spec)
             elif packs:
-                columns, tokens = concatenated(parts, spec, packs), min(total, packs * length)
+                columns, tokens = concatenated(parts, spec, packs, length), min(total, packs * length)
             else:
                 continue
         wanted = expected(documents, spec, 10**4) if not skip else expected_after(documents, spec, skip)

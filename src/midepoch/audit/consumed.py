@@ -18,6 +18,7 @@ from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import At
+from midepoch.pipeline.excluded import excluded_in
 
 
 class Delivery(NamedTuple):
@@ -146,6 +147,19 @@ class LaneRun:
                 stop = self._total(b) if b.run else b.row + b.inside
                 filtered += max(0, stop - a.row - kept)
         return total, filtered
+
+    def excluded_rows(self, one: Generation) -> int:
+        """Return the rows that a pass came to and left out, because they are excluded."""
+        excluded, total = excluded_in(one.excluded, len(self._sources)), 0
+        for lane in range(one.lanes):
+            track = self.owner(one, lane)
+            steps = 0 if track is None else min(track.delivered, one.kept_steps) + track.finished
+            for each in self.intervals(one, lane, 0, steps):
+                order = self._sources[each.leaf].at(each.epoch)
+                positions = order.positions_of_rows(excluded[each.leaf].positions())
+                own = positions[positions % each.lane.count == each.lane.index] // each.lane.count
+                total += int(((own >= each.first) & (own < each.stop)).sum())
+        return total
 
     def counts(self, passes: Sequence[Generation], lane: int, over: bool) -> LaneCounts:
         """Count the rows of a lane in an epoch, over the passes that are kept.

@@ -11,6 +11,7 @@ from midepoch.audit.starts import process_name, process_space
 from midepoch.order.intervals import Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
+from midepoch.pipeline.excluded import excluded_text
 from midepoch.pipeline.planned import Planning
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -57,6 +58,8 @@ def header_of(
         header |= {"batches": planning.budget.text, "planned": planned}
     if planning is not None or sizes is not None:
         header["midepoch_ledger"] = VERSION_OF_OTHERS
+    if spec.excluded and not spec.has_positions:
+        header["excluded"] = excluded_text(spec.excluded)
     if done:
         header |= {"midepoch_ledger": VERSION, "done": done.encode()}
     return header

@@ -27,7 +27,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.pipeline.passes import BORROWING, place_of
 from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Slice
-from midepoch.transforms.packing import PackSpec
+from midepoch.transforms.packing import NUMBER_BITS, PackSpec
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -221,6 +221,7 @@ def may_drop(node: Node) -> bool:
         isinstance(stage, Slice)
         or getattr(stage, "drop_last", False)
         or getattr(stage, "drop_remainder", False)
+        or getattr(stage, "schedule", None) is not None
         or (isinstance(stage, Local) and any(getattr(step, "drop_last", False) for step in stage.steps))
         for stage in node.stages
     )
@@ -246,7 +247,7 @@ def tree_of(node: Node, first: int = 0) -> dict[str, Any]:
 
 def _kind(stage: Any) -> str:
     if isinstance(stage, PackSpec) and stage.strategy == "concat":
-        return "tokens"
+        return "tokens" if stage.schedule is None else "scheduled tokens"
     if isinstance(stage, Slice):
         return "number"
     if isinstance(stage, Buckets):
@@ -287,6 +288,8 @@ def _places(
         at, count = at
         if kind == "bunches":
             kind, count = "group", int(count) % (1 << DELIVERED_BITS)
+        elif kind == "scheduled tokens":
+            kind, count = "tokens", int(count) % (1 << NUMBER_BITS)
         if count and kind != "number":
             part = ((kind, int(count)), *part)
     if "leaf" in tree:

@@ -30,6 +30,7 @@ from typing import Any
 from midepoch._internal.address import Address, refuse_lost_slash
 from midepoch._internal.hints import hinted_methods
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
@@ -37,9 +38,7 @@ from midepoch.audit.leases import LeaseSteps, leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
 from midepoch.audit.records import LOST, UNKNOWN, VERSION
-from midepoch.audit.starts import new_file, process_name
-from midepoch.distributed.runs import start_name
-from midepoch.distributed.world import World
+from midepoch.audit.starts import attempt_name, new_file
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY
 from midepoch.order.sizes import BatchSizes
@@ -83,7 +82,8 @@ class Ledger:
         self._base, self._latest, self._waited, self._seen = Figures(), Figures(), 0.0, 0
         self._pages: mmap.mmap | None = None
         self._lanes: LaneRecorder | None = None
-        self._ends = False
+        self.documents = DocumentRecorder()
+        self._path, self._ends = self.folder, False
         self.end = self._room = 0
         """Bytes recorded so far."""
 
@@ -103,17 +103,7 @@ class Ledger:
 
     def attempt(self, shard: Shard) -> str:
         """Return the name of this start. Raises if the ranks have none in common."""
-        if self._attempt is not None:
-            return self._attempt
-        if found := start_name(World(shard.index, shard.count)).strip("-"):
-            return found
-        if shard.count == 1:
-            return process_name()
-        raise ValueError(
-            f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
-            "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
-            "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
-        )
+        return attempt_name(shard) if self._attempt is None else self._attempt
 
     def begin(
         self,
@@ -130,6 +120,7 @@ class Ledger:
         load: bool = False,
         sizes: BatchSizes | None = None,
         planning: Planning | None = None,
+        sources: Sequence[str] = (),
         leased: LeaseSteps | None = None,
     ) -> None:
         """Record that a pass begins at a cursor. ``leased``: the steps of its leases, if its batches are leases.
@@ -141,7 +132,7 @@ class Ledger:
 
         ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
-        begun yet.
+        begun yet. ``sources``: names of the sources, if the documents of steps are recorded.
         """
         shard, until, done = spec.shard, UNKNOWN, EMPTY
         if end is not None:
@@ -157,7 +148,7 @@ class Ledger:
             "workers": workers,
             "number": next(_numbers),
             "time": round(time.time(), 3),
-            **({"load": True} if load else {}),
+            **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
         }
         if leased is not None:
             header |= {"midepoch_ledger": VERSION, "leases": leases_of(cursor, leased)}
@@ -168,6 +159,8 @@ class Ledger:
             header |= {"lanes": spec.lanes, "cursors": list(self._lanes.begin.items()), "ended": self._lanes.ended}
         try:
             header |= self._open(header["attempt"], shard)
+            if sources and end is None and not load:  # else rows follow from positions
+                self.documents.begin(self._path, header["number"])
             save_order(self.folder, spec)
             if planning is not None:
                 save_lengths(self.folder, spec, planning)
@@ -302,6 +295,7 @@ class Ledger:
         if self._file >= 0 and self._owner == os.getpid():
             try:
                 os.fsync(self._file)
+                self.documents.sync()
             except OSError as problem:
                 self._lose(problem)
 
@@ -311,7 +305,8 @@ class Ledger:
             return {}
         self.folder.mkdir(parents=True, exist_ok=True)
         name, previous = new_file(self.folder, str(attempt), shard, self._rows[0])
-        self._file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._path = self.folder / name
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._owner, self.end, self._room, self._pages = os.getpid(), 0, 0, None
         return {"previous": previous}
 
@@ -372,6 +367,7 @@ class Ledger:
     def _close(self) -> None:
         if self._owner == os.getpid():
             self.flush()
+        self.documents.close()
         file, self._file, self._pages = self._file, -1, None
         if file >= 0 and self._owner == os.getpid():
             with suppress(OSError):

@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from midepoch.audit.consumed import Delivery, LaneRun
 from midepoch.audit.coverage import pieces_of, positions_in
+from midepoch.audit.documents import Document, documents_of
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation
 from midepoch.audit.planned import KnownBatches
 from midepoch.audit.records import Shape
 from midepoch.errors import DataNotFoundError, StateError
 from midepoch.order.budget import dealt
+from midepoch.transforms.provenance import DocumentTable
 
 Int64Array = npt.NDArray[np.int64]
 Report = Callable[[int, int], None]
@@ -59,11 +61,59 @@ class Naming:
         """The order of the rows in the last pass."""
         raise NotImplementedError
 
-    def rows_of_step(self, step: int) -> list[Delivery]:
-        """Return the rows of a step, in the order of their positions."""
+    def _pass_of(self, step: int) -> int:
+        """Return the number of the pass with a step."""
         if not 1 <= step <= self.steps:
             raise DataNotFoundError(f"there is no step {step}: the run has {self.steps:,} steps.")
-        number = bisect_right(self._first_steps, step - 1) - 1
+        return bisect_right(self._first_steps, step - 1) - 1
+
+    def documents_of_step(self, step: int) -> list[Document] | None:
+        """Return the documents of a step, rank by rank in the order of the batch, with the tokens of each.
+
+        None if they are not recorded: the loader had no ``provenance=True``, or ``rows_of_step`` is exact without it.
+        """
+        number = self._pass_of(step)
+        one, place = self.generations[number], step - 1 - self._first_steps[number]
+        if not one.documents:
+            return None
+        documents: list[Document] = []
+        for rank, (records, passed) in sorted(one.documents.items()):
+            if place < one.steps[rank]:
+                if (table := records.of(passed, place)) is None:
+                    raise DataNotFoundError(f"the documents of step {step} on rank {rank} are not recorded.")
+                documents += self._documents(one, table, step, rank)
+        return documents
+
+    def documents_of_row(self, row: int, source: int | str = 0) -> list[Document] | None:
+        """Return every delivery of a row, with its tokens. ``source``: its number or name.
+
+        None if they are not recorded.
+        """
+        if not all(one.documents for one in self.generations):
+            return None
+        documents: list[Document] = []
+        for one, before in zip(self.generations, self._first_steps, strict=False):
+            leaf = one.sources.index(source) if source in one.sources else source
+            if isinstance(leaf, str) or not 0 <= leaf < len(one.sources):
+                names = ", ".join(f"{i} ({name})" for i, name in enumerate(one.sources[:20]))
+                raise DataNotFoundError(f"there is no source {source!r}. The sources are: {names}.")
+            for rank, (records, passed) in sorted(one.documents.items()):
+                for place in records.steps_with(passed, leaf, row):
+                    table = records.of(passed, place)
+                    if table is not None and place < min(one.steps[rank], one.kept_steps):
+                        found = self._documents(one, table, before + place + 1, rank)
+                        documents += [each for each in found if (each.source, each.row) == (leaf, row)]
+        return sorted(documents)
+
+    def _documents(self, one: Generation, table: DocumentTable, step: int, rank: int) -> Iterator[Document]:
+        sources = self._orders[one.shape.order].sources
+        return documents_of(
+            table, step, one.shape.epoch, rank, one.sources, lambda source, row: sources[source].place(row)
+        )
+
+    def rows_of_step(self, step: int) -> list[Delivery]:
+        """Return the rows of a step, in the order of their positions."""
+        number = self._pass_of(step)
         one = self.generations[number]
         if one.lanes:
             later, place = self.generations[number + 1 :], step - self._first_steps[number]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from midepoch._internal.address import Address, is_address
+from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.leases import LeaseRecord
@@ -62,10 +63,16 @@ class Generation:
     workers: int | None = None
     finished: bool = False
     """True if all ranks reached the end of the epoch."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources, if batches have provenance."""
+    documents: dict[int, tuple[RecordedDocuments, int]] = field(default_factory=dict)
+    """By rank, the documents of the steps of its process, and the number of the pass in that process."""
     leases: dict[int, LeaseRecord] = field(default_factory=dict)
     """By rank, what was leased and acknowledged."""
     numbers: dict[int, int] = field(default_factory=dict)
     """By rank, the number of the pass in its process."""
+    excluded: str = ""
+    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
 
     @property
     def how(self) -> str:
@@ -251,6 +258,9 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: _last_time(one) for rank, one in of_rank.items()},
         max((one.workers for one in passes if one.workers is not None), default=None),
         len(of_rank) == shape.ranks and all(_is_over(one) for one in of_rank.values()),
+        passes[0].sources,
+        {rank: (one.documents, one.beginning[1]) for rank, one in of_rank.items() if one.documents is not None},
         {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
         {rank: one.beginning[1] for rank, one in of_rank.items()},
+        passes[0].excluded,
     )

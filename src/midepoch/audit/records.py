@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.leases import LeaseRecord, read_leases
@@ -58,7 +59,7 @@ class Shape(NamedTuple):
 
     @property
     def amid(self) -> Amid | None:
-        """What is done, or None if everything is delivered."""
+        """Positions that are done, with the steps between them, or None if everything is delivered."""
         return _amid(self) if self.done else None
 
     def after(self, steps: int) -> int:
@@ -144,8 +145,14 @@ class Passed:
     workers: int | None = None
     space: str = ""
     """The machine or container of the process."""
+    excluded: str = ""
+    """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources, if batches have provenance."""
+    documents: RecordedDocuments | None = None
+    """The documents of the steps of the process, if they are recorded."""
     leases: LeaseRecord | None = None
     """Leases and acknowledgements, if its batches were leases."""
 
@@ -230,7 +237,10 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             previous=tuple((name, steps) for name, steps in header.get("previous", ())),
             workers=header.get("workers"),
             space=header.get("space", ""),
+            excluded=header.get("excluded", ""),
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
+            sources=tuple(header.get("sources", ())),
+            documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
             leases=read_leases(header.get("leases"), record),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:

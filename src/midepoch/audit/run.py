@@ -54,7 +54,7 @@ class EpochProof:
     filtered: int = 0
     """Rows that were consumed without an output, as by a filter. They count as delivered once."""
     excluded: int = 0
-    """Rows that ``Loader.exclude`` left out. In lanes: outputs, whose rows count as delivered."""
+    """Rows that ``Loader.exclude`` left out. In lanes, of excluded steps: outputs, whose rows count."""
     leases: LeaseCounts | None = None
     """Counts of leases, if there were some. Then rows count as delivered when they are acknowledged and, if positions
     cannot be computed, outputs are counted instead of rows.
@@ -233,10 +233,11 @@ class Run(Naming):
         skipped = sum(one.kept_skipped for one in kept)
         made = sum(self.lanes_of(one).rows_of(one, max(one.steps.values())) for one in every)
         consumed = sum(self.lanes_of(one).rows_of(one, one.kept_steps) for one in kept)
+        rows = sum(self.lanes_of(one).excluded_rows(one) for one in kept if one.excluded)
         return EpochProof(
             epoch,
             rows=total.once + total.repeated + total.never + total.dropped + total.pending,
-            once=total.once,
+            once=total.once - rows,
             repeated=total.repeated,
             never=total.never,
             dropped=total.dropped,
@@ -244,8 +245,8 @@ class Run(Naming):
             skipped=skipped,
             again=made - consumed,
             steps=sum(one.kept_steps for one in kept),
-            filtered=max(0, total.filtered - skipped),
-            excluded=sum(_dropped(one) for one in kept),
+            filtered=max(0, total.filtered - skipped - rows),
+            excluded=sum(_dropped(one) for one in kept) + rows,
         )
 
     def _lease_proof(self, epoch: int, every: list[Generation]) -> EpochProof:

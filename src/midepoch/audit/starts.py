@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from midepoch.audit.records import SUFFIX, numbered, read_passes, steps_in
+from midepoch.distributed.runs import start_name
+from midepoch.distributed.world import World
 from midepoch.errors import StateError
 from midepoch.order import Shard
 
@@ -51,6 +53,19 @@ def _last(known: list[tuple[int, str, Path]], shard: Shard, stream: str) -> list
             files[path.name] = steps_in(passes, stream)
             named |= {name for one in passes for name, _ in one.previous}
     return [one for one in files.items() if one[0] not in named][:1]
+
+
+def attempt_name(shard: Shard) -> str:
+    """Return the name of this start. Raises ValueError if the ranks have none in common."""
+    if found := start_name(World(shard.index, shard.count)).strip("-"):
+        return found
+    if shard.count == 1:
+        return process_name()
+    raise ValueError(
+        f"a ledger of {shard.count} ranks needs a name that all ranks of this start share and no other start has, "
+        "and none was found. Initialise torch.distributed or jax.distributed before the loader is created, set "
+        "MIDEPOCH_RUN_ID for all ranks, or pass audit=midepoch.audit.Ledger(folder, attempt=…)."
+    )
 
 
 _births: dict[int, str] = {}

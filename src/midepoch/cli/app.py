@@ -44,7 +44,8 @@ COMMANDS = {
     "plan": _Entry(
         "plan",
         _STATES,
-        "Show the effect of a resume: accepted or refused, the next rows, steps left, reads of each machine.",
+        "Show the effect of a resume: the next rows, steps left, reads of each machine. Or what a schedule will "
+        "consume.",
     ),
     "report": _Entry(
         "report",

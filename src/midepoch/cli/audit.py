@@ -12,7 +12,7 @@ from rich.table import Table
 from midepoch.cli import common
 
 if TYPE_CHECKING:
-    from midepoch.audit import Delivery, EpochProof, Run
+    from midepoch.audit import Delivery, Document, EpochProof, Run
 
 _LISTED = 20
 _LEASES = {
@@ -28,7 +28,7 @@ _LEASES = {
 def audit(
     run: Annotated[Path, typer.Argument(help="The folder given to loader(audit=…).", show_default=False)],
     step: Annotated[int | None, typer.Option(help="The rows of this step (counted from 1).")] = None,
-    row: Annotated[int | None, typer.Option(help="The steps that saw this row.")] = None,
+    row: Annotated[str | None, typer.Option(help="The steps that saw this row: its number, or source:number.")] = None,
     source: Annotated[int, typer.Option(help="The source of the row, if there are several (counted from 0).")] = 0,
     against: Annotated[Path | None, typer.Option(help="Another run, to count the rows that both have seen.")] = None,
     stream: Annotated[str | None, typer.Option(help="One of several loaders that recorded there, by its name.")] = None,
@@ -44,6 +44,8 @@ def audit(
 
     [bold]midepoch audit runs/7 --row 123456 --json[/]
 
+    [bold]midepoch audit runs/7 --row web:123456[/]
+
     [bold]midepoch audit runs/7 --against runs/8[/]
     """
     from midepoch.audit import read_run, read_runs
@@ -55,11 +57,28 @@ def audit(
         return
     ledger = read_run(run, stream)
     if step is not None:
-        _deliveries(ledger, ledger.rows_of_step(step), f"step {step}", as_json)
+        if (documents := ledger.documents_of_step(step)) is not None:
+            _documents(documents, f"step {step}", as_json)
+        else:
+            _deliveries(ledger, ledger.rows_of_step(step), f"step {step}", as_json)
     elif row is not None:
-        _deliveries(ledger, ledger.steps_of_row(row, source), f"row {row}", as_json)
+        chosen, number = _source_and_row(row, source)
+        if (documents := ledger.documents_of_row(number, chosen)) is not None:
+            _documents(documents, f"row {row}", as_json)
+        elif isinstance(chosen, str):
+            raise ValueError(f"--row {row}: names of sources are recorded with provenance=True. Use --source.")
+        else:
+            _deliveries(ledger, ledger.steps_of_row(number, chosen), f"row {row}", as_json)
     elif against is not None:
         _overlap(ledger, read_run(against, ledger.streams[ledger.stream] or None), as_json)
+
+
+def _source_and_row(text: str, source: int) -> tuple[int | str, int]:
+    """Return the source (a number or a name) and the row of ``--row``."""
+    name, _, number = text.rpartition(":")
+    if not number.isdecimal():
+        raise ValueError(f"--row takes the number of a row, or source:number, got {text!r}")
+    return (int(name) if name.isdecimal() else name or source), int(number)
 
 
 def _proof(runs: list[Run], as_json: bool) -> None:
@@ -158,6 +177,35 @@ def _deliveries(run: Run, found: list[Delivery], what: str, as_json: bool) -> No
         cells = [f"{getattr(one, name):,}" for name in names]
         place = run.order.sources[one.source].place(one.row)
         table.add_row(*cells, place, *([one.part] if parts else []))
+    common.console.print(table)
+    if len(found) > _LISTED:
+        common.console.print(f"… and {len(found) - _LISTED:,} more (all of them with --json)")
+    if run.generations[-1].lanes:
+        common.console.print(
+            "These are the rows that were consumed. loader(…, provenance=True) records each document that was "
+            "delivered, and its tokens."
+        )
+
+
+def _documents(found: list[Document], what: str, as_json: bool) -> None:
+    if as_json:
+        common.print_json([one._asdict() for one in found])
+        return
+    if not found:
+        common.console.print(f"{what}: not delivered so far")
+        return
+    table = Table(title=what, title_justify="left")
+    packed = any(one.stop is not None for one in found)
+    names = ["step", "epoch", "rank", "sequence", *(["offset"] if packed else []), "source", "row"]
+    for name in names:
+        table.add_column(name, justify="left" if name == "source" else "right")
+    if packed:
+        table.add_column("tokens", justify="right")
+    table.add_column("where it is")
+    for one in found[:_LISTED]:
+        cells = [one.name if name == "source" else f"{getattr(one, name):,}" for name in names]
+        tokens = "all" if one.stop is None else f"{one.start:,} to {one.stop:,}"
+        table.add_row(*cells, *([tokens] if packed else []), one.place)
     common.console.print(table)
     if len(found) > _LISTED:
         common.console.print(f"… and {len(found) - _LISTED:,} more (all of them with --json)")

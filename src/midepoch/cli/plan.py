@@ -1,4 +1,4 @@
-"""``midepoch plan``: the effect of a resume."""
+"""``midepoch plan``: the effect of a resume, or the consumption of a schedule."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _RANKS, _ROWS = 8, 12
 
 
 def plan(
-    checkpoint: Annotated[str, typer.Option(help="A folder or address of checkpoints, or a state as a JSON file.")],
-    world_size: Annotated[int, typer.Option(help="Number of ranks of the resumed run.", min=1)],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="A folder or address of checkpoints, or a state as a JSON file.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="Number of ranks of the resumed run.", min=1)] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Rows of each rank at a step. Not for batches by max_tokens.", min=1)
     ] = None,
@@ -35,18 +37,48 @@ def plan(
     ] = None,
     machines: Annotated[int, typer.Option(help="Number of machines of the ranks.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Number of steps whose rows are shown.", min=0)] = 3,
+    schedule: Annotated[
+        str | None, typer.Option(help="A schedule as a YAML or JSON file, instead of a checkpoint.")
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH of a source of the schedule. Default: those in its file. Repeatable."),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The column with the tokens of a row. Default: input_ids, where it exists.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks of the run of the schedule.", min=1)] = 1,
+    eos: Annotated[bool, typer.Option("--eos", help="pack() adds a token to each document.")] = False,
+    seed: Annotated[int, typer.Option(help="The seed of the mix of the schedule.", min=0)] = 0,
     as_json: common.AsJson = False,
 ) -> None:
-    """Show the effect of a resume: accepted or refused, the next rows, steps left, reads of each machine.
+    """Show the effect of a resume: the next rows, steps left, reads of each machine. Or what a schedule will consume.
 
-    Exits with 1 if the state would be refused.
+    With --checkpoint and --world-size: the effect of a resume. Exits with 1 if the state would be refused.
+
+    With --schedule: rows, tokens and passes by phase and source. Exits with 1 if a phase cannot be filled.
 
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --num-workers 4 --batch-size 48[/]
 
     [bold]midepoch plan --checkpoint state.json --world-size 64 --batch-size 8 --data 'data/*.parquet'[/]
 
     [bold]midepoch plan --checkpoint runs/7/checkpoints --world-size 6 --batch-size 48 --dataset train.py:make_loader[/]
+
+    [bold]midepoch plan --schedule run.yaml --source 'web=data/web/*.parquet' --source code=data/code --ranks 64[/]
     """
+    if schedule is not None:
+        if checkpoint is not None:
+            raise ValueError("--checkpoint and --schedule are two different questions. Use one of them.")
+        from midepoch.cli.schedule import plan_file
+
+        plan_file(schedule, source, storage, as_json, column=column, ranks=ranks, eos=eos, seed=seed)
+        return
+    if checkpoint is None or world_size is None:
+        missing = "--checkpoint" if checkpoint is None else "--world-size"
+        raise ValueError(f"plan needs {missing}. Use --checkpoint and --world-size, or --schedule.")
+    for name, given in (("--source", source), ("--column", column), ("--eos", eos)):
+        if given:
+            raise ValueError(f"{name} is for --schedule.")
     from midepoch.cli.states import open_state
     from midepoch.tools.plan import plan_resume
 

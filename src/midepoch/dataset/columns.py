@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from midepoch.pipeline.node import Node
 from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Cast, RemoveColumns, RenameColumns, SelectColumns, Step
 from midepoch.transforms.cast import types_by_name
@@ -23,6 +24,10 @@ class ColumnSteps:
         raise NotImplementedError
 
     def _with_stage(self: Self, stage: StageSpec) -> Self:
+        raise NotImplementedError
+
+    @property
+    def _node(self) -> Node:
         raise NotImplementedError
 
     @property

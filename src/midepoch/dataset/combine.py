@@ -11,6 +11,7 @@ from midepoch._internal.hints import hinted
 from midepoch.dataset import Dataset, habits
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 from midepoch.order.keys import check_seed
+from midepoch.order.schedule import Schedule
 from midepoch.pipeline.node import Combination, Concat, Mix, Node, Zip
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -18,9 +19,11 @@ from midepoch.pipeline.spec import PipelineSpec
 @hinted(habits.OPEN["mix"])
 def mix(
     sources: Sequence[Any] | Mapping[str, Any],
-    weights: Sequence[float] | Mapping[str, float] | None = None,
+    weights: Sequence[float] | Mapping[str, float] | Schedule | None = None,
     seed: int = 0,
-    stop: str = "first",
+    stop: str | None = None,
+    *,
+    length: str | None = None,
 ) -> Dataset:
     """Interleave rows of several datasets by weights.
 
@@ -28,9 +31,12 @@ def mix(
     proportion to its weight; ``seed`` determines the order. By default all weights are equal. A weight of 0 pauses a
     source: it yields nothing and keeps its position.
 
+    A ``Schedule`` instead of weights changes them over the run, limits the passes over a source, and ends the epoch.
+    Sources are named then. If it counts tokens, they are those of the column that ``pack()`` packs, or of ``length``.
+
     ``stop`` is the end of an epoch:
 
-    - "first": when a source has no rows left
+    - "first": when a source has no rows left; the default
     - "all": when every source has ended once; until then, sources that end are iterated again, shuffled again
     - "never": no end
 
@@ -54,6 +60,11 @@ def mix(
             raise ValueError(f"mix: weights for {', '.join(map(str, weights))}, but the sources are {', '.join(names)}")
         weights = [weights[name] for name in names]
     parts = _parts(sources, "mix")
+    if isinstance(weights, Schedule):
+        base = _scheduled(parts, names, weights, check_seed(seed), stop, length)
+        return _combined(base, sources)
+    if length is not None:
+        raise ValueError("mix(length=…) is for a schedule that counts tokens. Omit it.")
     chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
     if len(chosen) != len(parts):
         raise ValueError(f"mix: {len(chosen)} weights for {len(parts)} sources")
@@ -65,7 +76,29 @@ def mix(
                 f"mix: source {number} has no rows, so its weight of {weight:g} is impossible. Omit it, or set its "
                 "weight to 0."
             )
-    return _combined(Mix(parts, tuple(chosen), check_seed(seed), stop, names), sources)
+    return _combined(Mix(parts, tuple(chosen), check_seed(seed), stop or "first", names), sources)
+
+
+def _scheduled(
+    parts: tuple[Node, ...], names: tuple[str, ...], schedule: Schedule, seed: int, stop: str | None, length: str | None
+) -> Mix:
+    """Return the mix of a schedule."""
+    if stop is not None:
+        raise ValueError(f"mix(stop={stop!r}): a schedule has an end of its own. Omit stop.")
+    if not names:
+        raise TypeError("mix: a schedule requires sources by name: mix({'web': a, 'code': b}, schedule)")
+    for what, given in (("weights for", schedule.names), ("max_passes of", schedule.max_passes)):
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(
+                f"mix: the schedule has {what} {', '.join(unknown)}, but the sources are {', '.join(names)}"
+            )
+    for name, part in zip_(names, parts, strict=True):
+        if name in schedule.names and not any(leaf.rows for leaf in part.leaves):
+            raise DataNotFoundError(f"mix: source {name!r} has no rows, and the schedule has a weight for it.")
+    if length is not None and schedule.unit != "tokens":
+        raise ValueError("mix(length=…) is for a schedule that counts tokens. This one counts rows: omit it.")
+    weights = tuple(float(schedule.plan[0].weights.get(name, 0)) for name in names)
+    return Mix(parts, weights, seed, "never", names, schedule, None if length is None else (length, 0))
 
 
 _STOPS = {"first_exhausted": "first", "all_exhausted": "all"}

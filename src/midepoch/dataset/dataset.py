@@ -19,12 +19,13 @@ from midepoch.iteration.state import IterationState, register_with_torch
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.length import estimated_length, known_length
-from midepoch.pipeline.node import Node
+from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Decode, FilterExpression, Function, Step
 from midepoch.transforms.formats import check_format
 from midepoch.transforms.media.packages import installed
+from midepoch.transforms.packing import PackSpec
 
 Self = TypeVar("Self", bound="Dataset")
 
@@ -214,8 +215,15 @@ class Dataset(Loading, Resumable):
         return self._with_node(node.with_step(step))
 
     def _with_stage(self: Self, stage: StageSpec) -> Self:
-        node = self.pipeline.node
-        return self._with_node(Node(node.base, (*node.stages, stage)))
+        node, base = self.pipeline.node, self.pipeline.node.base
+        if isinstance(stage, PackSpec) and isinstance(base, Mix) and base.schedule is not None and base.tokens is None:
+            counted = (stage.column, int(stage.eos is not None)) if base.schedule.unit == "tokens" else None
+            base = replace(base, tokens=counted)
+        return self._with_node(Node(base, (*node.stages, stage)))
+
+    @property
+    def _node(self) -> Node:
+        return self.pipeline.node
 
     def _with_node(self: Self, node: Node) -> Self:
         _ = node.known_columns  # an unknown column is an error here, not in an hour

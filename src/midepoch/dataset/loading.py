@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from midepoch.loader import Loader
+    from midepoch.order.schedule import Schedule
 
 UNSET: Any = object()
 
@@ -21,7 +22,7 @@ class Loading(Sampling):
 
     def loader(
         self,
-        batch_size: int | Mapping[int, int] | None = UNSET,
+        batch_size: int | Mapping[int, int] | Schedule | None = UNSET,
         num_workers: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -45,20 +46,23 @@ class Loading(Sampling):
         length: str | Sequence[int] | npt.NDArray[np.integer[Any]] | Callable[[Any], int] | None = None,
         layout: str | None = None,
         pad_to_multiple_of: int | None = None,
-        pad_values: Mapping[str, float] | None = None,
+        pad_values: Mapping[str, float | None] | None = None,
         bucket_window: int | None = None,
         balance: str | Callable[[Any], float] | None = None,
         context_parallel: Any = None,
         cp_layout: str | None = None,
         steps_per_epoch: int | None = None,
+        provenance: bool = False,
     ) -> Loader:
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
         ``batch_size``: rows for each rank, or sizes by the first step at which they apply, as in ``{0: 8, 1000: 16}``;
-        None delivers single rows. A batch is a dict of columns, as torch tensors
-        unless ``with_format`` chose otherwise. Rank and world size are those of the shard, or given, or detected
-        (``torch.distributed``, JAX, Ray Train, the launcher). ``data_parallel``: the ranks that shard the data, if not
-        all of them do (tensor, context, pipeline parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
+        None delivers single rows. The default is that of a schedule, if the dataset is mixed by one. A batch is a dict
+        of columns, as torch tensors unless ``with_format`` chose otherwise.
+
+        Rank and world size are those of the shard, or given, or detected (``torch.distributed``, JAX, Ray Train, the
+        launcher). ``data_parallel``: the ranks that shard the data, if not all of them do (tensor, context, pipeline
+        parallelism): a process group, ``mesh["dp"]``, or ``(mesh, names)``.
 
         ``last_batch``: the treatment of the last global batch if it is not full:
 
@@ -87,19 +91,27 @@ class Loading(Sampling):
 
         ``layout``: "padded" to [rows, longest] with an attention mask, the default with ``max_tokens``, or "varlen":
         one row after the other, with ``cu_seqlens``, ``position_ids`` and ``segment_ids``. ``pad_to_multiple_of``
-        rounds up; ``pad_values`` by column, default: -100 for labels, else 0. ``context_parallel``: (rank, size), a
-        process group or ``mesh["cp"]``; this rank gets its part of every sequence, by ``cp_layout``: "contiguous",
-        "head_tail" or "per_document". Give ``data_parallel``, too.
+        rounds up; ``pad_values`` by column, default: -100 for labels, else 0; None leaves a column as it is.
+        ``context_parallel``: (rank, size), a process group or ``mesh["cp"]``; this rank gets its part of every
+        sequence, by ``cp_layout``: "contiguous", "head_tail" or "per_document". Give ``data_parallel``, too.
 
         ``steps_per_epoch``: a pass has this number of batches, and continues where the last one stopped.
+
+        ``provenance``: batches name their rows: ``source`` (a number in ``loader.sources``) and ``row`` (its number in
+        that source before any shuffle), for an output of several rows that of the first. Packed sequences have
+        ``doc_ids`` instead, with ``source``, ``row`` and ``start`` (the first of its tokens that are in the sequence)
+        for each document; those of sequence k are ``cu_docs[k]`` to ``cu_docs[k + 1]``. With ``audit``, the documents
+        of each step are recorded, too.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched
         functions.
         """
+        from midepoch.loader.batching import Batching
         from midepoch.loader.make import make_loader
-        from midepoch.loader.shape import Shape
 
+        if batch_size is UNSET and self.pipeline.node.schedule is not None:
+            batch_size = self.pipeline.node.schedule
         if batch_size is UNSET and max_tokens is None:
             raise TypeError("Dataset.loader() needs batch_size, or max_tokens. For example ds.loader(batch_size=32).")
         if prefetch is not None and prefetch_factor is not None:
@@ -127,8 +139,9 @@ class Loading(Sampling):
             device=device,
             worker_init_fn=worker_init_fn,
             timeout=timeout,
+            provenance=provenance,
             dataset=self,
-            shape=Shape(
+            batching=Batching(
                 max_tokens,
                 length,
                 layout,

@@ -25,8 +25,6 @@ from midepoch.read.blocks import plain_schema
 from midepoch.sources.lengths import lengths_of
 from midepoch.transforms import (
     Batch,
-    Cast,
-    ColumnStep,
     Decode,
     Function,
     Map,
@@ -267,25 +265,16 @@ class Reading(Rows):
 
 def _unchanged(leaf: Leaf, column: str) -> str:
     """Return the name of a column in the source. Raise ColumnError if a step may have changed its values."""
-    name = column
-    for step in reversed(leaf.tail):
-        if isinstance(step, RenameColumns):
-            name = {new: old for old, new in step.mapping}.get(name, name)
-            continue
-        written: Sequence[str] | None = ()
-        if isinstance(step, Cast):
-            written = [each for each, _ in step.types]
-        elif isinstance(step, Decode):
-            written = [step.column]
-        elif not isinstance(step, ColumnStep):
-            written = step.outputs if isinstance(step, Map) else None
-        if written is None or name in written:
-            raise ColumnError(
-                f"lengths: {_described(step)} may change column {column!r}, so that its lengths in the files are not "
-                "those of the rows. Call lengths before that step, or cache() the dataset first."
-            )
-    check_columns([name], list(leaf.head), "lengths")
-    return leaf.head[name]
+    name, step = leaf.stored_column(column)
+    if step is not None:
+        raise ColumnError(
+            f"lengths: {_described(step)} may change column {column!r}, so that its lengths in the files are not "
+            "those of the rows. Call lengths before that step, or cache() the dataset first."
+        )
+    if name is None:
+        check_columns([column], list(leaf.head), "lengths")
+    assert name is not None
+    return name
 
 
 def _described(step: Step) -> str:

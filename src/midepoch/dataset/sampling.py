@@ -45,7 +45,7 @@ class Sampling(Reading):
         is exact on any number of ranks and workers. The state contains a digest of the weights.
         """
         self._selection("weighted")
-        values = _numbers(self._values(weights, "weighted"), weights) if isinstance(weights, str) else weights
+        values = _numbers(column_values(self, weights, "weighted"), weights) if isinstance(weights, str) else weights
         return self._drawn(values, num_samples, replacement, seed)
 
     def balanced(self: Self, column: str, *, num_samples: int | None = None, seed: int | None = None) -> Self:
@@ -54,7 +54,7 @@ class Sampling(Reading):
         Every row has the weight 1 / (number of rows with its value), see ``weighted``. The column is read once.
         """
         self._selection("balanced")
-        values = self._values(column, "balanced")
+        values = column_values(self, column, "balanced")
         if values.null_count:
             raise ColumnError(
                 f"balanced: column {column!r} is null in {values.null_count} rows, which have no class. Leave them out "
@@ -75,7 +75,7 @@ class Sampling(Reading):
         later one has its effect.
         """
         selection = self._selection("sort")
-        values = self._values(by, "sort") if isinstance(by, str) else self._results(by)
+        values = column_values(self, by, "sort") if isinstance(by, str) else self._results(by)
         if length:
             values = _lengths(values, by)
         if values.type.num_fields:
@@ -108,20 +108,6 @@ class Sampling(Reading):
         leaf = replace(spec.base, order=replace(spec.base.order, shuffle=None, lanes=1))
         return type(self)(replace(spec, node=Node(leaf), shard=Shard(), lanes=1, lanes_chosen=False, format=format))
 
-    def _values(self, column: str, what: str) -> pa.ChunkedArray:
-        """Read a column of all rows, by their numbers."""
-        if self._columns is not None:
-            check_columns([column], self._columns, what)
-        ds = self._in_order()
-        tables = list(ds._tables(ds.pipeline, column))
-        values = pa.concat_tables(tables, promote_options="permissive").column(0) if tables else pa.chunked_array([[]])
-        if len(values) != len(ds):
-            raise ColumnError(
-                f"{what}: column {column!r} has {len(values)} values for {len(ds)} rows, because rows that fail are "
-                "skipped. Compute a value for each row of the data first."
-            )
-        return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
-
     def _results(self, function: Callable[[dict[str, Any]], Any]) -> pa.ChunkedArray:
         """Return what a function returns for each row, by their numbers."""
         if not callable(function):
@@ -138,6 +124,21 @@ class Sampling(Reading):
         if len(values) != len(ds):
             raise ColumnError(f"sort: {len(values)} of {len(ds)} rows can be read, and all are needed.")
         return pa.chunked_array([pa.array(values)])
+
+
+def column_values(dataset: Sampling, column: str, what: str) -> pa.ChunkedArray:
+    """Read a column of all rows, by their numbers: before any shuffle, over all shards."""
+    if dataset._columns is not None:
+        check_columns([column], dataset._columns, what)
+    ds = dataset._in_order()
+    tables = list(ds._tables(ds.pipeline, column))
+    values = pa.concat_tables(tables, promote_options="permissive").column(0) if tables else pa.chunked_array([[]])
+    if len(values) != len(ds):
+        raise ColumnError(
+            f"{what}: column {column!r} has {len(values)} values for {len(ds)} rows, because rows that fail are "
+            "skipped. Compute a value for each row of the data first."
+        )
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 
 def _numbers(values: pa.ChunkedArray, column: str) -> npt.NDArray[np.float64]:

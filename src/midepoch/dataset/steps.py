@@ -11,6 +11,8 @@ import numpy as np
 from midepoch._internal.checks import integer
 from midepoch.dataset.columns import ColumnSteps, names_of
 from midepoch.errors import ColumnError
+from midepoch.order.schedule import Schedule
+from midepoch.pipeline.node import Node
 from midepoch.pipeline.stage_specs import Rebatch
 from midepoch.transforms import (
     Decode,
@@ -242,7 +244,7 @@ class Steps(ColumnSteps):
 
     def pack(
         self: Self,
-        length: int,
+        length: int | None = None,
         column: str = "input_ids",
         strategy: str = "concat",
         eos: int | None = None,
@@ -257,6 +259,9 @@ class Steps(ColumnSteps):
         dtype: str | None = None,
     ) -> Self:
         """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
+
+        Without ``length``, sequences have the lengths of the schedule of the mix. Where a phase ends, the next tokens
+        continue in sequences of the next length.
 
         - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
         - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
@@ -275,6 +280,10 @@ class Steps(ColumnSteps):
         for name, value in (("labels", labels), ("mask_first", mask_first)):
             if not isinstance(value, bool):
                 raise TypeError(f"pack({name}=…) must be True or False, got {value!r:.60}")
+        schedule = None
+        if length is None:
+            schedule = _lengths_of(self._node, strategy)
+            length = max(one.sequence_length or 0 for one in schedule.plan)
         spec = PackSpec(
             integer(length, "pack(length=…)", 1),
             column,
@@ -288,6 +297,7 @@ class Steps(ColumnSteps):
             None if dtype is None else np.dtype(dtype).name,
             labels,
             mask_first,
+            schedule,
         )
         if self._columns is not None:
             check_columns(list(spec.pads), self._columns, "pack")
@@ -354,3 +364,19 @@ def _integer(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"pack({what}=…) must be an integer, got {value!r}")
     return value
+
+
+def _lengths_of(node: Node, strategy: str) -> Schedule:
+    """Return the schedule that gives the lengths of packed sequences. Raise TypeError if there is none."""
+    schedule = node.schedule
+    if schedule is None or not schedule.plan[0].sequence_length:
+        what = "the mix has no schedule" if schedule is None else "the phases of the schedule have no sequence_length"
+        raise TypeError(f"pack() needs a length, such as pack(4096): {what}.")
+    if strategy != "concat":
+        raise ValueError(f"pack(strategy={strategy!r}): sequence lengths of a schedule need strategy='concat'.")
+    if not node.follows_schedule:
+        raise ValueError(
+            f"pack() by a schedule cannot follow steps that change the number of rows ({node.text}): its phases would "
+            "end at other tokens. Filter, map and batch the sources before they are mixed."
+        )
+    return schedule

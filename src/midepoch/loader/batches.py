@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import pairwise, repeat, takewhile
 from operator import sub
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -14,14 +14,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.timings import Timings
-from midepoch.loader.collation import arranged, collated, marked
+from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import Made, StepPlan
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch
-from midepoch.transforms.formats import Allocate
+from midepoch.transforms.formats import Allocate, split
+from midepoch.transforms.provenance import Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -43,6 +44,8 @@ class Read(NamedTuple):
     genuine: int | None = None
     first: int = 0
     """The index of its first row among those read together. ``genuine`` counts from the same beginning."""
+    added: dict[str, Any] | None = None
+    """The columns of provenance of rows that are only located or already presented."""
 
     def touch(self) -> None:
         """Touch rows that are only located, so that they are read from disk."""
@@ -106,8 +109,8 @@ class BatchMaker:
     def engine(self) -> Engine:
         return self._engine
 
-    def read(self, plan: StepPlan, first: int, stride: int) -> Iterator[list[Read]]:
-        """Yield chunks of batches, of steps first, first + stride, …"""
+    def read(self, plan: StepPlan, first: int, stride: int, *, delivered: bool = False) -> Iterator[list[Read]]:
+        """Yield chunks of batches, of steps first, first + stride, … ``delivered``: by this thread, not sent to one."""
         shard = self._engine.leaf.shard
         rows = plan.batch_rows(shard)
         most = max(1, self._engine.chunk_rows(_CHUNK_BYTES) // rows)  # steps per read
@@ -119,9 +122,10 @@ class BatchMaker:
             positions, ends, genuine, rows_there = plan.ask(steps, shard)
             chosen = self._engine.chosen(plan.epoch, positions) if rows_there is None else rows_there
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
+                columns = self._added(chosen, ends, delivered=delivered)
                 yield [
-                    Read(each, b - a, located=(located, a, b), genuine=None if genuine is None else genuine - a)
-                    for each, (a, b) in zip(steps, pairwise(ends), strict=True)
+                    Read(each, b - a, None, None, (located, a, b), None if genuine is None else genuine - a, 0, of_step)
+                    for each, (a, b), of_step in zip(steps, pairwise(ends), columns, strict=True)
                 ]
             else:
                 locates = False
@@ -133,6 +137,14 @@ class BatchMaker:
                     yield self._read(steps[i:j], own, chosen[ends[i] : ends[j]], left)
             step = steps[-1] + stride
             size, block = min(2 * size, most), min(4 * block, ahead)
+
+    def _added(self, chosen: Int64Array, ends: list[int], *, delivered: bool) -> Iterable[dict[str, Any] | None]:
+        """Return the columns of provenance of several batches, split in one call: 2 µs less for each array."""
+        if not self._options.provenance:
+            return repeat(None, len(ends) - 1)
+        arrays = Traced(self._engine.row_numbers(chosen)).arrays(packed=False)
+        columns = [split(array, ends, self.format if delivered else "numpy") for array in arrays.values()]
+        return [dict(zip(arrays, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
         """Read several batches in one call. ``ends``: their bounds among the requested rows."""
@@ -146,7 +158,8 @@ class BatchMaker:
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
                 columns = {name: column[a:b] for name, column in shown.items()}
-                reads.append(Read(step, asked, columns=columns, genuine=genuine, first=first))
+                of_step = added(chunk.traced.slice(a, b), self._options)
+                reads.append(Read(step, asked, None, columns, None, genuine, first, of_step))
             else:
                 reads.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
         return reads
@@ -174,14 +187,16 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            return Made(self._cut(columns), plan.cursor(read.step), read.asked, 0, not read.asked)
+            value = completed(columns, self.format, self._options, read.added)
+            return Made(value, plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            return Made(self._cut(read.columns), plan.cursor(read.step), length, missing)
+            value = completed(read.columns, self.format, self._options, read.added)
+            return Made(value, plan.cursor(read.step), length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
         return self.present(plan, read, batch, allocate)
@@ -198,16 +213,13 @@ class BatchMaker:
         self.timings.present += perf_counter() - began
         return Made(value, cursor, len(batch), skipped)
 
-    def _cut(self, columns: Any) -> Any:
-        """Return the part of every sequence that this rank gets."""
-        options = self._options
-        return columns if options.context is None else options.context.cut(columns, pads=options.pads)
-
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
-        if self._options.layout is not None:
-            return arranged(batch, self.format, self._options, allocate)
-        if self._options.collate_fn is None:
-            return self._cut(self._engine.presented(batch, self.format, allocate))
+        kind, options = self.format, self._options
+        if options.layout is not None:
+            return completed(arranged(batch, kind, options, allocate), kind, options, added(batch.traced, options))
+        if options.collate_fn is None:
+            columns = self._engine.presented(named(batch, kind, options), kind, allocate)
+            return completed(columns, kind, options, added(batch.traced, options))
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 

@@ -11,9 +11,11 @@ import pyarrow as pa
 
 from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
+from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
 from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
+from midepoch.transforms.provenance import Traced
 
 _log = logging.getLogger("midepoch")
 _warned = False
@@ -28,6 +30,28 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
     bits = np.packbits(padding, bitorder="little")  # pa.array would import pandas: 0.6 s
     mark = pa.Array.from_buffers(pa.bool_(), len(batch), [None, pa.py_buffer(bits.tobytes())])
     return batch.with_columns({**batch.columns, PADDING: mark})
+
+
+def named(batch: Batch, kind: str, options: Options) -> Batch:
+    """Add the columns of provenance, if a format has a value of its own for each row."""
+    return with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow") else batch
+
+
+def added(traced: Traced, options: Options) -> dict[str, Any] | None:
+    """Return the columns of provenance as numpy arrays, or None if there are none."""
+    return traced.arrays(options.provenance == PACKED) if options.provenance else None
+
+
+def completed(columns: Any, kind: str, options: Options, more: dict[str, Any] | None) -> Any:
+    """Return presented columns as this rank gets them: its part of every sequence, and ``more`` of provenance."""
+    if options.context is not None and options.layout is None:
+        columns = options.context.cut(columns, pads=options.pads)
+    if more is None or kind in ("python", "arrow"):
+        return columns
+    if any(name in columns for name in more):
+        check_names(columns, options.provenance)
+    columns.update(more)
+    return columns
 
 
 def arranged(batch: Batch, kind: str, options: Options, allocate: Allocate | None = None) -> dict[str, Any]:
@@ -53,7 +77,11 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
     function: Any = options.collate_fn
 
     def collate(seeds: Seeds | None) -> Any:
-        rows: Any = finish(present(batch, kind), kind) if options.collate_columns else present_rows(batch, kind)
+        if options.collate_columns:
+            columns = present(named(batch, kind, options), kind)
+            rows: Any = finish(completed(columns, kind, options, added(batch.traced, options)), kind)
+        else:
+            rows = present_rows(with_columns(batch, options.provenance) if options.provenance else batch, kind)
         if seeds is not None:
             first = batch.slice(0, 1)
             seeds.set(seeds.of(first.rows, first.ordinals)[0])

@@ -50,18 +50,23 @@ class Counted(LoaderSettings):
                 f"the number of batches is not known before the dataset has run ({spec.node.text}). Use "
                 "estimated_len, which estimates it from the batches so far."
             )
-        return batches_of(spec, self._options, known)
+        return batches_of(spec, self._options, known, self._first_step())
 
     def _batches_in_epoch(self) -> int:
         """Return the number of batches of this epoch. If they depend on the lengths of rows, all have to be planned."""
         spec, at, options = self._spec, self._where(), self._options
-        epoch, first = at.epoch + self._is_over(at), at.steps
-        if epoch == at.epoch and options.sizes is not None:  # the step at which the epoch began
-            first = options.sizes.step_at(max(0, options.sizes.before(first) - at.position // spec.shard.count))
+        epoch, first = at.epoch + self._is_over(at), self._first_step()
         key = (epoch if options.planning is not None else 0, first)
         if self._counts is None or self._counts[0] != key:
             self._counts = key, make_plan(spec, options, Cursor(epoch, steps=first)).share(spec.shard)
         return self._counts[1]
+
+    def _first_step(self) -> int:
+        """Return the step of the run at which the epoch began, or begins if the last one is over."""
+        at, sizes = self._where(), self._options.sizes
+        if sizes is None or self._is_over(at):
+            return at.steps
+        return sizes.step_at(max(0, sizes.before(at.steps) - at.position // self._spec.shard.count))
 
     @property
     def steps(self) -> int:
@@ -71,13 +76,17 @@ class Counted(LoaderSettings):
     @property
     def estimated_len(self) -> int | None:
         """The approximate number of batches of an epoch, or None before the first batch."""
-        spec = self._spec
-        if spec.has_positions:
+        spec, options = self._spec, self._options
+        if spec.has_positions or options.steps_per_epoch:
             return len(self)
         if spec.epoch_outputs:  # they were counted
-            return batches_of(spec, self._options, spec.epoch_outputs)
+            return batches_of(spec, options, spec.epoch_outputs, self._first_step())
         length = estimated_length(spec.node, self._where(), spec.lanes)
-        return None if length is None else max(1, round(length / (self._options.batch_size * spec.shard.count)))
+        if length is None:
+            return None
+        if options.sizes is not None:
+            return max(1, batches_of(spec, options, round(length), self._first_step()))
+        return max(1, round(length / (options.batch_size * spec.shard.count)))
 
     @property
     def epoch(self) -> int:

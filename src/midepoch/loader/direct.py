@@ -28,7 +28,7 @@ class DirectBatches:
 
     def __init__(self, maker: BatchMaker, plan: StepPlan, prefetch: int, workers: int) -> None:
         self._maker, self._plan, self._prefetch = maker, plan, max(1, prefetch)
-        self._chunks = maker.read(plan, 0, 1)
+        self._chunks = maker.read(plan, 0, 1, delivered=True)
         self._located: deque[Read] = deque(next(self._chunks, ()))
         self._toucher = _Toucher(maker, max(_THREADS, workers))
         self._faults = _faults()

@@ -56,21 +56,21 @@ class RankConsistencyCheck:
         self._loads = self._passes = 0
 
     def loaded(self) -> None:
-        """Note that a state was loaded, which may have changed the seed or the lanes."""
+        """Note that a state was loaded, weights were set or steps excluded: what is compared may have changed."""
         self._loads += 1
 
     def compare(self, identity: Mapping[str, Any], start: Cursor, excluded: Excluded, *, first: bool) -> None:
         """Compare what this rank loads and, after the first batch of a pass, also where the pass began."""
+        if excluded:
+            identity = {**identity, "excluded rows": crc32(excluded_text(excluded).encode())}
+        if start.done:
+            identity = {**identity, "excluded positions": crc32(start.done.encode().encode())}
         if first:
             self.check_identity(identity)
             return
         position, lanes = {"epoch": start.epoch}, start.lanes
         if lanes is None or lanes.known.count == 1 or not any(lane.ended for lane in lanes.by_lane.values()):
             position["position"] = start.position  # the same on all ranks, unless one of them has nothing left
-        if excluded:
-            position["excluded rows"] = crc32(excluded_text(excluded).encode())
-        if start.done:
-            position["excluded positions"] = crc32(start.done.encode().encode())
         self.check_pass(identity, position)
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 from midepoch.loader.counted import Counted
+from midepoch.loader.equal import RankConsistencyCheck
 from midepoch.loader.lanes import LaneSteps
 from midepoch.loader.plans import Plan
 from midepoch.loader.token_plan import TokenPlan
@@ -24,6 +25,8 @@ _log = logging.getLogger("midepoch")
 
 class Excluding(Counted):
     """The method of a loader that leaves out what is not to be delivered."""
+
+    _counterparts: RankConsistencyCheck | None = None
 
     def exclude(
         self, *, steps: range | None = None, rows: Iterable[int] | Mapping[str | int, Iterable[int]] | None = None
@@ -48,12 +51,12 @@ class Excluding(Counted):
             first, stop = _range_of(steps)
             cursor, count = self._without_steps(cursor, first, stop)
             _log.info("steps %d to %d are excluded: %d %s", first, stop - 1, count, self._counted_unit)
-            self._exclude_at(cursor, self._spec)
+            self._continue_at(cursor, self._spec)
             return count
         assert rows is not None
         spec, count = self._without_rows(cursor, rows)
         _log.info("%d rows are excluded from here on", count)
-        self._exclude_at(cursor, spec)
+        self._continue_at(cursor, spec)
         return count
 
     @property
@@ -70,8 +73,8 @@ class Excluding(Counted):
             return live.start if live.start.epoch > at.epoch else at
         return Cursor(at.epoch + 1, steps=at.steps) if self._is_over(at) else at
 
-    def _exclude_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
-        """Continue at a cursor, with a spec, both with the exclusion."""
+    def _continue_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
+        """Continue at a cursor, with a spec, in which something that comes has changed."""
         raise NotImplementedError
 
     def _without_steps(self, cursor: Cursor, first: int, stop: int) -> tuple[Cursor, int]:
@@ -106,8 +109,8 @@ class Excluding(Counted):
         lanes = spec.open(spec.shard, BundlesHere(spec.leaves, shared=spec.shard.count > 1), cursor)
         beginning = lanes.cursor()
         size = options.batch_size * spec.shard.count
-        counts = options.counts_steps or cursor.steps > 0
-        number = cursor.steps if counts else -(-cursor.position // size)
+        counts = options.counts(cursor)
+        number = cursor.steps if counts else cursor.position // size
         _check_ahead(first, number)
         steps = LaneSteps(lanes, options, None, number, counts=True)
         taken = [EMPTY] * len(lanes.numbers)

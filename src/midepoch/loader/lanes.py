@@ -33,7 +33,7 @@ class LaneSteps:
     ) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
         self._sizes, self._step = options.sizes, first_step
-        self._counts = counts or options.counts_steps or first_step > 0
+        self._counts = counts
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
         self._left, self._over = 0, False
@@ -109,9 +109,9 @@ class LaneBatches:
         self._spec, self._options, self._bundles, self._epoch = spec, options, bundles, cursor.epoch
         self._presenter = Presenter(spec, options)
         self._mine = bundles()
-        self._lanes = spec.open(spec.shard, self._mine, cursor)
-        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps)
-        self._taken, self._counts_steps = cursor.steps, options.counts_steps or cursor.steps > 0
+        self._lanes = spec.open(spec.shard, self._mine, cursor, traced=bool(options.provenance))
+        self._delivered_steps, self._counts_steps = cursor.steps, options.counts(cursor)
+        self._steps = LaneSteps(self._lanes, options, equal, cursor.steps, counts=self._counts_steps)
         self._timings, self._skipped, self._counted = timings, self._count_skipped(), (0, 0)
         here = isinstance(self._mine, BundlesHere) or not any(leaf.tail or leaf.can_skip for leaf in spec.leaves)
         self._measures = here and equal is None  # else workers or other ranks are waited for
@@ -132,31 +132,32 @@ class LaneBatches:
     @property
     def end(self) -> Cursor:
         """The cursor at the end of the epoch. Outputs that are left in the lanes are omitted."""
-        return self._lanes.cursor().at_end()._replace(steps=self._taken)
+        return self._lanes.cursor().at_end()._replace(steps=self._delivered_steps)
 
     def next(self) -> Made | None:
         """Return the next batch and the cursor after it, or None at the end."""
         while (deal := self._measured_step() if self._measures else self._steps.next()) is not None:
             self.begun = True
             if self._counts_steps:
-                self._taken = self._taken + 1 if deal is LaneSteps.PADDING else deal.steps
+                self._delivered_steps = self._delivered_steps + 1 if deal is LaneSteps.PADDING else deal.steps
             began = perf_counter()
             if deal is LaneSteps.PADDING:
                 # This rank has reached its end, and others have not.
-                return Made(self._presenter.padding(self._something(), self._epoch), self.end)
-            rows = deal.items.batches.places.size if isinstance(deal.items, Bunches) else len(deal.items)
+                value, traced = self._presenter.padding(self._something(), self._epoch)
+                return Made(value, self.end, traced=traced)
+            rows = deal.items.row_count if isinstance(deal.items, Bunches) else len(deal.items)
             if len(deal.items):
                 self._last = deal.items
-                value = self._presenter.batch(deal.items, self._epoch)
+                value, traced = self._presenter.batch(deal.items, self._epoch)
             elif self._options.last_batch == "pad":
-                value = self._presenter.padding(deal.some, self._epoch)
+                value, traced = self._presenter.padding(deal.some, self._epoch)
             else:
                 continue  # all of it is for other ranks
             self._timings.present += perf_counter() - began
             if self.packed != self._counted:
                 self._count_packed()
             before, self._skipped = self._skipped, self._count_skipped()
-            return Made(value, deal, rows, self._skipped - before)
+            return Made(value, deal, rows, self._skipped - before, traced=traced)
         return None
 
     def _measured_step(self) -> Any:
@@ -195,4 +196,5 @@ class LaneBatches:
         return self._last
 
     def _first(self, process: Shard, beginning: Cursor) -> StepOutputs | None:
-        return self._spec.open(process, self._bundles(), beginning).take(1)
+        traced = bool(self._options.provenance)
+        return self._spec.open(process, self._bundles(), beginning, traced=traced).take(1)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.checks import integer
 from midepoch.audit.leases import RETURNED, LeaseSteps
-from midepoch.loader.exclusion import Excluding
 from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, LeaseBook, Tracker, Waiting
 from midepoch.loader.options import check_continues
 from midepoch.loader.passes import Pass, Start
+from midepoch.loader.weighting import Weighting
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -131,7 +131,7 @@ class LeaseItems:
         return self._tracker.held
 
 
-class Leasing(Excluding):
+class Leasing(Weighting):
     """The methods of a loader that deal with leases."""
 
     leases: LeaseBook

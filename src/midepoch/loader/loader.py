@@ -12,7 +12,6 @@ from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
 from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.ledger import Ledger
-from midepoch.errors import CheckpointMismatchError
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.leases import LeaseBook
@@ -29,6 +28,7 @@ from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
 from midepoch.state import saved as states
+from midepoch.state.done import excluded_from_batches
 
 _log = logging.getLogger("midepoch")
 
@@ -129,9 +129,8 @@ class Loader(Leasing):
         if (left is not None and left.batches > 1) or (live is not None and live.delivered > 1):
             self._resume_point = None
         if self.how == "fresh" and not self._cursor.begun:
-            self.origin = Cursor(
-                epoch, steps=self._cursor.steps
-            )  # a run that begins there, as by those who make a loader for every epoch
+            # A run that begins there, as by those who make a loader for every epoch.
+            self.origin = Cursor(epoch, steps=self._cursor.steps)
         point = self._resume_point
         if (
             epoch != self._cursor.epoch
@@ -187,20 +186,15 @@ class Loader(Leasing):
         resumed = states.load_global(state, self._spec, allow, None if planning is None else planning.budget)
         check_known(resumed.cursor, Share.of(resumed.spec.lanes, self._spec.shard), resumed.spec.lanes)
         if planning is not None and resumed.spec.excluded:
-            raise CheckpointMismatchError(
-                "excluded",
-                f"{sum(map(len, resumed.spec.excluded)):,} rows are excluded",
-                "batches by max_tokens",
-                "such batches are planned with all rows. Resume with batches of a number of rows",
-            )
+            raise excluded_from_batches(sum(map(len, resumed.spec.excluded)))
         if planning is not None:  # plans the window in progress: its batches must be those that were saved
             make_plan(resumed.spec, self._options, resumed.cursor).has(0)
         return resumed
 
-    def _exclude_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
+    def _continue_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
         self.end_leases()
         live = self._live()
-        if spec is not self._spec:
+        if spec.excluded is not self._spec.excluded:
             self._sources.forget()
         if self._resume_point is not None and self._resume_point[:2] == cursor[:2]:
             self._resume_point = cursor
@@ -209,6 +203,8 @@ class Loader(Leasing):
             self._cursor, self.delivered = cursor, None
         else:
             self.delivered = cursor
+        if self._counterparts is not None:
+            self._counterparts.loaded()
         if live is not None and live.is_open:
             live.reopen()
 
@@ -238,7 +234,7 @@ class Loader(Leasing):
     def _begin_pass(self, start: Start | None = None, cursor: Cursor | None = None) -> Pass:
         if start is None:
             self.end_leases()
-        self._end_iteration()
+        self._end_pass()
         self._draw_seed()
         if cursor is not None:  # leases that were left are continued
             self._cursor, self.delivered, self._named = cursor, None, False
@@ -246,12 +242,10 @@ class Loader(Leasing):
         self.iterator = weakref.ref(batches)
         return batches
 
-    def data_pass(self, *, anew: bool = False) -> Pass:
-        """Return the pass over the data that passes of a number of steps share. ``anew``: begin the next one."""
-        if self._data_pass is None or anew:
-            loads = self.loads
+    def data_pass(self, *, next_epoch: bool = False) -> Pass:
+        """Return the pass over the data that passes of a number of steps share, or begin that of its next epoch."""
+        if self._data_pass is None or next_epoch:
             self._data_pass = self._begin_pass()
-            self.loads = loads  # the iterator over steps stays valid
         return self._data_pass
 
     def next_start(self) -> Start:
@@ -359,6 +353,7 @@ class Loader(Leasing):
             planning=self._options.planning,
             measured=self.meter,
             load=load,
+            sources=self.sources if self._options.provenance else (),
             leased=leased,
         )
 
@@ -381,11 +376,15 @@ class Loader(Leasing):
         return self.iterator() if self.iterator is not None else None
 
     def _end_iteration(self) -> None:
+        """End the pass in progress, and all iterators over a number of steps."""
+        self._end_pass()
+        self.loads += 1
+
+    def _end_pass(self) -> None:
         live = self._live()
         if live is not None:
             live.close()
         self.iterator = self._pass = self._data_pass = None
-        self.loads += 1
 
     def close(self) -> None:
         """Stop threads and workers now. They also stop with the loader, and with the process however it exits."""

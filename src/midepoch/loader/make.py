@@ -13,12 +13,14 @@ from midepoch.distributed.keyvalue import connected
 from midepoch.distributed.seeds import check_agreed
 from midepoch.distributed.world import find_world, groups_of
 from midepoch.errors import WorldError
+from midepoch.loader.batching import Batched, Batching
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck
 from midepoch.loader.loader import Loader
 from midepoch.loader.movers import check_device
 from midepoch.loader.options import PADDING, Options, SingleRow, ahead_for, check_drop, last_batch_of
-from midepoch.loader.shape import Shape, Shaped
+from midepoch.loader.provenance import provenance_of
 from midepoch.order import Shard
+from midepoch.order.schedule import Schedule
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share
@@ -43,15 +45,22 @@ def make_loader(
     last_batch: str | None,
     audit: Any,
     dataset: Any = None,
-    shape: Shape | None = None,
+    batching: Batching | None = None,
+    provenance: Any = False,
     **options: Any,
 ) -> Loader:
     """Return a loader of a pipeline from a cursor on. The arguments are those of ``Dataset.loader``, unchecked."""
     if not spec.rows:
         _log.warning("there are no rows to load: the split, slice, selection or filter is empty")
-    shape = Shape() if shape is None else shape
+    batching = Batching() if batching is None else batching
+    context = batching.context()
+    if rank is None and data_parallel is None:
+        rank, world_size = _without_context(context, spec.shard, rank, world_size)
+    shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
+    if spec.node.schedule is not None and batching.max_tokens is None:
+        batch_size = _scheduled_size(batch_size, spec.node.schedule, spec, shard.count)
     rows, sizes = batch_size, None
-    if shape.max_tokens is not None:
+    if batching.max_tokens is not None:
         if isinstance(rows, Mapping):
             raise ValueError("batch_size as a schedule and max_tokens exclude each other. Omit one of them.")
         rows = None if rows is None else integer(rows, "loader(batch_size=…)", 1)
@@ -67,12 +76,10 @@ def make_loader(
         batch_size, options["collate_fn"] = 1, SingleRow(options.get("collate_fn"))
     batch_size = integer(batch_size, "loader(batch_size=…)", 1)
     is_shard = spec.shard.count > 1  # of which the rows are already known
-    shaped = shape.applied(spec, dataset, options.get("collate_fn") is not None, rows)
-    spec = shaped.spec
-    if rank is None and data_parallel is None:
-        rank, world_size = _without_context(shape.context(), spec.shard, rank, world_size)
-    shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
-    _advise_lanes(shaped, shard)
+    collated = options.get("collate_fn") is not None
+    batched = batching.applied(spec, dataset, context, collated=collated, most_rows=rows)
+    spec = batched.spec
+    _advise_lanes(batched, shard)
     last_batch = last_batch_of(drop_last, last_batch)
     check_agreed(spec.seed_alone, shard.count)
     spec = replace(spec, shard=shard)
@@ -84,7 +91,7 @@ def make_loader(
     if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
         last_batch = "uneven"  # ranks that train together would wait for one without a batch
     row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
-    typical = batch_size if shaped.planning is None else shaped.planning.typical_rows
+    typical = batch_size if batched.planning is None else batched.planning.typical_rows
     made_rows = typical if spec.has_positions and spec.base.group is None else 1024  # in one piece, by a worker
     ahead = ahead_for(made_rows * row_bytes) if prefetch is None else prefetch
     chosen = Options(
@@ -93,12 +100,13 @@ def make_loader(
         prefetch=integer(ahead, "loader(prefetch=…)", 1),
         last_batch=last_batch,
         sizes=sizes,
-        planning=shaped.planning,
-        bunches=shaped.bunches,
-        steps_per_epoch=shape.steps(),
-        layout=shaped.layout,
-        context=shaped.context,
-        pads=shaped.pads,
+        planning=batched.planning,
+        bunches=batched.bunches,
+        steps_per_epoch=batching.steps(),
+        layout=batched.layout,
+        context=batched.context,
+        pads=batched.pads,
+        provenance=provenance_of(spec, provenance),
         **options,
     )
     if last_batch == "pad" and PADDING in (spec.node.known_columns or ()):
@@ -140,13 +148,13 @@ def _without_context(
     return 0, 1
 
 
-def _advise_lanes(shaped: Shaped, shard: Shard) -> None:
-    if shaped.bunches is not None and shaped.bunches.balance is not None and shard.count > 1 and not shard.index:
+def _advise_lanes(batched: Batched, shard: Shard) -> None:
+    if batched.bunches is not None and batched.bunches.balance is not None and shard.count > 1 and not shard.index:
         _log.warning(
             "balance has no effect between ranks whose lengths are known only when rows are made: each forms batches "
             "of its own rows. Pass length=ds.lengths(…), or cache() the rows."
         )
-    planning = shaped.planning
+    planning = batched.planning
     if shard.index or planning is None or planning.budget.balance is None:
         return
     group = planning.budget.group
@@ -165,6 +173,28 @@ def _check_drop(rows: int, options: Options, ranks: int, drop_last: bool) -> Non
         if not drop_last:
             raise
         _log.warning("%s", problem)  # the epoch is empty then, as in torch's loaders
+
+
+def _scheduled_size(given: Any, schedule: Schedule, spec: PipelineSpec, ranks: int) -> Any:
+    """Return the batch sizes of a rank by the schedule, or the given one if the schedule has none."""
+    sizes = schedule.batch_sizes(ranks)
+    counted = any(phase.steps is not None for phase in schedule.phases)
+    if counted and not spec.node.follows_schedule:
+        raise ValueError(
+            f"the phases of the schedule are in steps of the run, and steps after the mix change the number of rows "
+            f"({spec.node.text}): phases would end elsewhere. Filter and map the sources before they are mixed, and "
+            "call pack() without a length."
+        )
+    if given is schedule and sizes is None:
+        raise TypeError("loader() needs batch_size: the phases of the schedule have no global_batch_size.")
+    if given is schedule or sizes is None:
+        return given if sizes is None else sizes if len(sizes) > 1 else sizes[0]
+    if given not in (sizes, sizes[0] if len(sizes) == 1 else sizes):
+        raise ValueError(
+            f"loader(batch_size={given}): the schedule gives {', '.join(map(str, sizes.values()))} rows for each of "
+            f"{ranks} ranks. Omit batch_size."
+        )
+    return given
 
 
 def _counterparts_of(

@@ -9,6 +9,7 @@ from typing import Any
 from midepoch.errors import MidepochError
 from midepoch.order.budget import Budget
 from midepoch.order.sizes import BatchSizes
+from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.planned import Planning
 from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.layout import Layout
@@ -46,10 +47,8 @@ def check_continues(failure: BaseException | None, closed: bool) -> None:
 
 def check_drop(rows: int, options: Options, ranks: int) -> None:
     """Raise ValueError if an epoch would have no batch."""
-    size = options.batch_size if options.sizes is None else options.sizes.sizes[0]
-    if options.sizes is not None and options.last_batch == "drop" and 0 < rows < options.sizes.sizes[-1] * ranks:
-        size = options.sizes.sizes[-1]  # from its step on, every epoch would be empty
-    if options.budget is None and options.last_batch == "drop" and 0 < rows < size * ranks:
+    # Of sizes that change, batch_size is the largest: no epoch would have a batch at its step, so that no step follows.
+    if options.budget is None and options.last_batch == "drop" and 0 < rows < options.batch_size * ranks:
         raise ValueError(
             f"no batch would be left: the {rows:,} rows are fewer than a global batch of {options.batch_size:,} for "
             f"each of {ranks} ranks, and the last global batch is dropped if it is not full. Use smaller batches, or "
@@ -83,6 +82,7 @@ class Options:
     budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
     of them in a step. ``steps_per_epoch``: steps of a pass, 0 for all. ``layout``: how rows of different lengths become
     arrays. ``context``: the part of each sequence that this rank gets, padded with ``pads`` where necessary.
+    ``provenance``: the kind of provenance in batches ("rows", "packed"), or "" for none.
     """
 
     batch_size: int
@@ -105,11 +105,11 @@ class Options:
     layout: Layout | None = None
     context: ContextSlice | None = None
     pads: Mapping[str, Any] | None = None
+    provenance: str = ""
 
-    @property
-    def counts_steps(self) -> bool:
-        """True if something depends on the number of steps since the run began."""
-        return self.sizes is not None or self.steps_per_epoch > 0
+    def counts(self, cursor: Cursor) -> bool:
+        """Return True if steps are counted from a cursor on: something depends on them, or they were counted before."""
+        return self.sizes is not None or self.steps_per_epoch > 0 or cursor.steps > 0
 
     @property
     def budget(self) -> Budget | None:

@@ -107,6 +107,8 @@ class Pass(HasState):
                         self._recorded = True
                     if self.plan is None:
                         ledger.prepare_step(cursor)
+                    if made.traced is not None:
+                        ledger.documents.write(self.delivered, made.traced)
                     recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, cursor)
                 # The cursor moves only here, together with the batch. Python handles signals at calls, and there is

@@ -19,6 +19,7 @@ from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.spec import PipelineSpec
+from midepoch.transforms.provenance import Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,6 +34,8 @@ class Made(NamedTuple):
     empty: bool = False
     timings: Timings | None = None
     """The time that a worker has spent since its last report."""
+    traced: Traced | None = None
+    """The provenance of the rows without padding, if positions do not give it."""
 
 
 class BatchSource(Protocol):
@@ -144,18 +147,19 @@ class Plan:
     """Those of them that cursors contain. Other ones follow from rows that are excluded. None: all."""
 
     @staticmethod
-    def make(spec: PipelineSpec, options: Options, cursor: Cursor) -> Plan:
-        """Return the plan of a rank from a cursor on."""
+    def make(spec: PipelineSpec, options: Options, cursor: Cursor, rows: int | None = None) -> Plan:
+        """Return the plan of a rank from a cursor on. ``rows``: of the epoch, by default those of the pipeline."""
         ranks, sizes, ends = spec.shard.count, options.sizes, options.last_batch
+        rows = spec.rows if rows is None else rows
         if sizes is None:
             done = spec.done_after(cursor)
-            plan = Plan.of(cursor.epoch, cursor.position, spec.rows, options.batch_size * ranks, ends, done)
+            plan = Plan.of(cursor.epoch, cursor.position, rows, options.batch_size * ranks, ends, done)
             if spec.excluded:
                 plan = replace(plan, recorded=cursor.done)
-            if not (options.counts_steps or cursor.steps):
+            if not options.counts(cursor):
                 return plan
             return replace(plan, first_step=cursor.steps + (plan.start - cursor.position) // plan.global_batch)
-        start, rows, done = spec.done_after(cursor).left(cursor.position, spec.rows)
+        start, rows, done = spec.done_after(cursor).left(cursor.position, rows)
         of_all = BatchSizes(sizes.steps, tuple(size * ranks for size in sizes.sizes))
         first = cursor.steps + steps_filled(of_all, cursor.steps, start - cursor.position)
         plan = Plan(cursor.epoch, start, rows, of_all.at(first), ends == "pad", of_all, first, done, cursor.done)
@@ -178,7 +182,7 @@ class Plan:
     def numbers(self) -> StepNumbers:
         """The numbers of the steps, where some positions are done."""
         sizes = BatchSizes((0,), (self.global_batch,)) if self.sizes is None else self.sizes
-        first = -(-self.start // self.global_batch) if self.first_step is None else self.first_step
+        first = self.start // self.global_batch if self.first_step is None else self.first_step
         return StepNumbers.of(self.done, self.start, first, sizes)
 
     def __len__(self) -> int:
@@ -296,10 +300,9 @@ class Plan:
         return 0 if self.padded or not len(self) else max(0, ranks - (self.end - self.bounds(len(self) - 1)[0]))
 
 
-def batches_of(spec: PipelineSpec, options: Options, outputs: int) -> int:
-    """Return the number of batches of a rank, given the number of outputs of all ranks."""
-    if options.last_batch == "uneven":
-        # The last step does not count if it has no output for this rank.
-        return -(-spec.shard.before(outputs) // options.batch_size)
-    step = options.batch_size * spec.shard.count
-    return outputs // step if options.last_batch == "drop" else -(-outputs // step)
+def batches_of(spec: PipelineSpec, options: Options, outputs: int, first_step: int = 0) -> int:
+    """Return the number of batches of a rank in an epoch, given the number of outputs of all ranks.
+
+    ``first_step``: the step of the run at which the epoch begins, for batch sizes that change.
+    """
+    return Plan.make(spec, options, Cursor(steps=first_step), outputs).share(spec.shard)

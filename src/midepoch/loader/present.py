@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch.loader.collation import arranged, collated, marked
+from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
+from midepoch.loader.provenance import PACKED, DocumentsAhead
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import present
 from midepoch.transforms.generators import Generators
+from midepoch.transforms.provenance import DOCUMENTS, Traced
+
+
+class Presented(NamedTuple):
+    """A batch, and the provenance of its rows without padding, if it is traced."""
+
+    value: Any
+    traced: Traced | None
 
 
 class Presenter:
@@ -22,38 +31,46 @@ class Presenter:
         self._format = spec.format or ("torch" if plain else "python")
         self._options, self._generators = options, Generators(spec.node.seed, spec.global_seed or 0)
         self._pads = options.batch_size if options.last_batch == "pad" else None
-        self._arrays = options.collate_fn is None and self._format in ("numpy", "torch", "jax")
-        self._arrays = self._arrays and options.layout is None
+        arranges = options.collate_fn is not None or options.layout is not None
+        self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
+        self._ahead = DocumentsAhead()
 
-    def batch(self, items: Items, epoch: int) -> Any:
+    def batch(self, items: Items, epoch: int) -> Presented:
         """Return a batch of outputs, filled with some of them if it is padded."""
         genuine = len(items)
         if self._pads is not None and genuine < self._pads:
             items = items.keep(np.arange(self._pads) % genuine)
         return self._made(items, genuine, epoch)
 
-    def padding(self, items: Items, epoch: int) -> Any:
+    def padding(self, items: Items, epoch: int) -> Presented:
         """Return a batch of nothing but padding, made of some outputs."""
         assert self._pads is not None
         return self._made(items.keep(np.arange(self._pads) % len(items)), 0, epoch)
 
-    def _made(self, items: Items, genuine: int, epoch: int) -> Any:
+    def _made(self, items: Items, genuine: int, epoch: int) -> Presented:
+        kind, options = self._format, self._options
         if self._arrays and isinstance(items, RowRefs) and items.located is not None:
             columns: Any = {name: column.array(0, len(items)) for name, column in items.located.items()}
             if self._pads is not None:
                 columns[PADDING] = np.arange(len(items)) >= genuine
-            return self._cut(columns)
+            if not options.provenance:
+                return Presented(completed(columns, kind, options, None), None)
+            traced = items.traced
+            return Presented(completed(columns, kind, options, added(traced, options)), traced.first(genuine))
         batch = materialize(items)
-        if self._pads is not None:
+        if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
-            batch = marked(batch, np.arange(len(batch)) >= bounds[genuine] - bounds[0])
-        if self._options.layout is not None:
-            return arranged(batch, self._format, self._options)
-        if self._options.collate_fn is None:
-            return self._cut(present(batch, self._format))
-        return collated(batch, self._format, self._options, self._generators, epoch)
-
-    def _cut(self, columns: Any) -> Any:
-        """Return the part of every sequence that this rank gets."""
-        options = self._options
-        return columns if options.context is None else options.context.cut(columns, pads=options.pads)
+            genuine = int(bounds[genuine] - bounds[0])
+        if self._pads is not None:
+            batch = marked(batch, np.arange(len(batch)) >= genuine)
+        traced = batch.traced
+        if options.collate_fn is not None:
+            value = collated(batch, kind, options, self._generators, epoch)
+        elif options.layout is not None:
+            value = completed(arranged(batch, kind, options), kind, options, added(traced, options))
+        else:
+            columns = present(named(batch, kind, options), kind)
+            ahead = kind == "torch" and options.provenance == PACKED
+            more = {DOCUMENTS: self._ahead.take(traced.table)} if ahead else added(traced, options)
+            value = completed(columns, kind, options, more)
+        return Presented(value, traced.first(genuine) if options.provenance else None)

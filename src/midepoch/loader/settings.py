@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from midepoch._internal.hints import no_attribute
 from midepoch.loader.measured import Measured
 from midepoch.loader.options import Options, SingleRow
+from midepoch.loader.provenance import source_names
 from midepoch.order import Shard
 from midepoch.pipeline.spec import PipelineSpec
 
@@ -122,6 +123,14 @@ class LoaderSettings(Measured):
     def timeout(self) -> float:
         """The seconds to wait for a worker, or 0 for any time."""
         return self._options.timeout
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources, by the numbers in ``source`` of batches with provenance.
+
+        They are those of the mix, or else the paths of the data.
+        """
+        return source_names(self._spec)
 
     @property
     def shard(self) -> Shard:

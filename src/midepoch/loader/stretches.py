@@ -48,6 +48,6 @@ class Stretch(HasState):
             return value
         if loader.steps >= self._stop:  # the last step of the epoch had no batch for this rank
             raise StopIteration
-        for value in loader.data_pass(anew=True):  # of the next epoch of the data
+        for value in loader.data_pass(next_epoch=True):
             return value
         raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")

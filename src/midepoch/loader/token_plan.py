@@ -46,7 +46,7 @@ class TokenPlan:
         start = cursor.done.after(cursor.position)
         self.rows, self._start, self.begin = leaf.rows, start, cursor
         self.done = cursor.done.from_(start)
-        self._steps = cursor.steps if options.counts_steps or cursor.steps else None
+        self._steps = cursor.steps if options.counts(cursor) else None
         if self._steps is not None:
             self._steps += (start - cursor.position) // self._ranks
         self._typical = options.planning.typical_rows
@@ -192,7 +192,7 @@ class TokenPlan:
     @cached_property
     def numbers(self) -> StepNumbers:
         """The numbers of the steps, where some batches are done."""
-        first = -(-self._start // self._ranks) if self._steps is None else self._steps
+        first = self._start // self._ranks if self._steps is None else self._steps
         return StepNumbers.of(self.done, self._start, first, BatchSizes((0,), (self._ranks,)))
 
     def turns(self, steps: Int64Array) -> Int64Array:

@@ -95,6 +95,11 @@ class Budget:
             separators=(",", ":"),
         )
 
+    @property
+    def words(self) -> str:
+        """The settings as arguments of a loader, for messages."""
+        return in_words(self.text)
+
     def earlier(self, text: str) -> Budget | None:
         """Return the budget that a text describes, with the functions of this one. None if they are different."""
         if text == self.text:
@@ -236,6 +241,25 @@ def _ascending(keys: Int64Array) -> Int64Array:
 def _parts(count: int, most: int) -> Int64Array:
     pieces = -(-count // most)
     return np.full(pieces, count // pieces, np.int64) + (np.arange(pieces) < count % pieces)
+
+
+def in_words(text: str) -> str:
+    """Return the settings in a text of ``Budget`` as arguments of a loader. Any other text is returned as it is."""
+    try:
+        tokens, rows, multiple, padded, window, balance, group, length = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return text
+    given = {
+        "max_tokens": tokens,
+        "batch_size": rows or None,
+        "pad_to_multiple_of": multiple if multiple != 1 else None,
+        "layout": None if padded else "varlen",
+        "bucket_window": window,
+        "balance": balance or None,
+        "length": length,
+    }
+    settings = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    return ", ".join([*settings, *([f"in groups of {group}"] if balance else [])])
 
 
 def checked_balance(balance: Any) -> str | Cost | None:

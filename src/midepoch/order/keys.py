@@ -19,6 +19,7 @@ PURPOSE = {
     "weighted": 11,
     "weighted once": 12,
     "batches": 13,
+    "schedule": 14,
 }
 """Numbers that are a permanent part of the order: never renumber, only add."""
 

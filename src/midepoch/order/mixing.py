@@ -42,7 +42,7 @@ def spans(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MixOrder:
     """Sources of the positions of one lane in one epoch. ``schedule_version`` counts the changes of the mix."""
 
     counts: tuple[int, ...]

@@ -15,6 +15,7 @@ from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
 from midepoch.transforms.batch import alike, with_ordinals
+from midepoch.transforms.provenance import Int16Array, Traced
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -24,12 +25,14 @@ class RowRefs:
     """Rows of sources that are not read yet: their sources and row numbers, and their locations in memory if known."""
 
     engines: Sequence[Engine]
-    leaves: Int64Array
+    leaves: Int16Array
     rows: Int64Array
     located: dict[str, Located] | None = None
     ordinals: Int64Array | None = None
     schema: Conform | None = None
     """The schema to which rows are converted when they are read, if sources differ."""
+    draws: bool = False
+    """True if some of the rows are ids of draws by weight."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,6 +57,15 @@ class RowRefs:
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
         return replace(self, ordinals=with_ordinals(ordinals, number))
 
+    @property
+    def traced(self) -> Traced:
+        """The provenance of the rows."""
+        rows = self.rows
+        if self.draws:
+            for number, engine in enumerate(self.engines):
+                rows = np.where(self.leaves == number, engine.row_numbers(rows), rows)
+        return Traced(rows, self.leaves)
+
     def read(self) -> Batch:
         """Read the rows."""
         batch = self._read()
@@ -65,6 +77,7 @@ class RowRefs:
         for leaf in np.unique(self.leaves).tolist():
             places = np.flatnonzero(self.leaves == leaf)
             part = self.engines[leaf].read(self.rows[places])
+            part = replace(part, leaves=leaf) if leaf else part
             parts.append(part if self.schema is None else self.schema.conform(part))
             found.append(places)
         if len(parts) == 1:
@@ -134,6 +147,11 @@ class Bunches:
         return replace(self, rows=self.rows.with_ordinals(number))
 
     @property
+    def row_count(self) -> int:
+        """The number of rows of all of them."""
+        return int(self.batches.bounds[-1] - self.batches.bounds[0])
+
+    @property
     def chosen(self) -> Batch | RowRefs | Pieces:
         """The rows of all of them, in their order."""
         places, bounds = self.batches
@@ -171,7 +189,8 @@ def joined(parts: Sequence[Items]) -> Items:
         zeros = [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in refs]
         ordinals = np.concatenate(zeros)
     located = _join_located([part.located for part in refs])
-    return RowRefs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema)
+    draws = any(part.draws for part in refs)
+    return RowRefs(refs[0].engines, leaves, rows, located, ordinals, refs[0].schema, draws)
 
 
 def _joined_bunches(parts: Sequence[Bunches]) -> Bunches:
@@ -270,6 +289,15 @@ class Pulled:
             mark, left = (chunk, start + step), left - step
         return at_mark(mark)
 
+    def pieces_after(self, count: int) -> list[tuple[Chunk, int, int]]:
+        """Return the pieces of all but the first ``count`` of them."""
+        pieces = []
+        for chunk, start, stop in self._pieces:
+            if count < stop - start:
+                pieces.append((chunk, start + count, stop))
+            count = max(0, count - (stop - start))
+        return pieces
+
     def before(self, number: int) -> At:
         """Return the cursor right before one of them."""
         for chunk, start, stop in self._pieces:
@@ -291,6 +319,7 @@ class Puller:
         self._flow = flow
         self._chunk: Chunk | None = None
         self._length = self._next = 0
+        self._returned: list[tuple[Chunk, int, int]] = []  # outputs that come before the next chunk
         self._cursor = cursor
 
     @property
@@ -304,6 +333,9 @@ class Puller:
     def has_more(self) -> bool:
         """Return True if outputs are left. Pull the next chunk if necessary."""
         while self._next >= self._length:
+            if self._returned:
+                self._chunk, self._next, self._length = self._returned.pop(0)
+                continue
             chunk = self._flow.pull()
             if chunk is None:
                 return False
@@ -320,3 +352,11 @@ class Puller:
             pieces.append((self._chunk, self._next, self._next + step))
             self._next, count = self._next + step, count - step
         return Pulled(pieces, before)
+
+    def give_back(self, pulled: Pulled, keep: int) -> None:
+        """Take back all but the first ``keep`` of the outputs that were taken last. They come again."""
+        if pieces := pulled.pieces_after(keep):
+            if self._chunk is not None and self._next < self._length:
+                pieces.append((self._chunk, self._next, self._length))
+            self._returned[:0] = pieces
+            self._chunk, self._next, self._length = self._returned.pop(0)

@@ -11,7 +11,6 @@ from midepoch.errors import ColumnError
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, RowRefs, bytes_in, materialize
 from midepoch.pipeline.cursor import At, PartsAt
 from midepoch.pipeline.node import Concat, Mix
-from midepoch.transforms import Batch
 
 _FIRST, _MOST = 16, 4096
 _QUICK, _SLOW = 0.01, 0.05
@@ -119,7 +118,7 @@ class Zipped:
         owned = all(batch.owned for batch in batches)
         nullable = {name: paths for batch in batches for name, paths in batch.nullable.items()}
         first = batches[0]
-        made = Batch(columns, first.rows, first.places, owned, nullable, first.ordinals)
+        made = replace(first, columns=columns, owned=owned, nullable=nullable)
         self._growing.made(made)
         return Chunk(
             made,

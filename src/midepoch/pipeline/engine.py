@@ -108,9 +108,10 @@ class Engine:
         return chosen // self._numbers if self._numbers else None
 
     def _source_rows(self, chosen: Int64Array) -> Int64Array:
-        return self.leaf.order.selection.source_rows(self._row_numbers(chosen))
+        return self.leaf.order.selection.source_rows(self.row_numbers(chosen))
 
-    def _row_numbers(self, chosen: Int64Array) -> Int64Array:
+    def row_numbers(self, chosen: Int64Array) -> Int64Array:
+        """Return the row numbers of what ``chosen`` returned."""
         return chosen % self._numbers if self._numbers else chosen
 
     def reached(self, epoch: int, position: int) -> None:
@@ -230,7 +231,7 @@ class Engine:
         columns: dict[str, Any] = dict(zip(self._names, rows.batch.columns, strict=True))
         columns.update(self._encoded(rows))
         kept = chosen if rows.kept is None else chosen[places]
-        return Batch(columns, self._row_numbers(kept), places, rows.owned, self._nullable, self.draws(kept))
+        return Batch(columns, self.row_numbers(kept), places, rows.owned, self._nullable, self.draws(kept))
 
     def _encoded(self, found: Rows) -> dict[str, Encoded]:
         """Return the columns that ``datasets`` has to decode."""

@@ -39,9 +39,11 @@ class Share:
 class Lanes:
     """The lanes of one process, from a cursor on."""
 
-    def __init__(self, spec: Node, lanes: int, share: Share, bundles: Bundles, cursor: Cursor) -> None:
+    def __init__(
+        self, spec: Node, lanes: int, share: Share, bundles: Bundles, cursor: Cursor, *, traced: bool = False
+    ) -> None:
         self.share, self._start = share, cursor
-        self.packing = Packing()
+        self.packing = Packing(traced=traced)
         self.numbers = share.lanes.positions(0, lanes).tolist()
         fresh = LaneCursor(0, False, start(spec))
         known = {} if cursor.lanes is None else cursor.lanes.by_lane

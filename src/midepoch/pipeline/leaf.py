@@ -17,7 +17,9 @@ from midepoch.transforms import (
     FlatMap,
     Function,
     Map,
+    RemoveColumns,
     RenameColumns,
+    SelectColumns,
     Step,
     Unbatch,
 )
@@ -89,6 +91,17 @@ class Leaf:
     def tail(self) -> tuple[Step, ...]:
         """The steps from the first function on."""
         return self.steps[self._first :]
+
+    def stored_column(self, column: str) -> tuple[str | None, Step | None]:
+        """Return the name of a column in the source, and None. None and a step if that step makes or removes it."""
+        name = column
+        for step in reversed(self.tail):
+            old = {new: old for old, new in step.mapping}.get(name) if isinstance(step, RenameColumns) else None
+            if old is not None:
+                name = old
+            elif not _keeps(step, name):
+                return None, step
+        return self.head.get(name), None
 
     @cached_property
     def known_columns(self) -> tuple[str, ...] | None:
@@ -169,6 +182,23 @@ def columns_after(steps: tuple[Step, ...], names: tuple[str, ...]) -> tuple[str,
         elif isinstance(step, (Map, FlatMap)):
             return None
     return names
+
+
+def _keeps(step: Step, column: str) -> bool:
+    """Return True if a step certainly leaves the values of a column as they are."""
+    if isinstance(step, SelectColumns):
+        return column in step.names
+    if isinstance(step, RemoveColumns):
+        return column not in step.names
+    if isinstance(step, RenameColumns):
+        return column not in dict(step.mapping)
+    if isinstance(step, Cast):
+        return column not in dict(step.types)
+    if isinstance(step, Decode):
+        return column != step.column
+    if not isinstance(step, Map) or step.outputs is None:
+        return False
+    return column not in (*step.outputs, *step.remove_columns)
 
 
 def group_of(steps: tuple[Step, ...]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from midepoch.order.schedule import Schedule
 from midepoch.pipeline.cursor import At, Cursor
 from midepoch.pipeline.leaf import Leaf, is_one_to_one
 from midepoch.pipeline.node import Concat, Mix, Node
@@ -14,6 +15,8 @@ from midepoch.transforms.packing import PackSpec
 def known_length(node: Node) -> int | None:
     """Return the number of outputs of an epoch, or None if it cannot be computed."""
     if node.stages:
+        if isinstance(node.stages[-1], PackSpec) and node.stages[-1].schedule is not None:
+            return _scheduled_length(node, node.stages[-1].schedule)
         stage, before = node.stages[-1], known_length(node.before)
         if before is None or isinstance(stage, Window):
             return before
@@ -24,11 +27,18 @@ def known_length(node: Node) -> int | None:
     base = node.base
     if isinstance(base, Leaf):
         return base.rows if base.one_to_one and not base.can_skip else None
+    if isinstance(base, Mix) and base.schedule is not None:
+        return _scheduled_length(node, base.schedule) if base.schedule.unit == "rows" else None
     parts = [known_length(part) for part in base.parts]
     if isinstance(base, Mix) or None in parts:
         return None
     counts = [part for part in parts if part is not None]
     return sum(counts) if isinstance(base, Concat) else min(counts)
+
+
+def _scheduled_length(node: Node, schedule: Schedule) -> int | None:
+    """Return the outputs of all phases, or None if a phase has no end, or sources may have all of their passes."""
+    return None if schedule.max_passes or not node.follows_schedule else schedule.plan[-1].outputs
 
 
 def estimated_length(spec: Node, cursor: Cursor, lanes: int) -> float | None:
@@ -72,7 +82,7 @@ def _estimate(spec: Node, cursors: Sequence[At], outputs: float, lanes: int) -> 
         estimates = [_estimate(one, [at[n] for at in cursors], outputs, lanes) for n, one in enumerate(base.parts)]
         return min((each for each in estimates if each is not None), default=None)
     if base.stop == "never":
-        return None
+        return None if base.schedule is None else base.schedule.plan[-1].outputs
     lengths = []
     active = [(number, one) for number, one in enumerate(base.parts) if base.counts[number]]
     for number, one in active:
@@ -98,7 +108,7 @@ def _seen(spec: Node, cursors: Sequence[At], lanes: int) -> float:
     if isinstance(base, Leaf):
         return float(sum(at[0] for at in cursors))
     if isinstance(base, Mix):
-        return float(sum(at[0] for at in cursors))
+        return float(sum(at[0] if base.schedule is None else at[3] for at in cursors))
     if isinstance(base, Concat):
         return sum(
             sum(leaf.rows for part in base.parts[: at[0]] for leaf in part.leaves) / lanes

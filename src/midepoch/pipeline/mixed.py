@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch.order import Shard
-from midepoch.order.mixing import Schedule, spans
+from midepoch.order.mixing import MixOrder, spans
 from midepoch.pipeline.chunk import Chunk, Items, joined
 from midepoch.pipeline.combined import Growing
 from midepoch.pipeline.cursor import At
@@ -33,28 +33,28 @@ class Mixed:
         self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
         self._position, self._schedule_version, parts, *old = cursor
         self._old: At = old[0] if old else None  # the mix before a change, as long as it still applies
-        self._schedule = self._make_schedule()
+        self._order = self._make_order()
         self._parts = [
             Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
         ]
         self._active = [number for number, count in enumerate(mix.counts) if count]
         self._ended = False
 
-    def _make_schedule(self) -> Schedule:
+    def _make_order(self) -> MixOrder:
         if self._old is None:
-            return Schedule(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
-        return old_schedule(self._old, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
+            return MixOrder(self._mix.counts, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
+        return old_order(self._old, self._mix.seed, self._epoch, self._lane.index, self._schedule_version)
 
     def pull(self) -> Chunk | None:
         if self._ended or (self._mix.stop == "all" and all(self._parts[number].exhausted for number in self._active)):
             return None
         if self._old is not None and self._position >= self._old[0]:
             self._old, self._position, self._schedule_version = None, 0, self._schedule_version + 1
-            self._schedule = self._make_schedule()
+            self._order = self._make_order()
         size, first, old = self._growing.next(), self._position, self._old
         if old is not None:
             size = min(size, old[0] - first)
-        sources = self._schedule.sources(first, first + size)
+        sources = self._order.sources(first, first + size)
         if old is not None:
             sources = np.array([number for _, number in old[1]])[sources]
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
@@ -63,7 +63,7 @@ class Mixed:
         if end is not None or all(self._parts[number].barren for number in self._active):
             self._ended, size = True, size if end is None else end
         self._position += size
-        schedule_version, items, filled = self._schedule_version, *_in_order(draws, places, size)
+        schedule_version, items, filled = self._schedule_version, *in_order(draws, places, size)
         self._growing.made(items)
 
         def at(outputs: int) -> At:
@@ -108,15 +108,15 @@ class Mixed:
         return latest
 
 
-def old_schedule(old: At, seed: int, epoch: int, lane: int, schedule_version: int) -> Schedule:
+def old_order(old: At, seed: int, epoch: int, lane: int, schedule_version: int) -> MixOrder:
     """Return the schedule of a mix before it was changed.
 
     ``old``: [position up to which it applies, [[weight, current number of the part], …]].
     """
-    return Schedule(spans([weight for weight, _ in old[1]]), seed, epoch, lane, schedule_version)
+    return MixOrder(spans([weight for weight, _ in old[1]]), seed, epoch, lane, schedule_version)
 
 
-def _in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
+def in_order(draws: Sequence[Draw], places: Sequence[Int64Array], size: int) -> tuple[Items, Int64Array]:
     """Return the outputs of the parts in the order of their positions, up to the end, and those positions."""
     parts = [(items, where[: len(items)]) for draw, where in zip(draws, places, strict=True) if (items := draw.items())]
     if not parts:

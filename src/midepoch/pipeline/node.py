@@ -11,6 +11,7 @@ from itertools import chain
 from midepoch.order import Weighted
 from midepoch.order.budget import Budget
 from midepoch.order.mixing import spans
+from midepoch.order.schedule import Schedule
 from midepoch.pipeline.leaf import Leaf, arguments_text, columns_after
 from midepoch.pipeline.schema import Known, Schema, known_of, schema_of
 from midepoch.pipeline.stage_specs import Buckets, Local, Rebatch, Slice, StageSpec, Window, skips
@@ -22,13 +23,21 @@ STOPS = ("first", "all", "never")
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """Outputs of several flows, interleaved by their weights."""
+    """Outputs of several flows, interleaved by their weights.
+
+    ``schedule``: weights by position; then ``weights`` are those of the first phase. ``tokens``: the column whose
+    tokens the schedule counts, and the tokens that are added to each row. ``learned``: weights that were set during
+    the run, and the number of the phase in which they apply (0 without a schedule).
+    """
 
     parts: tuple[Node, ...]
     weights: tuple[float, ...]
     seed: int
     stop: str = "first"
     names: tuple[str, ...] = ()
+    schedule: Schedule | None = None
+    tokens: tuple[str, int] | None = None
+    learned: tuple[int, tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
@@ -37,7 +46,17 @@ class Mix:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        return spans(self.weights)
+        """The count of each part in a span of positions, without a schedule."""
+        return spans(self.current)
+
+    @property
+    def current(self) -> tuple[float, ...]:
+        """The weights, or those that were set during the run."""
+        return self.weights if self.learned is None else self.learned[1]
+
+    def most_passes(self, number: int) -> int | None:
+        """Return the most passes over a part, or None if a schedule does not limit them."""
+        return None if self.schedule is None else self.schedule.max_passes.get(self.names[number])
 
     @cached_property
     def tags(self) -> tuple[int, ...]:
@@ -51,7 +70,8 @@ class Mix:
 
     @property
     def text(self) -> str:
-        return f"mix[{self.stop} seed={self.seed}]"
+        kind = self.stop if self.schedule is None else f"schedule {self.schedule.unit}"
+        return f"mix[{kind} seed={self.seed}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +188,22 @@ class Node:
         """The budget of batches by tokens, if they are made here."""
         last = self.stages[-1] if self.stages else None
         return last.budget if isinstance(last, Buckets) else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the mix that outputs are made from, if it has one."""
+        return self.base.schedule if isinstance(self.base, Mix) else None
+
+    @property
+    def follows_schedule(self) -> bool:
+        """True if each row that a schedule counts is one output, or each of its sequences."""
+        follows = (
+            isinstance(stage, Window)
+            or (isinstance(stage, Local) and stage.keeps_rows)
+            or (isinstance(stage, PackSpec) and stage.schedule is not None)
+            for stage in self.stages
+        )
+        return self.schedule is not None and all(follows)
 
     @property
     def is_rows(self) -> bool:

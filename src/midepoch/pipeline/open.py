@@ -14,6 +14,7 @@ from midepoch.pipeline.mixed import Mixed
 from midepoch.pipeline.node import Concat, Mix, Node, path_below
 from midepoch.pipeline.passes import AGAIN, BORROWING, FIRST
 from midepoch.pipeline.rows import Bundles, LazyRows, Rows
+from midepoch.pipeline.scheduled import Scheduled, is_held
 from midepoch.pipeline.stages import Packing, stage
 from midepoch.transforms import RunContext
 from midepoch.transforms.generators import Generators
@@ -30,7 +31,7 @@ def open_flow(
 
         base_seed = bundles.engines[leaf].leaf.global_seed or 0
         run = RunContext(spec.seed, epoch, path=path, generators=Generators(spec.seed, base_seed, path))
-        return stage(spec.stages[-1], source, cursor, run, packing)
+        return stage(spec.stages[-1], source, cursor, run, packing, lane)
     base = spec.base
     if isinstance(base, Leaf):
         opened = LazyRows if spec.plain and not bundles.engines[leaf].leaf.excluded else Rows
@@ -44,7 +45,8 @@ def open_flow(
         return open_flow(base.parts[number], bundles, packing, of_epoch, of_lane, inner, firsts[number], below)
 
     if isinstance(base, Mix):
-        return Mixed(base, open_part, start(spec), epoch, lane, cursor)
+        mixed = Mixed if base.schedule is None else Scheduled
+        return mixed(base, open_part, start(spec), epoch, lane, cursor)
     if isinstance(base, Concat):
         starts = [start(part) for part in base.parts]
 
@@ -61,6 +63,7 @@ def start(spec: Node) -> At:
     cursor: At = [0, 0]
     if isinstance(spec.base, Mix):
         cursor = [0, 0, [[0, 0, start(part)] for part in spec.base.parts]]
+        cursor += [0] if spec.base.schedule is not None else []
     elif isinstance(spec.base, Concat):
         cursor = [0, start(spec.base.parts[0])]
     elif not isinstance(spec.base, Leaf):
@@ -90,7 +93,8 @@ def _fits(spec: Node, cursor: Any) -> bool:
     if isinstance(base, Mix):
         return (
             isinstance(cursor, list)
-            and (len(cursor) == 3 or (len(cursor) == 4 and _is_old(cursor[3], len(base.parts))))
+            and len(cursor) >= (3 if base.schedule is None else 4)
+            and (len(cursor) == 3 or _is_continued(cursor[3:], base))
             and is_count(cursor[0])
             and is_count(cursor[1])
             and _is_list(cursor[2], len(base.parts))
@@ -101,6 +105,13 @@ def _fits(spec: Node, cursor: Any) -> bool:
         inside = _is_list(cursor, 2) and is_count(cursor[0]) and cursor[0] < len(base.parts)
         return inside and _fits(base.parts[cursor[0]], cursor[1])
     return _is_list(cursor, len(base.parts)) and all(map(_fits, base.parts, cursor))
+
+
+def _is_continued(rest: list[Any], base: Mix) -> bool:
+    """Return True for the end of the cursor of a changed or scheduled mix."""
+    if base.schedule is None:
+        return len(rest) == 1 and _is_old(rest[0], len(base.parts))
+    return is_count(rest[0]) and (len(rest) == 1 or (len(rest) == 2 and is_held(rest[1], len(base.parts))))
 
 
 def _is_old(value: Any, parts: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from midepoch.order import Shard
-from midepoch.pipeline.chunk import Flow, Items, Pulled, Puller, joined
+from midepoch.pipeline.chunk import Chunk, Flow, Items, Pulled, Puller, joined
 from midepoch.pipeline.combined import conformer
 from midepoch.pipeline.cursor import At
 from midepoch.pipeline.node import Mix
@@ -19,6 +19,10 @@ FIRST, AGAIN, BORROWING = 0, 1, 2
 The last is for a lane in which a pass yielded nothing, as when a source has fewer rows than there are lanes: the
 weights apply in every lane.
 """
+
+
+ENDED = 1 << 40
+"""Number of the pass of a part that a scheduled mix cannot draw from any more, if its passes are not limited."""
 
 
 def pair(epoch: int, run: int) -> int:
@@ -56,9 +60,17 @@ class Part:
     ) -> None:
         self._number, self._open_part, self._start, self._epoch, self._lane = number, open_part, start, epoch, lane
         self._again, self._tag = mix.stop != "first", mix.tags[number]
+        self._limited, self._most = mix.most_passes(number) is not None, mix.most_passes(number) or ENDED
         self._conform = conformer(mix, number)
         self._pass, self._stage = run, stage
-        self._open(cursor)
+        self._drawn: list[tuple[tuple[int, int, Puller, bool, bool], Pulled]] = []  # the last draw
+        self.spent = run >= self._most
+        """True if it has had all of its passes, or yields nothing, and a schedule does not draw from it any more."""
+        if self.spent:
+            cursor = start
+            self._intake = Puller(_Nothing(), start)
+        else:
+            self._open(cursor)
         self._found = cursor != start  # this pass has yielded outputs
         # The round over all lanes has yielded outputs, or may have: outputs before a resume are not known.
         self._found_in_turn = self._found or run % lane.count > 0
@@ -83,9 +95,11 @@ class Part:
         before = [self._pass, self._stage, self._start if self.barren else self._intake.cursor]
         taken: list[tuple[int, int, Pulled]] = []
         ends: list[int] = []
-        got = 0
-        while got < count and not self.barren:
+        got, self._drawn = 0, []
+        while got < count and not self.barren and not self.spent:
+            begun = (self._pass, self._stage, self._intake, self._found, self._found_in_turn)
             pulled = self._intake.take(count - got)
+            self._drawn.append((begun, pulled))
             if pulled.count:
                 taken.append((self._pass, self._stage, pulled))
                 got, self._found = got + pulled.count, True
@@ -98,8 +112,26 @@ class Part:
         numbers = [run_number(run, stage, self._lane) for run, stage, _ in taken]
         return Draw([(self._tag << 24) + number for number in numbers], self._conform, before, taken, ends)
 
+    def give_back(self, keep: int) -> None:
+        """Take back all but the first ``keep`` outputs of the last draw, and the passes that began after them."""
+        for begun, pulled in self._drawn:
+            if keep <= pulled.count:
+                self._pass, self._stage, self._intake, self._found, self._found_in_turn = begun
+                self._found |= keep > 0
+                self.barren = self.spent = False
+                self._intake.give_back(pulled, keep)
+                return
+            keep -= pulled.count
+
+    def end(self) -> None:
+        """Never draw from it again."""
+        self._pass, self._stage, self._intake, self.spent = self._most, AGAIN, Puller(_Nothing(), self._start), True
+
     def _next_pass(self) -> None:
         """Begin again. If this pass yielded nothing, continue with the shards of all lanes in turn."""
+        if self._limited and (not self._found or self._pass + 1 >= self._most):
+            self.spent = True
+            return
         lanes, yielded, self._found = self._lane.count, self._found, False
         if self._stage != BORROWING and not yielded:
             self._pass, self._stage, self._found_in_turn = 0, BORROWING, False
@@ -115,6 +147,13 @@ class Part:
             self._open(self._start)
 
 
+class _Nothing:
+    """The flow of a part that is not iterated any more."""
+
+    def pull(self) -> Chunk | None:
+        return None
+
+
 class Draw:
     """Outputs taken from a part in one call. ``ends``: numbers of outputs after which it began again, or ended."""
 
@@ -127,6 +166,11 @@ class Draw:
         ends: list[int],
     ) -> None:
         self._numbers, self._conform, self._before, self._taken, self.ends = numbers, conform, before, taken, ends
+
+    @property
+    def count(self) -> int:
+        """The number of outputs."""
+        return sum(taken.count for _, _, taken in self._taken)
 
     @property
     def exhausted(self) -> bool:

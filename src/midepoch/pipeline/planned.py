@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from midepoch.errors import CheckpointMismatchError, ColumnError
 from midepoch.order import EpochOrder, Layout, Order
-from midepoch.order.budget import Batches, Budget, TooLongError
+from midepoch.order.budget import Batches, Budget, TooLongError, in_words
 from midepoch.order.intervals import Intervals
 from midepoch.order.keys import derive
 from midepoch.pipeline.cursor import Cursor, PlannedAt
@@ -286,8 +286,8 @@ def changed_lengths(budget: Budget) -> CheckpointMismatchError:
     """Return the error for a window whose batches are not those of the state."""
     return CheckpointMismatchError(
         "batches",
-        f"{budget.text}, of other rows",
-        f"{budget.text}, of these",
+        f"{budget.words}, of other rows",
+        f"{budget.words}, of these",
         "the lengths of rows, or a function given as length= or balance=, have changed since it was saved, in the "
         "middle of a window of batches by max_tokens: rows would be lost or repeated",
     )
@@ -297,8 +297,8 @@ def changed_budget(text: str, budget: Budget) -> CheckpointMismatchError:
     """Return the error for a state in the middle of a window of other batches, which cannot be formed here."""
     return CheckpointMismatchError(
         "batches",
-        text,
-        budget.text,
+        in_words(text),
+        budget.words,
         "the state is in the middle of a window of batches by max_tokens, whose lengths were counted differently: pass "
         "the same length= and the same functions. max_tokens, bucket_window and pad_to_multiple_of may change",
     )

@@ -230,6 +230,7 @@ class Rows:
             return None
         first, skip, by_row, kept = self._row, self._skip, self._by_row, self._kept
         stop, made = self._bundles.take(self._leaf, self._epoch, self._lane, first, self._total)
+        made = replace(made, leaves=self._leaf) if self._leaf else made
         self._row, self._skip = stop, max(0, skip - len(made))
         left = self._skip  # outputs delivered before, made from rows of the next bundles
         count = max(0, len(made) - skip)
@@ -306,8 +307,8 @@ class LazyRows:
         positions = self._lane.locals(first, stop)
         engine.reached(self._epoch, int(positions[0]))
         chosen = engine.chosen(self._epoch, positions)
-        leaves = np.full(len(chosen), self._leaf)
-        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen), engine.draws(chosen))
+        leaves, draws = np.full(len(chosen), self._leaf, np.int16), engine.draws(chosen)
+        refs = RowRefs(self._bundles.engines, leaves, chosen, engine.locate(chosen), draws, draws=draws is not None)
 
         def table(outputs: Int64Array, _: bool) -> Int64Array:
             return np.stack([first + outputs, np.zeros(len(outputs), np.int64)], axis=1)

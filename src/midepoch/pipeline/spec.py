@@ -158,11 +158,14 @@ class PipelineSpec:
             return self
         return replace(self, lanes=count)
 
-    def open(self, process: Shard, bundles: Bundles, cursor: Cursor) -> Lanes:
-        """Open the lanes of one process at a cursor. Raises CheckpointMismatchError if the cursor lacks them."""
+    def open(self, process: Shard, bundles: Bundles, cursor: Cursor, *, traced: bool = False) -> Lanes:
+        """Open the lanes of one process at a cursor. Raises CheckpointMismatchError if the cursor lacks them.
+
+        ``traced``: packed sequences name their documents.
+        """
         share = Share.of(self.lanes, process)
         check_known(cursor, share, self.lanes)
-        return Lanes(self.node, self.lanes, share, bundles, cursor)
+        return Lanes(self.node, self.lanes, share, bundles, cursor, traced=traced)
 
 
 def check_known(cursor: Cursor, share: Share, lanes: int) -> None:

@@ -8,17 +8,20 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.order import Shard
 from midepoch.order.bijection import Bijection
 from midepoch.order.keys import derive
 from midepoch.pipeline.bunches import bunches
 from midepoch.pipeline.chunk import Chunk, Flow, Items, Pieces, Puller, joined, materialize
 from midepoch.pipeline.cursor import At
+from midepoch.pipeline.packed_cursors import at_document, token_table
 from midepoch.pipeline.planned import changed_lengths
 from midepoch.pipeline.stage_specs import DELIVERED_BITS, Buckets, Local, Rebatch, Slice, StageSpec, Window
 from midepoch.transforms import Batch, RunContext, Step, run_steps
 from midepoch.transforms.batch import with_ordinals
 from midepoch.transforms.flat import as_one_row
-from midepoch.transforms.packing import Documents, PackSpec, best_fit, concatenated
+from midepoch.transforms.packing import NUMBER_BITS, Documents, PackSpec, best_fit, concatenated
+from midepoch.transforms.provenance import DocumentTable, Int16Array, concatenated_pieces
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -26,11 +29,12 @@ Int64Array = npt.NDArray[np.int64]
 class Packing:
     """Counts of packed tokens and of the token slots of sequences, and of skipped outputs.
 
-    ``skipped``: by functions after a stage, under ``on_error="skip"``.
+    ``skipped``: by functions after a stage, under ``on_error="skip"``. ``traced``: sequences name their documents.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, traced: bool = False) -> None:
         self.tokens = self.places = self.skipped = 0
+        self.traced = traced
 
     def note(self, tokens: int, places: int) -> None:
         self.tokens, self.places = self.tokens + tokens, self.places + places
@@ -39,7 +43,9 @@ class Packing:
         self.skipped += outputs
 
 
-def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing) -> Flow:
+def stage(
+    spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunContext, packing: Packing, lane: Shard
+) -> Flow:
     """Return the flow of a stage over the flow before it, which is opened at the inner cursor."""
     if isinstance(spec, Local) and spec.keeps_rows:
         return Same(source(cursor), spec.steps, run)
@@ -50,7 +56,7 @@ def stage(spec: StageSpec, source: Callable[[At], Flow], cursor: At, run: RunCon
     if isinstance(spec, Buckets):
         return Bucketed(flow, inner, spec, run, count)
     if isinstance(spec, PackSpec) and spec.strategy == "concat":
-        return Packed(flow, spec, inner, count, packing)
+        return Packed(flow, spec, inner, count, packing, lane)
     if isinstance(spec, PackSpec):
         return Grouped(flow, inner, spec.window, lambda batch: _packed(batch, spec, packing), count)
     if isinstance(spec, Rebatch):
@@ -231,17 +237,19 @@ def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
 
 
 def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
-    columns, first, tokens = best_fit(Documents.of(batch.columns, spec), spec)
+    columns, first, tokens, pieces = best_fit(Documents.of(batch.columns, spec), spec, traced=packing.traced)
     packing.note(tokens, len(first) * spec.length)
     ordinals = np.arange(len(first), dtype=np.int64)
-    return Batch(columns, batch.rows[first], batch.places[first], True, {}, ordinals)
+    table = None if pieces is None else DocumentTable.of(pieces, batch.rows, batch.leaves)
+    return Batch(columns, batch.rows[first], batch.places[first], True, {}, ordinals, documents=table)
 
 
 class Packed:
     """Documents one after the other, split into sequences.
 
     Cursor: [cursor before the document in which the next sequence begins, delivered tokens of it]. The rest of a chunk
-    is kept in memory while running, and read again on resume.
+    is kept in memory while running, and read again on resume. If a schedule gives the lengths, the number of the next
+    sequence is above the delivered tokens.
     """
 
     _FIRST, _TOKENS = 32, 1 << 22
@@ -249,31 +257,45 @@ class Packed:
     more cost memory: 16 MiB of int32 for each column.
     """
 
-    def __init__(self, source: Flow, spec: PackSpec, inner: At, offset: int, packing: Packing) -> None:
+    def __init__(self, source: Flow, spec: PackSpec, inner: At, count: int, packing: Packing, lane: Shard) -> None:
         self._source, self._spec, self._packing = source, spec, packing
+        offset, self._number = spec.delivered(count)
+        self._phases = ((), ()) if spec.schedule is None else spec.schedule.lengths(lane)
         self._inner, self._offset = inner, offset  # cursor of the first pending document, and its delivered tokens
         self._skip = offset
         self._pending: list[Documents] = []
         self._total = 0  # tokens of the pending documents
         self._rows: Int64Array = np.zeros(0, np.int64)
         self._ordinals: Int64Array = np.zeros(0, np.int64)
+        self._leaves: Int16Array = np.zeros(0, np.int16)
         self._origins: list[tuple[Chunk, int, int]] = []  # of the pending documents: chunk, first number, count
         self._intake: tuple[Chunk, int] | None = None  # a chunk, and the number of its outputs that were taken
         self._count = self._FIRST
         self._ended = False
 
     def pull(self) -> Chunk | None:
-        length = self._spec.length
-        while not self._ended and self._total < length:
+        length, most = self._next_length()
+        while most != 0 and not self._ended and self._total < length:
             self._refill()
         packs = self._total // length
         if self._ended and not self._spec.drop_remainder:
             packs = -(-self._total // length)
+        packs = packs if most is None else min(packs, most)
         if not packs:
             self._pending, self._total = [], 0
             return None
         self._packing.note(min(self._total, packs * length), packs * length)
-        return self._chunk(packs)
+        return self._chunk(packs, length)
+
+    def _next_length(self) -> tuple[int, int | None]:
+        """Return the length of the next sequences, and their number if a schedule limits it."""
+        if self._spec.schedule is None:
+            return self._spec.length, None
+        ends, lengths = self._phases
+        for end, length in zip(ends, lengths, strict=True):
+            if self._number < end:
+                return length, end - self._number
+        return self._spec.length, 0
 
     def _refill(self) -> None:
         chunk, first = (self._source.pull(), 0) if self._intake is None else self._intake
@@ -295,11 +317,14 @@ class Packed:
         self._pending.append(documents)
         self._total += documents.tokens
         self._rows, self._ordinals = np.append(self._rows, batch.rows), np.append(self._ordinals, ordinals)
+        if self._packing.traced:
+            self._leaves = np.append(self._leaves, np.broadcast_to(np.asarray(batch.leaves, np.int16), len(batch)))
         self._origins.append((chunk, first, len(batch)))
         self._count = max(1, self._TOKENS * len(batch) // max(1, documents.tokens))
 
-    def _chunk(self, packs: int) -> Chunk:
-        length, base, inner, total = self._spec.length, self._offset, self._inner, self._total
+    def _chunk(self, packs: int, length: int) -> Chunk:
+        base, inner, total = self._offset, self._inner, self._total
+        first = self._number if self._spec.schedule is not None else -1
         origins = tuple(self._origins)
         ends = np.cumsum(np.concatenate([part.lengths for part in self._pending]))
         firsts = np.arange(packs + 1) * length
@@ -307,23 +332,28 @@ class Packed:
         into = firsts - np.where(documents > 0, ends[documents - 1], -base)
 
         def at(outputs: int) -> At:
+            number = 0 if first < 0 else (first + outputs) << NUMBER_BITS
             if not outputs:
-                return [inner if base else _at(origins, 0, inner), base]
+                return [inner if base else at_document(origins, 0, inner), base + number]
             if outputs * length >= total:
-                return [_at(origins, len(ends), inner), 0]
+                return [at_document(origins, len(ends), inner), number]
             document, offset = int(documents[outputs]), int(into[outputs])
-            return [_at(origins, document, inner, before=offset > 0), offset]
+            return [at_document(origins, document, inner, before=offset > 0), offset + number]
 
         starts = documents[:packs]
         ordinals = with_ordinals(self._ordinals[starts], into[:packs])
-        columns = concatenated(self._pending, self._spec, packs)
-        made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals)
+        columns = concatenated(self._pending, self._spec, packs, length)
+        table = None
+        if self._packing.traced:
+            table = DocumentTable.of(concatenated_pieces(ends, firsts, base), self._rows, self._leaves)
+        made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals, documents=table)
         self._keep_rest(min(total, packs * length), at(packs))
-        return Chunk(made, at, table=_token_table(origins, ends, length, base))
+        self._number += packs
+        return Chunk(made, at, table=token_table(origins, ends, length, base, first))
 
     def _keep_rest(self, tokens: int, cursor: At) -> None:
         """Drop delivered tokens. Documents after the last token are gone, too."""
-        self._inner, self._offset = cursor
+        self._inner, self._offset = cursor[0], self._spec.delivered(cursor[1])[0]
         self._total -= tokens
         gone, pending = 0, []
         for part in self._pending:
@@ -333,51 +363,10 @@ class Packed:
                 pending.append(rest)
             gone, tokens = gone + dropped, max(0, tokens - part.tokens)
         self._pending = pending
-        self._rows, self._ordinals = self._rows[gone:], self._ordinals[gone:]
+        self._rows, self._ordinals, self._leaves = self._rows[gone:], self._ordinals[gone:], self._leaves[gone:]
         origins = []
         for chunk, first, count in self._origins:
             if gone < count:
                 origins.append((chunk, first + gone, count - gone))
             gone = max(0, gone - count)
         self._origins = origins
-
-
-def _token_table(
-    origins: tuple[tuple[Chunk, int, int], ...], ends: Int64Array, length: int, base: int
-) -> Callable[[Int64Array, bool], Int64Array] | None:
-    """Return the table of cursors of packed sequences, where the documents have one."""
-    if any(chunk.table is None for chunk, _, _ in origins):
-        return None
-
-    def table(outputs: Int64Array, _: bool) -> Int64Array:
-        tokens = outputs * length
-        document = np.searchsorted(ends, tokens, side="right")
-        into = tokens - np.where(document > 0, ends[np.maximum(document, 1) - 1], -base)
-        over = tokens >= ends[-1]
-        document[over], into[over] = len(ends), 0
-        parts, left = [], document
-        for number, (chunk, first, count) in enumerate(origins):
-            last = number == len(origins) - 1
-            mine = (left >= 0) & (left <= count if last else left < count)
-            assert chunk.table is not None
-            for before in (False, True):
-                some = np.flatnonzero(mine & ((into > 0) == before))
-                if len(some):
-                    parts.append((some, chunk.table(first + left[some], before)))
-            left = np.where(mine, -1, left - count)
-        found = np.zeros((len(outputs), parts[0][1].shape[1] + 1), np.int64)
-        for some, values in parts:
-            found[some, :-1] = values
-        found[:, -1] = into
-        return found
-
-    return table
-
-
-def _at(origins: tuple[tuple[Chunk, int, int], ...], document: int, inner: At, *, before: bool = False) -> At:
-    """Return the cursor at a pending document, or right before it if it is to be resumed in the middle."""
-    for number, (chunk, first, count) in enumerate(origins):
-        if document < count or (document == count and number == len(origins) - 1):
-            return chunk.before(first + document) if before else chunk.at(first + document)
-        document -= count
-    return inner

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.errors import CorruptBlockError, DataChangedError
 from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_batches import BatchReader
 from midepoch.sources.arrow_ipc import scan
-from midepoch.sources.damage import is_damage
+from midepoch.sources.damage import changed, is_damage, removed
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
@@ -84,9 +84,9 @@ class Blocks:
                 stat = os.stat(file.path)
                 buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
             except FileNotFoundError:
-                raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
+                raise removed(file.path) from None
             if buffer.size != file.size:
-                raise _changed(file, f"it has {buffer.size} bytes and had {file.size}")
+                raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
             if stat.st_mtime_ns != file.mtime_ns:
                 _same_contents(file)
             mapped = self._files[number] = _MappedFile(buffer, (stat.st_dev, stat.st_ino), stat.st_mtime_ns)
@@ -201,14 +201,7 @@ _NONE = np.empty(0, dtype=np.int64)
 def _same_contents(file: IndexedFile) -> None:
     """Raise DataChangedError for a file with another modification time unless its contents are the same."""
     if scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
-        raise _changed(file, "its contents differ")
-
-
-def _changed(file: IndexedFile, difference: str) -> DataChangedError:
-    return DataChangedError(
-        f"{file.path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
-        "a state saved before will then be refused."
-    )
+        raise changed(file.path, "its contents differ")
 
 
 def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:

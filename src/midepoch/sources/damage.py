@@ -1,4 +1,4 @@
-"""Distinction of damaged data, which ``on_error="skip"`` skips, from all other errors, which it never skips."""
+"""Damaged data, which ``on_error="skip"`` skips, unlike all other errors; and files that have changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import re
 
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, FetchError, FormatError, MapError, MidepochError
+from midepoch.errors import (
+    CorruptBlockError,
+    DataChangedError,
+    DataNotFoundError,
+    FetchError,
+    FormatError,
+    MapError,
+    MidepochError,
+)
 
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OF_NUMBERS = (errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ERANGE, errno.EDOM, errno.EILSEQ)
@@ -60,3 +68,18 @@ def refusal(problem: Exception, text: str) -> Exception:
     if isinstance(problem, OSError):
         return FetchError(f"{text}. The file may be intact. Check its disk, its mount and its permissions.")
     return FormatError(f"{text}. pyarrow does not support this. Write the column in another type, or leave it out.")
+
+
+def changed(path: str, difference: str) -> DataChangedError:
+    """Return the error for a file that is no longer as it was indexed."""
+    return DataChangedError(
+        f"{path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
+        "a state saved before will then be refused."
+    )
+
+
+def removed(path: str) -> DataNotFoundError:
+    """Return the error for a file that is no longer there."""
+    return DataNotFoundError(
+        f"{path} was removed after the dataset was opened. Restore it, or open the dataset again without it."
+    )

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from midepoch._internal.processes import cores
-from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError
+from midepoch.errors import CorruptBlockError
 from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.damage import is_damage
+from midepoch.sources.damage import changed, is_damage, removed
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
 from midepoch.sources.resources import retried
 from midepoch.sources.source import Source
@@ -102,14 +102,6 @@ def _is_view(kind: pa.DataType) -> bool:
     return bool(of_lists or pt.is_string_view(kind) or pt.is_binary_view(kind))
 
 
-def changed(path: str, difference: str) -> DataChangedError:
-    """Return the error for a file that is no longer as it was indexed."""
-    return DataChangedError(
-        f"{path} has changed since it was indexed ({difference}). Open the dataset again to use the new contents; "
-        "a state saved before will then be refused."
-    )
-
-
 def measured_blocks(source: Source, column: str, *, skip_corrupt: bool) -> Iterator[Measured]:
     """Yield the lengths of all rows, in order. Threads compute them, a few blocks ahead.
 
@@ -173,7 +165,7 @@ def _mapping(source: Source, number: int) -> pa.Buffer:
     try:
         buffer = retried(lambda: pa.memory_map(file.path).read_buffer(), file.path)
     except FileNotFoundError:
-        raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
+        raise removed(file.path) from None
     if buffer.size != file.size:
         raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
     return buffer

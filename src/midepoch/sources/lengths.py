@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.progress import shown
-from midepoch.errors import ColumnError, DataNotFoundError, FormatError
+from midepoch.errors import ColumnError, FormatError
 from midepoch.sources.arrow_ipc import scan
+from midepoch.sources.damage import changed, removed
 from midepoch.sources.index import IndexedFile, default_index_dir
 from midepoch.sources.length_blocks import (
     Measured,
-    changed,
     constant_length,
     has_length,
     measured_blocks,
@@ -193,7 +193,7 @@ def _local_stamp(file: IndexedFile, *, mapped: bool) -> tuple[object, ...]:
     try:
         stat = os.stat(file.path)
     except FileNotFoundError:
-        raise DataNotFoundError(f"{file.path} was removed after the dataset was opened.") from None
+        raise removed(file.path) from None
     if stat.st_size != file.size:
         raise changed(file.path, f"it has {stat.st_size} bytes and had {file.size}")
     if stat.st_mtime_ns != file.mtime_ns:

@@ -13,9 +13,9 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
-from midepoch.order.mixing import Schedule, spans
+from midepoch.order.mixing import MixOrder, spans
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.mixed import old_schedule
+from midepoch.pipeline.mixed import old_order
 from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.open import start
 from midepoch.pipeline.passes import FIRST, place_of
@@ -57,6 +57,8 @@ def needed(stage: StageSpec, skip: int, need: int | None) -> int | None:
     """Return the number of outputs before a stage that must stay the same, so that ``need`` of its own do."""
     if isinstance(stage, Slice):
         return need
+    if isinstance(stage, PackSpec):
+        skip = stage.delivered(skip)[0]
     if need == 0 and not skip:
         return 0
     if need is None or need > 1:
@@ -81,13 +83,16 @@ def changed_mix(
     """Return the cursor of a mix with previous weights as one of the current mix."""
     count = len(weights) if isinstance(weights, list) else -1
     whole = isinstance(at, list) and len(at) in (3, 4) and isinstance(at[2], list) and len(at[2]) == count
-    if not whole or not _are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
+    if not whole or not are_weights(weights) or not all(isinstance(one, int) and one >= 0 for one in at[:2]):
         return at  # not a cursor of a mix: refused by the check that follows
     position, schedule_version, each, *old = at
     coming = _coming(base, weights, position, schedule_version, old, need, of)
-    entries = [_entry(one, each, coming, of) for one in found]
+    entries = [entry_of(one, each, coming, of) for one in found]
     if not changed:
         return [position, schedule_version, entries, *old]
+    same = [one.old for one in found] == list(range(count))
+    if same and need is not None and old and position + need <= old[0][0] > position:
+        return [position, schedule_version, entries, *old]  # what comes after the outputs in progress has changed
     if need == 0 and not (old and position < old[0][0]):
         return [0, schedule_version + 1, entries]
     if coming is not None and need is not None and not old and (need == 1 or not of.inside):
@@ -128,15 +133,16 @@ def _coming(
         if position + need > old[0][0]:
             return None
         mapping = [number for _, number in old[0][1]]
-        sources = old_schedule(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
+        sources = old_order(old[0], base.seed, of.epoch, of.lane.index, schedule_version).sources(
             position, position + need
         )
         return dict(Counter(mapping[source] for source in sources.tolist()))
-    schedule = Schedule(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
+    schedule = MixOrder(spans(weights), base.seed, of.epoch, of.lane.index, schedule_version)
     return dict(Counter(schedule.sources(position, position + need).tolist()))
 
 
-def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: LaneContext) -> At:
+def entry_of(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: LaneContext) -> At:
+    """Return the entry of a part in the cursor of the current mix. ``coming``: next outputs by saved number."""
     entry = [0, FIRST, start(one.spec)] if one.old is None else each[one.old]
     if one.old is not None and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):
         need = None if coming is None else coming.get(one.old, 0)
@@ -145,5 +151,6 @@ def _entry(one: Found, each: Sequence[At], coming: dict[int, int] | None, of: La
     return entry
 
 
-def _are_weights(weights: list[Any]) -> bool:
+def are_weights(weights: Sequence[Any]) -> bool:
+    """Return True for weights of a mix."""
     return any(weights) and all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in weights)

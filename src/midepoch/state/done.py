@@ -49,6 +49,16 @@ def changed_mix() -> CheckpointMismatchError:
     )
 
 
+def excluded_from_batches(rows: int) -> CheckpointMismatchError:
+    """Return the error for batches by tokens while rows are excluded."""
+    return CheckpointMismatchError(
+        "excluded",
+        f"{rows:,} rows are excluded",
+        "batches by max_tokens",
+        "such batches are planned with all rows. Resume with batches of a number of rows",
+    )
+
+
 def changed_batches(done: Intervals, at: PlannedAt | None, budget: Budget) -> CheckpointMismatchError:
     """Return the error for other batches by tokens while batches, or rows, are done."""
     by_tokens = at is not None and bool(at.legs)

@@ -17,6 +17,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.state import format as states
 from midepoch.state.changing import Convert, Found, LaneContext, SourceRemoved, changed_mix, needed, refused
+from midepoch.state.rescheduled import changed_schedule, learned_in, saved_mix
 
 _log = logging.getLogger("midepoch")
 
@@ -68,7 +69,7 @@ class Matched:
             new, convert = self._mix(spec, base, saved, parts, where)
         else:
             new, convert = self._several(spec, base, parts, where)
-        return new, lambda at, need, of: _through(spec, at, need, of, convert)
+        return new, lambda at, need, of: through(spec, at, need, of, convert)
 
     def _pipeline(self, spec: Node, base: Leaf, saved: Mapping[str, Any], where: str) -> Node:
         base = taken_over(base, {**DEFAULTS, **saved}, self._allow)
@@ -112,12 +113,37 @@ class Matched:
             adopted, convert = self.match(part, parts[old], f"{where}source {number}: ")
             found.append(Found(adopted, old, convert))
         before, now = saved.get("weights"), list(base.weights)
-        changed = before != now or same != list(range(len(parts)))
-        if changed:
-            self._note_mix(before, now, same, len(parts), where)
-        new = replace(spec, base=replace(base, parts=tuple(one.spec for one in found)))
+        kept = same == list(range(len(parts)))
+        base = replace(base, parts=tuple(one.spec for one in found))
+        if base.schedule is not None:
+            return self._scheduled(spec, base, saved, found, kept, where)
+        learned, changed = learned_in(saved, len(parts)), before != now or not kept
         weights = before if isinstance(before, list) and len(before) == len(parts) else None
-        return new, lambda at, need, of: changed_mix(base, found, weights, changed, at, need, of, where)
+        weights = weights if learned is None else list(learned[1])
+        if changed:
+            self._note_mix(weights, now, same, len(parts), where)
+        else:
+            base = replace(base, learned=learned)
+        return replace(spec, base=base), lambda at, need, of: changed_mix(
+            base, found, weights, changed, at, need, of, where
+        )
+
+    def _scheduled(
+        self, spec: Node, base: Mix, saved: Mapping[str, Any], found: Sequence[Found], kept: bool, where: str
+    ) -> tuple[Node, Convert]:
+        """Match a mix by a schedule. What is to come may change, also in the middle of a phase."""
+        assert base.schedule is not None
+        before = saved_mix(base, saved)
+        if before is None or before.schedule is None:
+            raise mismatch("schedule", saved.get("schedule"), base.schedule.text, where)
+        if kept and before.schedule.text == base.schedule.text:
+            base = replace(base, learned=before.learned)
+        else:
+            change = f"{where}mix: the schedule was changed" + ("" if kept else ", and its sources")
+            self._changes.append(change)
+            self.mixed = True
+            _log.warning("the state is resumed with another mix: %s", change)
+        return replace(spec, base=base), lambda at, need, of: changed_schedule(base, before, found, at, need, of, where)
 
     def _note_mix(self, before: Any, now: Any, same: Sequence[int | None], count: int, where: str) -> None:
         left = [i for i in range(count) if i not in same]
@@ -224,7 +250,7 @@ def _data_of(described: Mapping[str, Any]) -> Any:
     return [described.get("data"), described.get("rows"), described.get("selection", "")]
 
 
-def _through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
+def through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Convert) -> At:
     """Convert the part of a cursor below the stages of a flow."""
     skips, asked = [], need
     for stage in reversed(spec.remembering):

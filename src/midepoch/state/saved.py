@@ -10,7 +10,7 @@ from typing import Any
 
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
-from midepoch.order.budget import Budget
+from midepoch.order.budget import Budget, in_words
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors, PlannedAt
 from midepoch.pipeline.excluded import excluded_in, excluded_text
@@ -193,7 +193,7 @@ def _position(found: Mapping[str, Any], node: Node, budget: Budget | None, done:
         if at is not None and at.legs:
             raise CheckpointMismatchError(
                 "batches",
-                f"in a window of batches by max_tokens ({at.legs[-1][0]})",
+                f"in a window of batches by tokens: {in_words(at.legs[-1][0])}",
                 "batches of a fixed number of rows",
                 "the rows delivered so far are not the first of the epoch. Resume with max_tokens, which may differ, "
                 "or save at the end of an epoch",
@@ -227,8 +227,8 @@ def _rebudgeted(at: Any, planned: PlannedAt | None, budget: Budget | None) -> An
     if at[1]:
         raise CheckpointMismatchError(
             "batches",
-            before,
-            after or "batches of a number of rows",
+            in_words(before),
+            "batches of a number of rows" if budget is None else budget.words,
             "the state is in the middle of a window of rows whose lengths are known only when they are made, so its "
             "batches cannot be formed by another budget. Resume with the same max_tokens, and change it after an epoch",
         )

@@ -60,7 +60,7 @@ class StateSummary:
     steps: int = 0
     """Steps since the run began, if they are counted."""
     excluded: str | None = None
-    """What comes and is not delivered."""
+    """Rows, batches or outputs that come and are not delivered."""
 
     @property
     def share(self) -> float | None:
@@ -160,7 +160,7 @@ def _excluded(parsed: list[dict[str, Any]], unit: str) -> str | None:
         ahead = len(EMPTY.union(*(Intervals.decode(one["done"]) for one in parsed)))
     texts = [f"{ahead:,} {unit} ahead"] if ahead else []
     rows = sum(map(len, excluded_in(parsed[0]["excluded"], _MOST_SOURCES)))
-    texts += [f"{rows:,} rows in every epoch"] if rows else []
+    texts += [f"{rows:,} row{'s' * (rows != 1)} in every epoch"] if rows else []
     return ", ".join(texts) or None
 
 

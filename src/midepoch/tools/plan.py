@@ -24,7 +24,6 @@ from midepoch.loader.equal import check_equal_steps
 from midepoch.loader.loader import Loader
 from midepoch.loader.options import Options, check_drop
 from midepoch.loader.plans import Plan
-from midepoch.loader.shape import unchanged_column
 from midepoch.loader.token_plan import TokenPlan
 from midepoch.order import EpochOrder, Shard
 from midepoch.order.budget import Budget
@@ -185,7 +184,7 @@ def _planning_of(state: Any, dataset: Dataset) -> Planning:
     at = planned_in(parse(one_of(state, Shard())))
     text = at.legs[-1][0] if at is not None and at.legs else ""
     budget = Budget(1, length=json.loads(text)[-1]).earlier(text) if text else None
-    name = None if budget is None else unchanged_column(dataset.pipeline, budget.length)
+    name = None if budget is None else dataset.pipeline.base.stored_column(budget.length)[0]
     if budget is None or name is None:
         raise ValueError("the settings of batches by max_tokens are not in this state. Pass the loader.")
     found = lengths_of(dataset.pipeline.source, name)

@@ -17,6 +17,7 @@ from midepoch.errors import ColumnError
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import Paths, to_python
 from midepoch.transforms.features import Encoded
+from midepoch.transforms.provenance import DocumentTable, Int16Array, Traced
 
 Int64Array = npt.NDArray[np.int64]
 Row = dict[str, Any]
@@ -31,6 +32,8 @@ class Batch:
     - ``owned``: Arrow columns may be delivered as writable
     - ``nullable``: paths in the source columns at which any row of the data is null
     - ``ordinals``: numbers that distinguish rows made from the same row, None while there is one of each
+    - ``leaves``: number of the source of each row, or of all of them
+    - ``documents``: the documents of packed sequences, if they are traced
     """
 
     columns: dict[str, Any]
@@ -39,9 +42,16 @@ class Batch:
     owned: bool
     nullable: Mapping[str, Paths] = field(default_factory=dict)
     ordinals: Int64Array | None = None
+    leaves: int | Int16Array = 0
+    documents: DocumentTable | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def traced(self) -> Traced:
+        """The provenance of the rows."""
+        return Traced(self.rows, self.leaves, self.documents)
 
     @property
     def nbytes(self) -> int:
@@ -54,14 +64,21 @@ class Batch:
         columns = {name: cut(column, start, stop) for name, column in self.columns.items()}
         ordinals = None if self.ordinals is None else self.ordinals[start:stop]
         rows, places = self.rows[start:stop], self.places[start:stop]
-        return replace(self, columns=columns, rows=rows, places=places, ordinals=ordinals)
+        leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[start:stop]
+        documents = None if self.documents is None else self.documents.slice(start, min(stop, len(self)))
+        return Batch(columns, rows, places, self.owned, self.nullable, ordinals, leaves, documents)
 
     def keep(self, places: Int64Array) -> Batch:
         """Return the batch with only the rows at these places."""
         columns = {name: pick(column, places) for name, column in self.columns.items()}
         ordinals = None if self.ordinals is None else self.ordinals[places]
         rows, kept = self.rows[places], self.places[places]
-        return replace(self, columns=columns, rows=rows, places=kept, ordinals=ordinals, owned=True)
+        return Batch(columns, rows, kept, True, self.nullable, ordinals, *self._origins(places))
+
+    def _origins(self, places: Int64Array) -> tuple[int | Int16Array, DocumentTable | None]:
+        """Return the sources and documents of the rows at some places."""
+        leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[places]
+        return leaves, None if self.documents is None else self.documents.keep(places)
 
     def with_ordinals(self, number: int) -> Batch:
         """Return the rows with ordinals that distinguish them from rows of another source. 0 changes nothing."""
@@ -79,7 +96,7 @@ class Batch:
         ordinals = np.arange(len(parents), dtype=np.int64) - first
         if self.ordinals is not None:
             ordinals = with_ordinals(self.ordinals[parents], ordinals + 1)  # 0 would leave some ordinals unchanged
-        return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals)
+        return Batch(columns, self.rows[parents], self.places[parents], False, {}, ordinals, *self._origins(parents))
 
 
 def _bytes_of(column: Any) -> int:
@@ -127,7 +144,25 @@ def join(parts: Sequence[Batch]) -> Batch:
             [np.zeros(len(part), np.int64) if part.ordinals is None else part.ordinals for part in found]
         )
     rows, places = (np.concatenate(arrays) for arrays in zip(*((p.rows, p.places) for p in found), strict=True))
-    return Batch(columns, rows, places, True, nullable, ordinals)
+    return Batch(columns, rows, places, True, nullable, ordinals, _join_leaves(found), _join_documents(found))
+
+
+def _join_leaves(parts: Sequence[Batch]) -> int | Int16Array:
+    first = parts[0].leaves
+    if isinstance(first, int) and all(isinstance(part.leaves, int) and part.leaves == first for part in parts):
+        return first
+    found = np.empty(sum(map(len, parts)), np.int16)
+    at = 0
+    for part in parts:
+        found[at : at + len(part)] = part.leaves
+        at += len(part)
+    return found
+
+
+def _join_documents(parts: Sequence[Batch]) -> DocumentTable | None:
+    if all(part.documents is None for part in parts):
+        return None
+    return DocumentTable.join([part.traced.table for part in parts])
 
 
 def alike(batches: Sequence[Batch]) -> bool:

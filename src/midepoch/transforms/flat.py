@@ -118,7 +118,9 @@ def as_one_row(batch: Batch) -> Batch:
     columns = {name: _listed(column, len(batch)) for name, column in batch.columns.items()}
     nullable = {name: frozenset(("item", *path) for path in paths) for name, paths in batch.nullable.items()}
     ordinals = None if batch.ordinals is None else batch.ordinals[:1]
-    return Batch(columns, batch.rows[:1], batch.places[:1], batch.owned, nullable, ordinals)
+    leaves = batch.leaves if isinstance(batch.leaves, int) else int(batch.leaves[0])
+    documents = None if batch.documents is None else batch.documents.as_one()
+    return Batch(columns, batch.rows[:1], batch.places[:1], batch.owned, nullable, ordinals, leaves, documents)
 
 
 def _listed(column: Any, count: int) -> Any:

@@ -7,9 +7,10 @@ converts them to tensors in the process that delivers the batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,13 @@ def finish(presented: Any, kind: str) -> Any:
     if isinstance(presented, dict):  # fast path for the common case
         return {name: _each_array(column, convert) for name, column in presented.items()}
     return _each_array(presented, convert)
+
+
+def split(array: Any, ends: Sequence[int], kind: str) -> Sequence[Any]:
+    """Return the parts of an array between bounds, for ``finish``. If tensors are wanted, they are made in one call."""
+    if kind != "torch":
+        return [array[a:b] for a, b in pairwise(ends)]
+    return _torch()(array).split([b - a for a, b in pairwise(ends)])  # type: ignore[no-any-return]
 
 
 def _python(name: str, column: Any, batch: Batch) -> list[Any]:
@@ -327,12 +335,16 @@ def _torch() -> Any:
             "the torch format needs torch: `pip install midepoch[torch]`, or call with_format('numpy') first."
         ) from None
 
+    from_numpy = torch.from_numpy
+
     def convert(array: Any) -> Any:
         flags = array.flags
+        if flags.carray and array.dtype.isnative:  # the common case
+            return from_numpy(array)
         backwards = not flags.c_contiguous and any(stride < 0 for stride in array.strides)
         if not flags.writeable or not array.dtype.isnative or backwards:
             array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-        return torch.from_numpy(array)
+        return from_numpy(array)
 
     return convert
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,19 @@ from midepoch._internal.recycled import empty
 from midepoch._native import best_fit as fitted
 from midepoch._native import copy_ranges, fill_ranges, number_concatenated, number_ranges
 from midepoch.errors import ColumnError, MapError
+from midepoch.order.schedule import Schedule
 from midepoch.transforms.arrow_values import flat_numbers
 from midepoch.transforms.columns import check_columns
+from midepoch.transforms.provenance import Pieces, sorted_pieces
 
 Int64Array = npt.NDArray[np.int64]
 Values = npt.NDArray[Any]
 
 STRATEGIES = ("concat", "best_fit")
+NUMBER_BITS = 32
+"""Bits of the delivered tokens of a document, in the cursor of a ``pack`` by a schedule. The number of the next
+sequence in its lane is above them.
+"""
 LABELS, IGNORED = "labels", -100
 """The column for the loss, and the value that torch's cross entropy and the models of transformers leave out."""
 
@@ -47,6 +53,8 @@ class PackSpec:
     dtype: str | None = None
     labels: bool = False
     mask_first: bool = False
+    schedule: Schedule | None = None
+    """Gives the length of each sequence, by its number. Then ``length`` is the largest."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -61,9 +69,16 @@ class PackSpec:
     @property
     def text(self) -> str:
         """Description of all arguments that affect positions, for the state."""
-        parts = [str(self.length), self.strategy, self.column]
+        parts = ["schedule" if self.schedule else str(self.length), self.strategy, self.column]
         parts += [f"eos={self.eos}"] * (self.eos is not None) + [f"window={self.window}"] * (self.strategy != "concat")
         return f"pack[{' '.join([*parts, 'drop'] if self.drop_remainder else parts)}]"
+
+    def delivered(self, count: int) -> tuple[int, int]:
+        """Return the delivered tokens of a document, and the sequences before it if there is a schedule.
+
+        ``count``: the integer that a cursor has for both.
+        """
+        return (count, 0) if self.schedule is None else (count % (1 << NUMBER_BITS), count >> NUMBER_BITS)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -207,12 +222,12 @@ def _arrow_tokens(name: str, column: pa.Array) -> tuple[Int64Array, Values]:
     return np.where(null, 0, lengths), tokens[np.repeat(~null, lengths)]
 
 
-def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int) -> dict[str, Any]:
+def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int, length: int) -> dict[str, Any]:
     """Return the first ``packs`` sequences of documents one after the other. The last one is padded if necessary.
 
     Tokens are copied once, from where they were read.
     """
-    size = packs * spec.length
+    size = packs * length
     total = min(sum(part.tokens for part in parts), size)
     parts = [part for part in parts if part.tokens]
     lengths = np.concatenate([part.lengths for part in parts])
@@ -226,17 +241,17 @@ def concatenated(parts: Sequence[Documents], spec: PackSpec, packs: int) -> dict
             at = stop
         out[total:] = pad
     columns["position_ids"], columns["segment_ids"] = ids = empty(size, np.int32), empty(size, np.int32)
-    number_concatenated(ids[0][:total], ids[1][:total], lengths, spec.length)
+    number_concatenated(ids[0][:total], ids[1][:total], lengths, length)
     for values in ids:
         values[total:] = 0
     if spec.cu_seqlens:
         stops = np.cumsum(lengths)
-        starts = np.unique(np.concatenate([stops - lengths, np.arange(0, total, spec.length)]))
+        starts = np.unique(np.concatenate([stops - lengths, np.arange(0, total, length)]))
         starts = starts[starts < total]
-        used = np.minimum(total - np.arange(packs) * spec.length, spec.length)
-        columns["cu_seqlens"] = _edges(starts // spec.length, starts % spec.length, used)
+        used = np.minimum(total - np.arange(packs) * length, length)
+        columns["cu_seqlens"] = _edges(starts // length, starts % length, used)
     _add_labels(columns, spec)
-    return _as_arrow(columns, spec.length)
+    return _as_arrow(columns, length)
 
 
 def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
@@ -248,11 +263,20 @@ def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
         columns[LABELS][columns["position_ids"] == 0] = IGNORED
 
 
-def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int64Array, int]:
-    """Pack all documents by best-fit-decreasing. Documents that are too long are split first.
+class Fitted(NamedTuple):
+    """Packed sequences: their columns, the number of the first document of each, and the number of packed tokens.
 
-    Return the columns, for each sequence the number of its first document, and the number of packed tokens.
+    ``pieces``: of documents, if they are traced.
     """
+
+    columns: dict[str, Any]
+    first: Int64Array
+    tokens: int
+    pieces: Pieces | None
+
+
+def best_fit(documents: Documents, spec: PackSpec, *, traced: bool = False) -> Fitted:
+    """Pack all documents by best-fit-decreasing. Documents that are too long are split first."""
     length, lengths = spec.length, documents.lengths
     counts = -(-lengths // length)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -269,8 +293,8 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
         some = kept[rows]
         rows = (np.cumsum(kept) - 1)[rows]
         rooms = rooms[kept]
-        arrays = (rows, offsets, numbers, owners, sizes, stored, is_last, starts)
-        rows, offsets, numbers, owners, sizes, stored, is_last, starts = (array[some] for array in arrays)
+        arrays = (rows, offsets, numbers, owners, into, sizes, stored, is_last, starts)
+        rows, offsets, numbers, owners, into, sizes, stored, is_last, starts = (array[some] for array in arrays)
     targets, size = rows * length + offsets, len(rooms) * length
     incomplete = np.flatnonzero(rooms)
     padding = (incomplete + 1) * length - rooms[incomplete], rooms[incomplete]
@@ -290,7 +314,8 @@ def best_fit(documents: Documents, spec: PackSpec) -> tuple[dict[str, Any], Int6
         order = np.argsort(rows, kind="stable")
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
     _add_labels(columns, spec)
-    return _as_arrow(columns, length), owners[numbers == 1], int(sizes.sum())
+    pieces = sorted_pieces(rows, numbers, owners, into, sizes) if traced else None
+    return Fitted(_as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces)
 
 
 def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
@@ -299,18 +324,21 @@ def _edges(rows: Int64Array, starts: Int64Array, stops: Int64Array) -> pa.Array:
     bounds = np.empty(ends[-1] if len(ends) else 0, np.int32)
     bounds[np.arange(len(rows)) + rows] = starts
     bounds[ends - 1] = stops
-    return pa.ListArray.from_arrays(_values(np.append(0, ends).astype(np.int32)), _values(bounds))
+    return pa.ListArray.from_arrays(arrow_values(np.append(0, ends).astype(np.int32)), arrow_values(bounds))
 
 
 def _as_arrow(columns: dict[str, Any], length: int) -> dict[str, pa.Array]:
     """Return sequences as Arrow columns, like those that are read from files. Nothing is copied."""
     return {
-        name: values if isinstance(values, pa.Array) else pa.FixedSizeListArray.from_arrays(_values(values), length)
+        name: values
+        if isinstance(values, pa.Array)
+        else pa.FixedSizeListArray.from_arrays(arrow_values(values), length)
         for name, values in columns.items()
     }
 
 
-def _values(values: Values) -> pa.Array:
+def arrow_values(values: Values) -> pa.Array:
+    """Return numbers as an Arrow array. Nothing is copied. (pa.array would import pandas.)"""
     if values.dtype.kind == "b":
         bits = np.packbits(values, bitorder="little")
         return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(bits)])

@@ -1,4 +1,4 @@
-"""The shape of batches, from the arguments of ``Dataset.loader``: budgets of tokens, layouts, context parallelism."""
+"""Batching, from the arguments of ``Dataset.loader``: budgets of tokens, layouts, context parallelism."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._internal.checks import integer
+from midepoch.dataset.sampling import column_values
 from midepoch.errors import ColumnError
 from midepoch.order import Selection
 from midepoch.order.budget import GROUP, WINDOW, Budget, checked_balance
-from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.planned import FilledLengths, GivenLengths, Lengths, Planning, too_long
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import HIDDEN, Buckets
+from midepoch.sources.length_blocks import has_length
 from midepoch.sources.lengths import lengths_of
-from midepoch.transforms import Cast, Decode, Map
+from midepoch.transforms import Map
 from midepoch.transforms.arrow_values import flat_numbers
+from midepoch.transforms.columns import check_columns
 from midepoch.transforms.context import ContextSlice
 from midepoch.transforms.flat import is_list_type
 from midepoch.transforms.layout import LAYOUTS, Layout
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _TOKENS = "input_ids"
 
 
-class Shaped(NamedTuple):
+class Batched(NamedTuple):
     """The pipeline with what batches need, and the settings of batches."""
 
     spec: PipelineSpec
@@ -46,7 +48,7 @@ class Shaped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class Batching:
     """The arguments, unchecked."""
 
     max_tokens: Any = None
@@ -72,35 +74,42 @@ class Shape:
             return None
         return ContextSlice.of(self.context_parallel, self.cp_layout or "contiguous")
 
-    def applied(self, spec: PipelineSpec, dataset: Dataset, collated: bool, most_rows: int | None) -> Shaped:
+    def applied(
+        self,
+        spec: PipelineSpec,
+        dataset: Dataset,
+        context: ContextSlice | None,
+        *,
+        collated: bool,
+        most_rows: int | None,
+    ) -> Batched:
         """Return the pipeline and settings. ``collated``: a function of the user makes the batch."""
-        context = self.context()
         self._check(context, collated)
         layout = self._layout(spec, collated, context)
         if self.max_tokens is None:
             return self._without_budget(spec, layout, context)
         budget = self._budget(spec, layout, context, most_rows)
-        shaped = Shaped(spec, layout=layout)
+        batched = Batched(spec, layout=layout)
         lengths = self._known_lengths(spec, dataset)
         if lengths is None:
-            return self._at_run_time(shaped, dataset, budget)
+            return self._at_run_time(batched, budget)
         known, mean, longest, by_source = lengths
         if longest > budget.tokens // budget.multiple * budget.multiple:
             longest, row = _longest(known, spec.base.order.selection, by_source)
             if longest > budget.tokens // budget.multiple * budget.multiple:
                 raise too_long(longest, budget, f"row {row} of the dataset")
-        return shaped._replace(planning=Planning(budget, known, mean, by_source))
+        return batched._replace(planning=Planning(budget, known, mean, by_source))
 
-    def _without_budget(self, spec: PipelineSpec, layout: Layout | None, context: ContextSlice | None) -> Shaped:
+    def _without_budget(self, spec: PipelineSpec, layout: Layout | None, context: ContextSlice | None) -> Batched:
         if layout is not None or context is None:
-            return Shaped(spec, layout=layout)
+            return Batched(spec, layout=layout)
         packs = [stage for stage in spec.node.stages if isinstance(stage, PackSpec)]
         if packs and context.layout != "per_document" and packs[-1].length % context.multiple():
             raise ValueError(
                 f"pack({packs[-1].length}) and context_parallel: sequences are split into {context.multiple()} equal "
                 "parts. Choose a length that is a multiple of it."
             )
-        return Shaped(spec, context=context, pads={**(packs[-1].pads if packs else {}), **self._pads()})
+        return Batched(spec, context=context, pads={**(packs[-1].pads if packs else {}), **self._pads()})
 
     def _check(self, context: ContextSlice | None, collated: bool) -> None:
         if self.max_tokens is None:
@@ -125,11 +134,13 @@ class Shape:
         if not arrays:
             raise ValueError(f"layout={kind!r} makes arrays, but the format is {spec.format!r}. Omit one of them.")
         pads = self._pads()
-        other = tuple(name for name, value in pads.items() if value is None)
-        if (column := self._token_column(spec)) in other:
+        if (known := spec.node.known_columns) is not None:
+            check_columns(list(pads), known, "loader(pad_values=…)")
+        other, column = tuple(name for name, value in pads.items() if value is None), self._token_column(spec)
+        if column in other:
             raise ValueError(f"pad_values={{{column!r}: None}}: its lengths are those of the rows, so it is laid out.")
         given = tuple((name, value) for name, value in pads.items() if value is not None)
-        return Layout(kind, self._token_column(spec), self._multiple, given, context, other)
+        return Layout(kind, column, self._multiple, given, context, other)
 
     def _pads(self) -> dict[str, Any]:
         values = {} if self.pad_values is None else self.pad_values
@@ -152,9 +163,11 @@ class Shape:
             if kind is None or is_list_type(kind):
                 return self.length
         if known and _TOKENS not in known and spec.node.known.certain:
+            lists = ", ".join(repr(name) for name, column in known.items() if is_list_type(column.kind))
+            remedy = f"Pass length= with a column of lists ({lists})" if lists else "None has lists: tokenize() first"
             raise ColumnError(
                 f"max_tokens and layout need the column of tokens: length={_TOKENS!r} by default, but there are "
-                f"{', '.join(map(repr, known))}. Pass length= with one of them, or a collate_fn that makes the batch."
+                f"{', '.join(map(repr, known))}. {remedy}, or pass a collate_fn that makes the batch."
             )
         return _TOKENS
 
@@ -194,30 +207,32 @@ class Shape:
             return None
         if not isinstance(length, str):
             return _given(np.asarray(length), spec)
-        name = unchanged_column(spec, length)
+        name = spec.base.stored_column(length)[0] if spec.has_positions else None
         if name is None:
             return None
         kind = spec.base.source.schema.field(name).type
         if _is_number(kind):
             return _given(_numbers(dataset, length), spec)
+        if not has_length(kind):
+            raise _no_length(length, kind)
         found = lengths_of(spec.base.source, name, skip_corrupt=spec.base.on_error == "skip")
         mean = found.total / max(1, len(found) - found.unreadable)
         known: Lengths = found if not found.unreadable else FilledLengths(found, max(1, round(mean)))
         return known, mean, found.longest, True
 
-    def _at_run_time(self, shaped: Shaped, dataset: Dataset, budget: Budget) -> Shaped:
+    def _at_run_time(self, batched: Batched, budget: Budget) -> Batched:
         """Return the pipeline with a stage that forms the batches, after the rows are made."""
-        spec, length = shaped.spec, _TOKENS if self.length is None else self.length
+        spec, length = batched.spec, _TOKENS if self.length is None else self.length
         if callable(length):
-            counted = dataset.map(_Count(length, self._name()), seed_globals=False)
-            spec = replace(spec, node=counted.pipeline.node)
+            node, kind = spec.node, spec.format or "python"
+            step = _LengthMap(_Count(length), number=node.functions, input_format=kind, seed_globals=False)
+            spec = replace(spec, node=node.with_step(step))
             stage = Buckets(budget, HIDDEN, given=True, shuffled=spec.node.shuffled)
         elif isinstance(length, str):
-            kind = spec.node.known.columns[length].kind if length in spec.node.known.columns else None
-            known = spec.node.known_columns
+            known, columns = spec.node.known_columns, spec.node.known.columns
             if known is not None and length not in known:
                 raise ColumnError(f"loader(length={length!r}): there is no such column. There are: {', '.join(known)}.")
-            given = kind is not None and _is_number(kind)
+            given = length in columns and _is_number(columns[length].kind)
             stage = Buckets(budget, length, given=given, shuffled=spec.node.shuffled)
         else:
             raise ValueError(
@@ -225,15 +240,18 @@ class Shape:
                 "column, or a function of a row."
             )
         node = spec.node
-        return shaped._replace(spec=replace(spec, node=Node(node.base, (*node.stages, stage))), bunches=budget)
+        return batched._replace(spec=replace(spec, node=Node(node.base, (*node.stages, stage))), bunches=budget)
 
 
 @dataclass(frozen=True)
 class _Count:
-    """The map that calls a function of the user for the length of each row."""
+    """The function of a row that puts its length, by a function of the user, into a hidden column."""
 
     function: Any
-    name: str
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, row: Any) -> dict[str, int]:
         found = self.function(row)
@@ -242,18 +260,13 @@ class _Count:
         return {HIDDEN: int(found)}
 
 
-def unchanged_column(spec: PipelineSpec, name: str) -> str | None:
-    """Return the name in the source of a column that no function can have changed. None if there is none."""
-    if not spec.has_positions:
-        return None
-    leaf: Leaf = spec.base
-    for step in leaf.tail:
-        if isinstance(step, Map) and (made := step.outputs) is not None:
-            if name in made or name in step.remove_columns:
-                return None
-        elif not isinstance(step, (Cast, Decode)) or getattr(step, "column", name) == name:
-            return None
-    return leaf.head.get(name)
+@dataclass(frozen=True, eq=False)
+class _LengthMap(Map):
+    """The map that counts the lengths. Its errors name the argument of the user."""
+
+    @property
+    def call(self) -> str:
+        return f"loader(length={self.name})"
 
 
 def _longest(lengths: Lengths, selection: Selection, by_source: bool) -> tuple[int, int]:
@@ -266,6 +279,13 @@ def _longest(lengths: Lengths, selection: Selection, by_source: bool) -> tuple[i
     return found
 
 
+def _no_length(column: str, kind: pa.DataType) -> ColumnError:
+    return ColumnError(
+        f"loader(length={column!r}): the column contains {kind}, whose values have no length. Name a column of lists "
+        "of tokens, or of integers that count them."
+    )
+
+
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind))
 
@@ -274,11 +294,8 @@ def _numbers(dataset: Dataset, name: str) -> npt.NDArray[Any]:
     """Return the numbers of a column, one for each row before the shuffle. Null is 0."""
     import pyarrow.compute as pc
 
-    leaf = dataset.pipeline.base
-    unshuffled = replace(leaf, order=replace(leaf.order, shuffle=None))
-    spec = replace(PipelineSpec.of(unshuffled), format="arrow")
-    fresh = type(dataset)(spec).select_columns(name)
-    parts = [flat_numbers(chunk) for table in fresh.iter(100_000) for chunk in pc.fill_null(table[name], 0).chunks]
+    values = column_values(dataset, name, f"loader(length={name!r})")
+    parts = [flat_numbers(chunk) for chunk in pc.fill_null(values, 0).chunks] if len(values) else []
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
@@ -289,7 +306,7 @@ def _given(numbers: npt.NDArray[Any], spec: PipelineSpec) -> tuple[Lengths, floa
     if numbers.ndim != 1 or len(numbers) != rows or (len(numbers) and numbers.dtype.kind not in "iu"):
         raise ValueError(
             f"loader(length=…) takes one integer for each of the {rows:,} rows of the dataset, before any shuffle, got "
-            f"{numbers.dtype} of shape {numbers.shape}."
+            f"{numbers.dtype} of shape {numbers.shape}. It may also be the name of a column, or a function of a row."
         )
     if len(numbers) and numbers.min() < 0:
         raise ValueError(f"loader(length=…): the length of row {int(np.argmin(numbers))} is {numbers.min()}.")

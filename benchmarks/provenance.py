@@ -1,0 +1,153 @@
+"""The cost of provenance in batches, in time and in bytes: `python -m benchmarks.provenance`.
+
+Two loaders of the same data, with and without ``provenance=True``, run in turn in slices of some batches: rows copied
+from mapped files (the cheapest batches there are, so that it shows most), a mix, a filtered mix, and packed sequences
+of both strategies; then the same with a ledger. The overhead is the median over all pairs of slices. The bars: 2 % and
+16 bytes for a document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import midepoch
+
+BAR, BYTES = 0.02, 16
+LENGTH = 2048
+SLICE = 20
+Make = Callable[..., midepoch.Loader]
+
+
+def write(path: Path, table: pa.Table) -> str:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1024)
+    return str(path)
+
+
+def rows(path: Path, count: int, seed: int) -> str:
+    """Rows of 1,024 tokens."""
+    tokens = np.random.default_rng(seed).integers(0, 50_000, count * 1024, dtype=np.int32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), 1024)
+    return write(path, pa.table({"id": np.arange(count), "input_ids": column}))
+
+
+def documents(path: Path, count: int, seed: int) -> str:
+    """Documents with a mean of about 600 tokens."""
+    generator = np.random.default_rng(seed)
+    lengths = np.clip(generator.lognormal(6, 0.9, count), 8, 20_000).astype(np.int64)
+    ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
+    tokens = generator.integers(0, 50_000, int(ends[-1]), dtype=np.int32)
+    column = pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens))
+    return write(path, pa.table({"id": np.arange(count), "input_ids": column}))
+
+
+def keeps(row: dict[str, Any]) -> bool:
+    return bool(row["id"] % 10)
+
+
+def cases(folder: Path) -> dict[str, Make]:
+    """The pipelines that are measured, by name."""
+    of_rows = [midepoch.from_files(rows(folder / f"r{i}.arrow", 8_000, i)).shuffle(seed=i) for i in range(3)]
+    of_docs = [midepoch.from_files(documents(folder / f"d{i}.arrow", 8_000, i)).shuffle(seed=i) for i in range(3)]
+    names = ("web", "code", "math")
+
+    def mixed(parts: list[midepoch.Dataset]) -> midepoch.Dataset:
+        return midepoch.mix(dict(zip(names, parts, strict=True)), [0.6, 0.3, 0.1], seed=1, stop="never")
+
+    filtered = [ds.filter(keeps) for ds in of_docs]
+    return {
+        "rows, 64 of 1,024 tokens": lambda **kw: of_rows[0].loader(64, **kw),
+        "mix of rows, 64 of 1,024": lambda **kw: mixed(of_rows).loader(64, **kw),
+        "packed, 8 of 2,048": lambda **kw: of_docs[0].pack(LENGTH).loader(8, **kw),
+        "packed mix, 8 of 2,048": lambda **kw: mixed(of_docs).pack(LENGTH).loader(8, **kw),
+        "packed, filtered mix, 8 of 2,048": lambda **kw: mixed(filtered).pack(LENGTH).loader(8, **kw),
+        "best fit, 8 of 2,048": lambda **kw: of_docs[0].pack(LENGTH, strategy="best_fit").loader(8, **kw),
+    }
+
+
+def forever(loader: midepoch.Loader) -> Iterator[Any]:
+    return chain.from_iterable(map(iter, repeat(loader)))
+
+
+def sliced(batches: Iterator[Any]) -> float:
+    """The processor seconds of a batch, over a slice of some. (Other processes would disturb the clock.)"""
+    start = time.process_time()
+    for _ in range(SLICE):
+        next(batches)
+    return (time.process_time() - start) / SLICE
+
+
+def overhead(make: Make, slices: int, folders: tuple[Path, Path] | None) -> tuple[float, float]:
+    """The seconds of a batch without provenance, and the share by which it takes longer with it."""
+    options: list[dict[str, Any]] = [{}, {"provenance": True}]
+    for each, folder in zip(options, folders or (), strict=False):
+        each["audit"] = folder
+    plain, traced = (forever(make(**each)) for each in options)
+    for batches in (plain, traced):
+        for _ in range(4):
+            sliced(batches)
+    pairs = []
+    for number in range(slices):
+        both = (plain, traced) if number % 2 else (traced, plain)
+        times = {id(batches): sliced(batches) for batches in both}
+        pairs.append((times[id(plain)], times[id(traced)]))
+    before, after = np.array(pairs).T
+    return float(np.median(before)), float(np.median(after - before) / np.median(before))
+
+
+def bytes_of(make: Make, batches: int = 50) -> tuple[float, int]:
+    """The bytes of provenance for a document in batches, and the number of documents of a batch."""
+    size = count = 0
+    for _, batch in zip(range(batches), forever(make(provenance=True)), strict=False):
+        found = batch.get("doc_ids") or {name: batch[name] for name in ("source", "row")}
+        size += sum(values.nbytes for values in found.values())
+        count += len(found["row"])
+    return size / count, count // batches
+
+
+def recorded_bytes(make: Make, folder: Path, batches: int = 200) -> float | None:
+    """The bytes for a document beside the ledger, or None if positions tell the rows."""
+    loader = make(provenance=True, audit=folder)
+    count = 0
+    for _, batch in zip(range(batches), forever(loader), strict=False):
+        count += len(batch["doc_ids"]["row"] if "doc_ids" in batch else batch["row"])
+    loader.close()
+    found = list(folder.glob("*.documents"))
+    return found[0].stat().st_size / count if found else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slices", type=int, default=200, help="pairs of slices of 20 batches")
+    parser.add_argument("--only", default="", help="only the cases with this in their names")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        print(
+            f"{'':34} {'a batch':>10} {'overhead':>9} {'with ledger':>11} {'documents':>9} {'bytes':>6} {'ledger':>7}"
+        )
+        for case, make in cases(folder).items():
+            if args.only not in case:
+                continue
+            seconds, share = overhead(make, args.slices, None)
+            _, audited = overhead(make, args.slices, (folder / f"{case}-a", folder / f"{case}-b"))
+            size, count = bytes_of(make)
+            beside = recorded_bytes(make, folder / f"{case}-c")
+            good = share <= BAR and size <= BYTES and (beside or 0) <= BYTES
+            print(
+                f"{case:34} {1e6 * seconds:7.0f} µs {100 * share:7.2f} % {100 * audited:9.2f} % {count:9} {size:6.1f} "
+                f"{'none' if beside is None else f'{beside:.1f}':>7}  {'passed' if good else 'LOST'}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Flows mixed by a schedule: weights that change with the position, and sources with a limited number of passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.order import Shard
+from midepoch.order.schedule import OPEN, Segments
+from midepoch.order.turns import Turns
+from midepoch.pipeline.bunches import lengths_in
+from midepoch.pipeline.chunk import Chunk, Items, Pieces, materialize
+from midepoch.pipeline.combined import Growing
+from midepoch.pipeline.cursor import At
+from midepoch.pipeline.mixed import in_order
+from midepoch.pipeline.node import Mix
+from midepoch.pipeline.passes import Draw, Open, Part
+
+Int64Array = npt.NDArray[np.int64]
+
+_log = logging.getLogger("midepoch")
+EVENTS = 20
+"""Bits of the number of changes within a segment, in the number of a stretch of draws."""
+
+
+def is_held(value: Any, parts: int) -> bool:
+    """Return True for weights that still apply after a change: [position up to which, weights, rows of the stretch]."""
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[1], list) and len(value[1]) == parts):
+        return False
+    good = all(isinstance(weight, (int, float)) and 0 <= weight < 1e300 for weight in value[1])
+    return good and any(value[1]) and all(isinstance(one, int) and -1 <= one < OPEN for one in (value[0], value[2]))
+
+
+class Setting(NamedTuple):
+    """The weights at a place of a lane, and the draws up to their next change, if they are known."""
+
+    weights: tuple[float, ...]
+    rows: int | None
+
+
+def setting(mix: Mix, segments: Segments, clock: int, position: int, spent: Sequence[bool]) -> Setting | None:
+    """Return the weights that apply at a position of a stretch of draws, or None if nothing is left to draw from."""
+    assert mix.schedule is not None
+    number = segments.at(clock)
+    if number is None:
+        return None
+    weights = segments.weights[number]
+    if mix.learned is not None and mix.learned[0] == segments.phases[number]:
+        weights = mix.learned[1]
+    weights = tuple(0.0 if over else weight for weight, over in zip(weights, spent, strict=True))
+    if not any(weights):
+        return None
+    stop = segments.stops[number]
+    known = mix.schedule.unit == "rows" and stop < OPEN
+    return Setting(weights, stop - clock + position if known else None)
+
+
+class Scheduled:
+    """Outputs of several parts, interleaved by weights that a schedule gives.
+
+    Cursor: [draws since the last change of the weights, number of that change, [[pass, stage of the part, cursor of the
+    part], …], rows or tokens so far]. The number has that of the segment of the schedule above 20 bits. After a change
+    during the run, the weights before it follow as long as outputs in progress need them (``is_held``).
+
+    A part that has had all of its passes is not drawn from any more: the others take its share.
+    """
+
+    def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Shard, cursor: At) -> None:
+        assert mix.schedule is not None
+        self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
+        self._position, self._number, parts, self._clock, *held = cursor
+        self._held: At = held[0] if held else None
+        self._segments = mix.schedule.segments(mix.names, lane)
+        self._by_tokens = mix.schedule.unit == "tokens"
+        self._parts = [
+            Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
+        ]
+        self._turns: Turns | None = None
+        self._ended = False
+
+    def pull(self) -> Chunk | None:
+        while not self._ended:
+            if (chunk := self._pull()) is not None:
+                return chunk
+        return None
+
+    def _pull(self) -> Chunk | None:
+        """Return the next outputs, or None if the weights change first, or at the end."""
+        segment = self._segments.at(self._clock)
+        if segment is None or not self._begin(segment):
+            self._ended = True
+            return None
+        assert self._turns is not None
+        size, first = self._growing.next(), self._position
+        if not self._by_tokens:
+            size = min(size, self._segments.stops[segment] - self._clock)
+        if self._held is not None:
+            size = min(size, self._held[0] - first)
+        sources = self._turns.sources(first, first + size)
+        places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
+        draws = [part.draw(len(mine)) for part, mine in zip(self._parts, places, strict=True)]
+        spent = [int(mine[draw.count]) for draw, mine in zip(draws, places, strict=True) if draw.count < len(mine)]
+        cut = min(spent, default=size)
+        items, _ = in_order(draws, places, cut)
+        clocks = None
+        if self._by_tokens and cut:
+            items, clocks = self._counted(items)
+            over = int(np.searchsorted(clocks, self._segments.stops[segment]))  # the document that reaches the end
+            if over <= cut and over < len(clocks) - 1:
+                cut, items, clocks = over, items.slice(0, over), clocks[: over + 1]
+        is_spent = cut in spent
+        if cut < size:
+            for part, mine in zip(self._parts, places, strict=True):
+                part.give_back(int(np.searchsorted(mine, cut)))
+        chunk = self._chunk(draws, sources, items, clocks) if cut else None
+        self._position += cut
+        self._clock += cut if clocks is None else int(clocks[-1]) - self._clock
+        if is_spent:
+            self._end_part(int(sources[cut]))
+        self._growing.made(items)
+        return chunk
+
+    def _begin(self, segment: int) -> bool:
+        """Prepare the draws at this place. Return False if nothing is left to draw from."""
+        held = self._held
+        if held is not None and self._position >= held[0]:
+            held = self._held = None
+            self._change()
+        if held is None and self._number >> EVENTS != segment:
+            self._position, self._number, self._turns = 0, segment << EVENTS, None
+        if self._turns is None:
+            spent = [part.spent for part in self._parts]
+            if held is not None:
+                found: Setting | None = Setting(tuple(held[1]), held[2] if held[2] >= 0 else None)
+            else:
+                found = setting(self._mix, self._segments, self._clock, self._position, spent)
+            if found is None:
+                self._warn(segment)
+                return False
+            self._turns = Turns(*found, self._mix.seed, self._epoch, self._lane.index, self._number)
+        return True
+
+    def _change(self) -> None:
+        self._position, self._number, self._turns = 0, self._number + 1, None
+
+    def _end_part(self, number: int) -> None:
+        """Stop drawing from a part. The others take its share."""
+        self._parts[number].end()
+        if self._held is not None:  # the outputs in progress had the same weights without it
+            until, weights, rows = self._held
+            weights = [0.0 if one == number else weight for one, weight in enumerate(weights)]
+            rows = rows - self._position if rows >= 0 else rows
+            self._held = [until - self._position, weights, rows] if any(weights) else None
+        self._change()
+
+    def _counted(self, items: Items) -> tuple[Items, Int64Array]:
+        """Return outputs that are read, and the position of the schedule before each of them and after the last."""
+        if self._mix.tokens is None:
+            raise ValueError(
+                "the schedule counts tokens, and the column with the tokens is not known. Call pack() on the mix, or "
+                "pass mix(…, length='input_ids')."
+            )
+        column, more = self._mix.tokens
+        if not isinstance(items, Pieces):
+            items = batch = materialize(items)
+            lengths = lengths_in(column, batch.columns[column])
+        else:
+            lengths = np.zeros(len(items), np.int64)
+            for number in np.unique(items.which).tolist():
+                mine = np.flatnonzero(items.which == number)
+                part = items.batches[number].keep(items.places[mine])
+                lengths[mine] = lengths_in(column, part.columns[column])
+        return items, self._clock + np.concatenate([[0], np.cumsum(lengths + more * (lengths > 0))]).astype(np.int64)
+
+    def _chunk(self, draws: Sequence[Draw], sources: Int64Array, items: Items, clocks: Int64Array | None) -> Chunk:
+        first, number, clock = self._position, self._number, self._clock
+        held = [] if self._held is None else [self._held]
+
+        def at(outputs: int) -> At:
+            return after(outputs)
+
+        def before(outputs: int) -> At:
+            return after(outputs, int(sources[outputs])) if outputs < len(items) else after(outputs)
+
+        def after(outputs: int, coming: int = -1) -> At:
+            counts = np.bincount(sources[:outputs], minlength=len(draws)).tolist()
+            parts = [
+                draw.before(count) if one == coming else draw.at(count)
+                for one, (draw, count) in enumerate(zip(draws, counts, strict=True))
+            ]
+            return [first + outputs, number, parts, clock + outputs if clocks is None else int(clocks[outputs]), *held]
+
+        return Chunk(items, at, before)
+
+    def _warn(self, segment: int) -> None:
+        assert self._mix.schedule is not None
+        phase = self._mix.schedule.plan[self._segments.phases[segment]]
+        _log.warning(
+            "the mix ends in phase %r, before the end of the schedule: its sources have had all of their passes",
+            phase.name,
+        )

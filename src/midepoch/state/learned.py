@@ -1,0 +1,68 @@
+"""Weights of a mix that are set during a run, at a cursor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from midepoch.errors import CheckpointMismatchError
+from midepoch.order import Shard
+from midepoch.pipeline.cursor import At, Cursor
+from midepoch.pipeline.node import Mix, Node
+from midepoch.pipeline.spec import PipelineSpec
+from midepoch.state.changing import Found, LaneContext, changed_mix
+from midepoch.state.matching import through
+from midepoch.state.rescheduled import changed_schedule
+
+
+def with_weights(
+    spec: PipelineSpec, cursor: Cursor, phase: int, weights: tuple[float, ...]
+) -> tuple[PipelineSpec, Cursor]:
+    """Return the pipeline with these weights, and the cursor from which they apply, or when outputs in progress end.
+
+    Raises ValueError if outputs in progress cannot be completed with the weights before.
+    """
+    before = spec.node.base
+    assert isinstance(before, Mix)
+    mix = replace(before, learned=(phase, weights))
+    _ = mix.counts if mix.schedule is None else None  # refuses weights that are too small
+    found = [Found(part, number, lambda at, *_: at) for number, part in enumerate(mix.parts)]
+
+    def convert(at: At, need: int | None, of: LaneContext) -> At:
+        if mix.schedule is None:
+            return changed_mix(mix, found, list(before.current), True, at, need, of, "")
+        return changed_schedule(mix, before, found, at, need, of, "")
+
+    node = Node(mix, spec.node.stages)
+    new = replace(spec, node=node)
+    if cursor.lanes is None:
+        return new, cursor
+    try:
+        lanes = {
+            number: replace(
+                lane,
+                cursor=through(node, lane.cursor, 0, LaneContext(cursor.epoch, Shard(number, spec.lanes)), convert),
+            )
+            for number, lane in cursor.lanes.by_lane.items()
+        }
+    except CheckpointMismatchError:
+        raise ValueError(
+            f"set_weights: steps after the mix ({spec.node.text}) have delivered only a part of the rows that they "
+            "have drawn with the weights before. Shuffle and batch the sources before they are mixed."
+        ) from None
+    return new, cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
+
+
+def phase_at(spec: PipelineSpec, cursor: Cursor) -> int:
+    """Return the number of the phase of a schedule at a cursor: that of the lane that is last. 0 without a schedule."""
+    mix = spec.node.base
+    if not isinstance(mix, Mix) or mix.schedule is None or cursor.lanes is None:
+        return 0
+    found = []
+    for number, lane in cursor.lanes.by_lane.items():
+        segments = mix.schedule.segments(mix.names, Shard(number, spec.lanes))
+        at = lane.cursor
+        for _ in spec.node.remembering:
+            at = at[0]
+        segment = segments.at(at[3])
+        found.append(segments.phases[-1 if segment is None else segment])
+    return min(found, default=0)

@@ -1,0 +1,170 @@
+"""``midepoch plan --schedule``, as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from midepoch import Phase, Schedule
+from midepoch.cli.app import app
+from midepoch.cli.picture import phase_widths
+from midepoch.tools.schedule_plan import plan_schedule
+
+pytest.importorskip("yaml")
+
+ROWS = {"web": 400, "code": 100, "math": 20}
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *map(str, arguments)])
+
+
+def of_json(*arguments: Any) -> Any:
+    found = call(*arguments, "--json")
+    assert found.exit_code in (0, 1), found.output
+    return json.loads(found.stdout)
+
+
+def refused(*arguments: Any) -> str:
+    found = call(*arguments)
+    assert found.exit_code == 2 and not found.stdout, found.output
+    return found.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in ROWS.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"input_ids": [[1] * 10] * rows}), tmp_path / name / "0.parquet", row_group_size=50)
+    schedule(max_passes={"math": 2}).save("run.yaml")
+    return tmp_path / "run.yaml"
+
+
+def schedule(**options: Any) -> Schedule:
+    return Schedule(
+        [
+            Phase("warm-up", {"web": 1}, steps=10, global_batch_size=8),
+            Phase("main", {"web": 0.75, "code": 0.25}, steps=20),
+            Phase("anneal", {"web": 1, "math": 1}, steps=20),
+        ],
+        **{"sources": {name: name for name in ROWS}, **options},
+    )
+
+
+def test_json_has_all_numbers(run: Path) -> None:
+    told = of_json("--schedule", run)
+    assert (told["unit"], told["exact"], told["steps"], told["problem"]) == ("rows", True, 50, None)
+    assert told["sizes"] == {name: {"rows": rows, "tokens": 10 * rows} for name, rows in ROWS.items()}
+    assert [[use["rows"] for use in phase["uses"]] for phase in told["phases"]] == [
+        [80, 0, 0],
+        [120, 40, 0],
+        [120, 0, 40],
+    ]
+    assert [use["tokens"] for use in told["totals"]] == [3200, 400, 400]
+    assert [use["passes"] for use in told["totals"]] == [0.8, 0.4, 2.0]
+    (cap,) = told["caps"]
+    assert (cap["source"], cap["phase"], cap["shares"]) == ("math", "anneal", {"web": 1.0}) and 240 < cap[
+        "position"
+    ] < 400
+    assert told["stretches"][0] == {
+        "phase": "warm-up",
+        "start": 0,
+        "stop": 80,
+        "shares": {"web": 1.0, "code": 0.0, "math": 0.0},
+    }
+    assert [one["stop"] for one in told["stretches"]] == [80, 240, cap["position"], 400]
+    shared = of_json("--schedule", run, "--ranks", 4)
+    assert [use["rows"] for use in shared["totals"]] == [320, 40, 40] and shared["ranks"] == 4
+
+
+def test_tables_and_picture_fit_into_80_columns(run: Path) -> None:
+    shown = call("--schedule", run)
+    assert shown.exit_code == 0
+    lines = shown.output.splitlines()
+    assert lines[0] == "3 phases: 400 rows, 50 steps; rows are exact"
+    assert all(len(line) <= 80 for line in lines if not line.startswith("math has had"))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert ["main", "20", "8", "", "160", "1,600"] in cells
+    assert ["anneal", "web", "75.0 %", "120", "1,200", "0.30"] in cells
+    assert ["", "math", "10.0 %", "40", "400", "2.00 of 2"] in cells
+    assert "math has had its 2 passes in phase 'anneal' at " in shown.output
+    top = next(line for line in lines if line.startswith("100 % │"))
+    bottom = lines[lines.index(top) + 9]
+    names = lines[lines.index(top) + 11]
+    assert names.split() == ["warm-up", "main", "anneal"]
+    main, anneal = names.index("main"), names.index("anneal")
+    assert set(top[7 : main - 1]) == {"█"} and set(top[main : anneal - 1]) == {"▒"}
+    assert set(bottom[7:]) == {"█"} and top[anneal] == "░" and top[-1] == "█"  # web alone, after the cap
+
+
+def test_a_terminal_without_unicode(run: Path) -> None:
+    command = [sys.executable, "-m", "midepoch", "plan", "--schedule", str(run)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=300, env=environment, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode("ascii")
+    assert "100 % |####" in shown and "## web   .. code   ++ math" in shown
+
+
+def test_sources_are_those_of_the_file_or_of_the_options(run: Path) -> None:
+    schedule(sources={}, max_passes={"math": 2}).save(run)
+    told = of_json("--schedule", run)
+    assert [use["passes"] for use in told["totals"]] == [None] * 3 and not told["caps"]
+    assert told["notes"] == ["max_passes of math cannot be checked without the data."]
+    assert "note: max_passes of math cannot" in call("--schedule", run).output
+    told = of_json("--schedule", run, "--source", "math=math/*.parquet", "--source", f"web={run.parent / 'web'}")
+    assert set(told["sizes"]) == {"math", "web"} and told["caps"]
+    assert "--source maths: the sources of" in refused("--schedule", run, "--source", "maths=math")
+    assert "--source takes NAME=PATH, got 'math'" in refused("--schedule", run, "--source", "math")
+    assert "is there twice" in refused("--schedule", run, "--source", "web=web", "--source", "web=code")
+    assert "nowhere" in refused("--schedule", run, "--source", "web=./nowhere")
+    assert "'nothing'" in refused("--schedule", run, "--source", "web=web", "--column", "nothing")
+
+
+def test_tokens_are_called_estimated(run: Path) -> None:
+    packed = [Phase("all", {"web": 1}, tokens=11_000, sequence_length=10), Phase("more", tokens=99_000_000)]
+    Schedule(packed, sources={"web": "web"}).save(run)
+    shown = call("--schedule", run, "--eos").output
+    assert "rows are estimated from the weights and the mean lengths of documents" in shown
+    assert "1,000" in shown and "9,000,000" in shown and "99.00 M" in shown
+    told = of_json("--schedule", run)
+    assert not told["exact"] and told["phases"][0]["uses"][0]["rows"] == 1100
+
+
+def test_a_run_that_cannot_be_completed_exits_with_1(run: Path) -> None:
+    schedule(max_passes={"math": 1, "web": 1, "code": 1}).save(run)
+    assert of_json("--schedule", run)["problem"] is None  # 340 rows of web are enough
+    schedule(max_passes={"math": 1, "web": 1}, sources={"web": "code", "code": "code", "math": "math"}).save(run)
+    shown = call("--schedule", run)
+    assert shown.exit_code == 1
+    assert "problem: phase 'anneal' cannot be filled: its sources have had all of their passes at " in shown.output
+    assert "no other source is left" in shown.output and call("--schedule", run, "--json").exit_code == 1
+
+
+def test_errors_name_the_file(run: Path) -> None:
+    assert "there is no file nothing.yaml." in refused("--schedule", "nothing.yaml")
+    run.write_text("phases: [{name: main, weights: {web: 1}, row: 5}]")
+    assert f"{run}: phase 'main' has no 'row'" in refused("--schedule", run)
+    assert "Use one of them" in refused("--schedule", run, "--checkpoint", run)
+    assert "plan needs --checkpoint. Use --checkpoint and --world-size, or --schedule" in refused("--world-size", 1)
+    assert "plan needs --world-size" in refused("--checkpoint", run)
+    assert "--column is for --schedule" in refused("--checkpoint", run, "--world-size", 1, "--column", "a")
+
+
+def test_names_fit_below_short_phases_and_many_phases_share_the_width() -> None:
+    short = Schedule([Phase("warm-up", {"web": 1}, rows=1), Phase("main", rows=10**6), Phase("open")])
+    widths = phase_widths(plan_schedule(short), 70)
+    assert widths[0] == len("warm-up") + 1 and 69 <= sum(widths) <= 70 and min(widths[1:]) >= 20
+    many = Schedule([Phase(f"phase {number}", {"web": 1}, rows=10) for number in range(30)])
+    widths = phase_widths(plan_schedule(many), 70)
+    assert len(widths) == 30 and sum(widths) <= 70 and min(widths) >= 1

@@ -1,0 +1,161 @@
+"""TRL's GRPO trainer, killed within generations and resumed on other numbers of ranks: each prompt exactly once."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forks import Forks
+from midepoch.audit import read_run
+
+pytest.importorskip("trl", reason="midepoch[trl] is not installed")
+
+HERE = Path(__file__).parent
+JOB, EXAMPLE = HERE / "trl_job.py", HERE.parents[1] / "examples" / "grpo_trl.py"
+
+
+@pytest.fixture(scope="module")
+def trl_forks() -> Iterator[Forks]:
+    """Runs scripts that train with TRL, which takes 5 s to import."""
+    with Forks("torch._dynamo", "pyarrow.parquet", "trl.trainer.grpo_trainer", "transformers.models.llama") as forks:
+        yield forks
+
+
+def attempt(forks: Forks, folder: Path, ranks: int = 1, **options: Any) -> None:
+    """Run the job. It is killed if it has ``die_at``, and else ends well."""
+    command = [str(JOB), str(folder), json.dumps(options)]
+    done = forks.world(ranks, *command) if ranks > 1 else forks.run(command)
+    said = "\n".join(one.stderr[-3000:] for one in done)
+    assert all(one.returncode == (-signal.SIGKILL if "die_at" in options else 0) for one in done), said
+
+
+def steps_of(path: Path) -> list[tuple[int, list[int]]]:
+    """The micro-batches of the run that is in the last model: without steps that were lost with an attempt."""
+    steps: list[tuple[int, list[int]]] = []
+    for line in path.read_text().splitlines():
+        first, *rest = line.split()
+        if first == "from":
+            steps = [(step, prompts) for step, prompts in steps if step <= int(rest[0])]
+        else:
+            steps.append((int(first), [int(prompt) for prompt in rest]))
+    return steps
+
+
+def trained(folder: Path) -> Counter[int]:
+    """The number of completions by prompt on which the last model was trained, on all ranks."""
+    paths = sorted(folder.glob("prompts-*.txt"))
+    return Counter(prompt for path in paths for _, prompts in steps_of(path) for prompt in prompts)
+
+
+def resumed_from(folder: Path) -> list[int]:
+    lines = (folder / "prompts-0.txt").read_text().splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("from")]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "epochs"),
+    [
+        pytest.param({"steps_per_generation": 4}, 12, 2, id="four steps a generation", marks=pytest.mark.slow),
+        pytest.param({"steps_per_generation": 2}, 13, 2, id="an incomplete last generation"),
+        pytest.param({"gradient_accumulation_steps": 2}, 9, 1, id="one step a generation", marks=pytest.mark.slow),
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+            11,
+            2,
+            id="accumulated",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+            9,
+            2,
+            id="two generations a step",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_prompt_once_over_kills(
+    options: dict[str, Any], prompts: int, epochs: int, trl_forks: Forks, tmp_path: Path
+) -> None:
+    always = {"per_device_train_batch_size": 4, "num_generations": 4, "save_steps": 1, "num_train_epochs": epochs}
+    last = max(2, prompts * epochs // options.get("gradient_accumulation_steps", 1))
+    kills = sorted(random.Random(prompts).sample(range(1, last - 1), 2))
+    for die_at in kills:
+        attempt(trl_forks, tmp_path, **always, **options, prompts=prompts, die_at=die_at)
+    attempt(trl_forks, tmp_path, **always, **options, prompts=prompts)
+    assert resumed_from(tmp_path) == [0, *kills]
+    proofs = [(epoch.exact, epoch.complete) for epoch in read_run(tmp_path / "ledger").epochs]
+    assert proofs == [(True, True)] * epochs
+    assert trained(tmp_path) == dict.fromkeys(range(prompts), 4 * epochs)
+
+
+def test_every_prompt_once_on_other_numbers_of_ranks(trl_forks: Forks, tmp_path: Path) -> None:
+    always = {"num_generations": 4, "steps_per_generation": 2, "save_steps": 1, "num_train_epochs": 2, "prompts": 22}
+    attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, die_at=3, **always)
+    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=4, die_at=9, **always)
+    attempt(trl_forks, tmp_path, 1, per_device_train_batch_size=8, **always)
+    assert resumed_from(tmp_path) == [0, 3, 9]
+    assert trained(tmp_path) == dict.fromkeys(range(22), 8)
+
+
+@pytest.mark.slow
+def test_groups_across_ranks(trl_forks: Forks, tmp_path: Path) -> None:
+    """Each rank has half of the completions of every prompt, in one step."""
+    always = {"num_generations": 8, "gradient_accumulation_steps": 2, "save_steps": 1, "prompts": 7}
+    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=2, num_train_epochs=1, die_at=4, **always)
+    attempt(trl_forks, tmp_path, 2, per_device_train_batch_size=2, num_train_epochs=1, **always)
+    assert resumed_from(tmp_path) == [0, 4]
+    assert trained(tmp_path) == dict.fromkeys(range(7), 8)
+
+
+def test_iterations_that_were_cut_are_repeated(trl_forks: Forks, tmp_path: Path) -> None:
+    """Two iterations over each generation: a kill between them generates again for its prompts, and for no others."""
+    always = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 2, "num_iterations": 2}
+    always |= {"save_steps": 1, "max_steps": 14, "prompts": 6}
+    attempt(trl_forks, tmp_path, die_at=4, **always)  # after both iterations of the first generation
+    attempt(trl_forks, tmp_path, die_at=7, **always)  # one prompt of the second has had both, the other one
+    attempt(trl_forks, tmp_path, **always)
+    assert resumed_from(tmp_path) == [0, 4, 7]
+    prompts = [set(prompts) for _, prompts in steps_of(tmp_path / "prompts-0.txt")]
+    a, b, c, d, e, f = (prompts[step] for step in (0, 1, 4, 5, 8, 11))
+    assert prompts == [a, b, a, b, c, d, c, *(d, e, d, e), *(f, set(), f)]  # the last generation has one prompt
+    assert sorted(number for each in (a, b, c, d, e, f) for number in each) == list(range(6))
+
+
+def test_filtered_prompts(trl_forks: Forks, tmp_path: Path) -> None:
+    """A stream of unknown length, by steps, over two epochs."""
+    always = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 3, "save_steps": 1}
+    always |= {"max_steps": 14, "prompts": 20, "kept": 7}
+    attempt(trl_forks, tmp_path, die_at=5, **always)
+    attempt(trl_forks, tmp_path, die_at=8, **always)
+    attempt(trl_forks, tmp_path, **always)
+    assert trained(tmp_path) == dict.fromkeys(range(7), 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, "One must be a multiple of the other"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "kept": 7}, "Raise steps_per_generation"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str, trl_forks: Forks, tmp_path: Path) -> None:
+    always = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 2, "prompts": 8}
+    (refused,) = trl_forks.run([str(JOB), str(tmp_path), json.dumps(always | options)])
+    assert refused.returncode == 1
+    assert message in refused.stderr
+
+
+def test_example(trl_forks: Forks, tmp_path: Path) -> None:
+    (killed,) = trl_forks.run([str(EXAMPLE), str(tmp_path), "--die-at", "7"])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    for resumed in trl_forks.world(2, str(EXAMPLE), str(tmp_path), "--batch", "4"):
+        assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert trained(tmp_path) == dict.fromkeys(range(40), 4)
