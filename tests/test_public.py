@@ -31,6 +31,8 @@ def test_export_list() -> None:
         "FetchError",
         "FormatError",
         "Keep",
+        "Lease",
+        "LeaseError",
         "Loader",
         "MapError",
         "MidepochError",

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
         DifferentSchemasError,
         FetchError,
         FormatError,
+        LeaseError,
         MapError,
         MidepochError,
         StateError,
         WorkerError,
         WorldError,
     )
-    from midepoch.loader import Loader
+    from midepoch.loader import Lease, Loader
     from midepoch.open import from_files, load_dataset, load_from_disk
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 # Names are imported when first used: `import midepoch` takes 1 ms instead of the 150 ms of numpy and pyarrow.
 _WHERE = {
     "Dataset": "midepoch.dataset",
+    "Lease": "midepoch.loader",
     "Loader": "midepoch.loader",
     "Keep": "midepoch.checkpoint",
     "Phase": "midepoch.order.schedule",
@@ -78,6 +80,7 @@ _WHERE = {
             "DifferentSchemasError",
             "FetchError",
             "FormatError",
+            "LeaseError",
             "MapError",
             "MidepochError",
             "StateError",
@@ -104,6 +107,8 @@ __all__ = [
     "FetchError",
     "FormatError",
     "Keep",
+    "Lease",
+    "LeaseError",
     "Loader",
     "MapError",
     "MidepochError",

@@ -129,12 +129,12 @@ def open_ds(small_files: list[str]) -> Callable[[], midepoch.Dataset]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_skipped_or_acknowledged_twice(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
-    assert sum(simulate(name, open_ds, seed, {}) for seed in range(3)) >= 6
+    assert simulate(name, open_ds, 0, {}) >= 2
 
 
 @pytest.mark.parametrize("name", ["rows", "window", "map"])
 def test_batches_by_tokens_are_leased(name: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
-    assert sum(simulate(name, open_ds, seed, TOKENS) for seed in range(4)) >= 8
+    assert sum(simulate(name, open_ds, seed, TOKENS) for seed in range(2)) >= 4
 
 
 @pytest.mark.slow

@@ -23,12 +23,23 @@ from midepoch.pipeline.cursor import Cursor
 _RECORD = re.compile(rb"<([aru])([^>]*)>|\.")
 
 
-def leases_of(cursor: Cursor, left_out: Intervals) -> dict[str, Any]:
+class LeaseSteps(NamedTuple):
+    """The steps of a pass of leases: those of the plan that it leaves out or, in lanes, of the pass.
+
+    ``first``: the number of its first step, in lanes.
+    """
+
+    left_out: Intervals
+    first: int = 0
+
+
+def leases_of(cursor: Cursor, leased: LeaseSteps) -> dict[str, Any]:
     """Return the field ``leases`` of a pass that begins at a cursor."""
+    left_out = leased.left_out
     if cursor.lanes is None:
         return {"done": cursor.done.encode(), "acked": left_out.encode()}
     lanes = {lane: [at.outputs, at.done.encode()] for lane, at in cursor.lanes.by_lane.items()}
-    return {"lanes": lanes, "acked": left_out.encode()}
+    return {"lanes": lanes, "acked": left_out.encode(), "first": leased.first}
 
 
 def record_of(kind: str, steps: Intervals, units: Mapping[int, Intervals]) -> bytes:
@@ -57,10 +68,10 @@ class LeaseRecord(NamedTuple):
     """Not delivered in the pass, of positions."""
     lanes: Mapping[int, tuple[int, Intervals]] | None
     """By lane: outputs before the pass, and later ones that are not delivered in it. None with positions."""
-    left_out: Intervals
-    """Steps of the plan that the pass leaves out or, in lanes, steps of the pass."""
-    delivered: int
-    acked_steps: int
+    delivered: Intervals
+    """Numbers of its steps."""
+    finished: Intervals
+    """Numbers of steps that are acknowledged."""
     acked: Mapping[int, Intervals]
     rejected: Mapping[int, Intervals]
     returned: bool
@@ -90,7 +101,7 @@ def read_leases(field: Any, record: bytes) -> LeaseRecord | None:
         return None
     acked: dict[int, list[Intervals]] = {}
     rejected: dict[int, list[Intervals]] = {}
-    delivered, steps, returned = 0, 0, False
+    delivered, steps, returned = 0, EMPTY, False
     for kind, text in _RECORD.findall(record):
         if not kind:
             delivered, returned = delivered + 1, False
@@ -98,7 +109,7 @@ def read_leases(field: Any, record: bytes) -> LeaseRecord | None:
             returned = True
         else:
             of_steps, _, lanes_of_units = text.decode().partition(";")
-            steps += len(_intervals(of_steps))
+            steps = steps.union(_intervals(of_steps))
             for part in filter(None, lanes_of_units.split("|")):
                 lane, _, units = part.partition(":")
                 acked.setdefault(int(lane), []).append(_intervals(units))
@@ -110,13 +121,20 @@ def read_leases(field: Any, record: bytes) -> LeaseRecord | None:
     return LeaseRecord(
         Intervals.decode(field.get("done", "")),
         lanes,
-        Intervals.decode(field.get("acked", "")),
-        delivered,
+        _steps(delivered, Intervals.decode(field.get("acked", "")), None if lanes is None else field["first"]),
         steps,
         {lane: EMPTY.union(*some) for lane, some in acked.items()},
         {lane: EMPTY.union(*some) for lane, some in rejected.items()},
         returned,
     )
+
+
+def _steps(delivered: int, left_out: Intervals, first: int | None) -> Intervals:
+    """Return the numbers of the first steps of a pass. ``first``: that of the first one, in lanes."""
+    if first is None:
+        return Intervals.from_positions(left_out.remaining(np.arange(delivered)))
+    own = Intervals.of(0, delivered).minus(left_out)
+    return Intervals.of(own.starts + first, own.stops + first)
 
 
 class RankPass(NamedTuple):
@@ -130,7 +148,7 @@ class RankPass(NamedTuple):
     record: LeaseRecord | None
     plain: Intervals | None = None
     done: Intervals = EMPTY
-    """What was not delivered in a pass without leases."""
+    """Positions that a pass without leases did not deliver."""
 
 
 class LeaseCounts(NamedTuple):
@@ -138,7 +156,7 @@ class LeaseCounts(NamedTuple):
 
     ``leased``: deliveries. ``acknowledged``: those that the run kept, including ``rejected``. ``again``: acknowledged,
     but in no state when the run was stopped, so that they are delivered again. ``out``: delivered in the last start and
-    neither acknowledged nor returned.
+    neither acknowledged nor ``returned``.
     """
 
     leased: int
@@ -146,6 +164,7 @@ class LeaseCounts(NamedTuple):
     rejected: int
     again: int
     out: int
+    returned: int
     repeated: int
     never: int
     examples: tuple[int, ...]
@@ -164,14 +183,14 @@ class LeaseCounter:
         self._kept: dict[int, Intervals] = {}
         self._rejected: dict[int, Intervals] = {}
         self._begun: set[int] = set()  # lanes of which the beginning in this start is known
-        self._out: dict[int, int] = {}
+        self._steps: dict[int, tuple[Intervals, Intervals, RankPass]] = {}  # of each rank: delivered, and acknowledged
         self._leased = self._again = self._repeated = self._never = 0
         self._is_sure = True  # False after a pass over lanes without leases, whose outputs are not recorded
         self._examples: list[int] = []
 
     def begin(self) -> None:
         """Begin with passes after a start of the run, or after a state was loaded."""
-        self._begun, self._out = set(), {}
+        self._begun, self._steps = set(), {}
 
     def add(self, one: RankPass) -> None:
         """Count one more pass of a rank."""
@@ -190,10 +209,10 @@ class LeaseCounter:
             self._acknowledge(lane, some)
         for lane, some in record.places(record.rejected, one.start, shard).items():
             self._rejected[lane] = self._rejected.get(lane, EMPTY).union(some)
-        delivered = _delivered(one, record)
-        self._leased += delivered
-        left = self._out.get(shard.index, 0) + delivered - sum(map(len, acked.values()))
-        self._out[shard.index] = 0 if record.returned else max(0, left)
+        self._leased += _units(one, record.delivered.intersection(record.finished), acked)
+        self._leased += _units(one, record.delivered.minus(record.finished), None)
+        delivered, finished, _ = self._steps.get(shard.index, (EMPTY, EMPTY, one))
+        self._steps[shard.index] = (delivered.union(record.delivered), finished.union(record.finished), one)
 
     def _begin(self, lane: int, base: Intervals) -> None:
         if lane in self._begun:
@@ -216,12 +235,17 @@ class LeaseCounter:
 
     def counts(self) -> LeaseCounts:
         """Return the counts so far."""
+        left = {True: 0, False: 0}
+        for delivered, finished, one in self._steps.values():
+            if one.record is not None:
+                left[one.record.returned] += _units(one, delivered.minus(finished), None)
         return LeaseCounts(
             self._leased,
             sum(map(len, self._kept.values())) - self._never,
             sum(map(len, self._rejected.values())),
             self._again,
-            sum(self._out.values()),
+            left[False],
+            left[True],
             self._repeated,
             self._never,
             tuple(self._examples[:10]),
@@ -229,16 +253,15 @@ class LeaseCounter:
         )
 
 
-def _delivered(one: RankPass, record: LeaseRecord) -> int:
-    """Return the units that a rank received in a pass."""
+def _units(one: RankPass, steps: Intervals, acked: Mapping[int, Intervals] | None) -> int:
+    """Return the number of positions, or outputs, in steps of a rank. ``acked``: the outputs, if they are known."""
+    record, shard = one.record, one.shard
+    if record is None or not steps:
+        return 0
     if record.lanes is not None:
-        steps = record.left_out.before(record.delivered)
-        acked = sum(map(len, record.acked.values()))
-        return acked + max(0, steps - record.acked_steps) * one.batch // one.shard.count
-    shard, done = one.shard, record.done.from_(record.done.after(one.start))
-    first, stop = record.done.after(one.start), done.before(one.end)
-    if not record.left_out:
-        return len(shard.positions(first, min(first + record.delivered * one.batch, stop)))
-    steps = record.left_out.remaining(np.arange(record.delivered)).tolist()
-    begins = (first + step * one.batch for step in steps)
-    return sum(len(shard.positions(begin, min(begin + one.batch, stop))) for begin in begins)
+        known = len(record.finished) if acked is not None else 0
+        return sum(map(len, (acked or {}).values())) if known else len(steps) * one.batch // shard.count
+    first = record.done.after(one.start)
+    stop = record.done.from_(first).before(one.end)
+    edges = zip((first + steps.starts * one.batch).tolist(), (first + steps.stops * one.batch).tolist(), strict=True)
+    return sum(len(shard.positions(begin, min(end, stop))) for begin, end in edges)

@@ -34,13 +34,13 @@ from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
-from midepoch.audit.leases import leases_of
+from midepoch.audit.leases import LeaseSteps, leases_of
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
 from midepoch.audit.records import LOST, UNKNOWN, VERSION
 from midepoch.audit.starts import attempt_name, new_file
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.order.intervals import EMPTY
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -121,9 +121,9 @@ class Ledger:
         sizes: BatchSizes | None = None,
         planning: Planning | None = None,
         sources: Sequence[str] = (),
-        leased: Intervals | None = None,
+        leased: LeaseSteps | None = None,
     ) -> None:
-        """Record that a pass begins at a cursor. ``leased``: its batches are leases, without these steps.
+        """Record that a pass begins at a cursor. ``leased``: the steps of its leases, if its batches are leases.
 
         Its steps are the positions [start + g·B, start + (g+1)·B) up to the end or, if positions cannot be computed
         (``end`` is None), ``batch_size`` outputs of each rank.

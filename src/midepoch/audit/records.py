@@ -154,7 +154,7 @@ class Passed:
     documents: RecordedDocuments | None = None
     """The documents of the steps of the process, if they are recorded."""
     leases: LeaseRecord | None = None
-    """What was leased and acknowledged, if its batches were leases."""
+    """Leases and acknowledgements, if its batches were leases."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:

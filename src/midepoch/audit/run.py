@@ -252,7 +252,9 @@ class Run(Naming):
     def _lease_proof(self, epoch: int, every: list[Generation]) -> EpochProof:
         """Count what was acknowledged: each start must begin where the states before it were."""
         counts, over = count_leases(every), any(one.shape.epoch > epoch for one in self.every)
-        complete = all(one.finished for one in every[-1:]) and not counts.out
+        latest = [one for one in every if one.shape.attempt == every[-1].shape.attempt]
+        ended = {rank for one in latest for rank, track in one.tracks.items() if track.finished}
+        complete = len(ended) == every[-1].shape.ranks and not counts.out and not counts.returned
         done = sum(map(len, counts.kept.values()))
         rows, last = every[-1].rows, every[-1]
         if last.lanes or rows == UNKNOWN:

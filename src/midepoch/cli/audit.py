@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +12,17 @@ from rich.table import Table
 from midepoch.cli import common
 
 if TYPE_CHECKING:
-    from midepoch.audit import Delivery, Document, Run
+    from midepoch.audit import Delivery, Document, EpochProof, Run
 
 _LISTED = 20
+_LEASES = {
+    "leased": "leased",
+    "acknowledged": "acknowledged",
+    "rejected": "rejected",
+    "out": "still out",
+    "returned": "returned",
+}
+"""Columns of runs with leases."""
 
 
 def audit(
@@ -85,7 +93,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
                 "starts": run.attempts,
                 "world_sizes": run.worlds,
                 "problems": run.problems,
-                "epochs": [{**asdict(one), "exact": one.exact, "complete": one.complete} for one in run.epochs],
+                "epochs": [_epoch(one) for one in run.epochs],
             }
             for run in runs
         ]
@@ -95,6 +103,11 @@ def _proof(runs: list[Run], as_json: bool) -> None:
             _show_proof(run, len(runs) > 1)
     if not all(run.exact for run in runs):
         raise typer.Exit(1)
+
+
+def _epoch(one: EpochProof) -> dict[str, Any]:
+    counts = {name: getattr(one.leases, name) for name in _LEASES} if one.leases is not None else None
+    return {**asdict(replace(one, leases=None)), "leases": counts, "exact": one.exact, "complete": one.complete}
 
 
 def _show_proof(run: Run, several: bool) -> None:
@@ -119,10 +132,14 @@ def _show_proof(run: Run, several: bool) -> None:
     names |= {name: title for name, title in rare.items() if any(getattr(one, name) for one in run.epochs)}
     for title in names.values():
         table.add_column(title, justify="right")
+    leased = [name for name in _LEASES if any(one.leases is not None for one in run.epochs)]
+    for name in leased:
+        table.add_column(_LEASES[name], justify="right")
     table.add_column(no_wrap=True)
     for one in run.epochs:
         cells = [f"{getattr(one, name):,}" for name in names]
         shown = [common.styled(cell, "red" if i in (3, 4) and cell != "0" else "") for i, cell in enumerate(cells)]
+        shown += [f"{getattr(one.leases, name):,}" if one.leases is not None else "" for name in leased]
         so_far = "complete" if one.complete else "exact so far"
         if one.exact and not run.problems:
             verdict = common.styled(so_far, "green")

@@ -38,9 +38,9 @@ class Channel:
     """The socket of one loader. ``ack`` is called in its thread, and raises ValueError for an unknown lease."""
 
     def __init__(self, ack: Ack) -> None:
-        self._ack, self._owner = ack, os.getpid()
+        self._ack, self._owner, self._closed = ack, os.getpid(), False
         prefix = f"midepoch-leases-{os.getuid()}-"
-        parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(path) + 60 < _LONGEST_PATH), "/tmp")
+        parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(path) + 45 < _LONGEST_PATH), "/tmp")
         _remove_stale(Path(parent), prefix)
         self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # only this user may enter it
         self.address = str(self._folder / _SOCKET)
@@ -52,15 +52,20 @@ class Channel:
         threading.Thread(target=self._serve, name=f"{PREFIX}leases", daemon=True).start()
 
     def close(self) -> None:
-        """Remove the folder. A fork leaves that to its parent."""
-        if self._owner == os.getpid():
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Stop the thread, and remove the folder. A fork leaves that to its parent."""
+        if self._owner != os.getpid() or self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as wake:
+            wake.connect(self.address)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ)
             unread: dict[int, bytes] = {}
-            while True:
+            while not self._closed:
                 for key, _ in selector.select():
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
@@ -72,6 +77,9 @@ class Channel:
                         unread.pop(connection.fileno(), None)
                         selector.unregister(connection)
                         connection.close()
+            for key in list(selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
 
     def _answer(self, connection: socket.socket, unread: dict[int, bytes]) -> bool:
         """Apply the messages that have come. Return False if the other side has closed the connection."""

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from midepoch.loader.plans import Asked, StepPlan
 from midepoch.order import Shard
@@ -16,12 +17,13 @@ from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursors
 from midepoch.pipeline.lanes import Share, StepOutputs
 
+Int64Array = npt.NDArray[np.int64]
 Outputs = Mapping[int, Intervals]
 """Numbers of outputs, by lane."""
 
 
 class Frontier(NamedTuple):
-    """Where acknowledgements are. ``oldest``: the first step that is not in ``acked``, those that are.
+    """The progress of acknowledgements. ``oldest``: the first step that is not in ``acked``.
 
     ``at``: the cursor after it or, if ``over`` (nothing is out), that after the step before. ``complete``: the pass has
     no more steps, and nothing is out.
@@ -35,10 +37,12 @@ class Frontier(NamedTuple):
 
 
 class Taken(Protocol):
-    """What is acknowledged of a pass, in the units of a state."""
+    """The acknowledged part of a pass, in the units of a state."""
 
-    def add(self, steps: Mapping[int, Any]) -> Outputs:
+    def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Outputs:
         """Add acknowledged steps, with the cursors after them. Return their outputs by lane, or as lane 0 their turns.
+
+        ``recorded``: False if the latter are not needed.
 
         Adding a step twice does no harm.
         """
@@ -53,12 +57,11 @@ class LeasedSteps:
     def __init__(self, plan: StepPlan, start: Cursor, shard: Shard) -> None:
         self._plan, self._start, self._shard = plan, start, shard
 
-    def add(self, steps: Mapping[int, Any]) -> Outputs:
-        return {0: self._turns(Intervals.from_positions(steps))}
+    def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Outputs:
+        return {0: self._turns(Intervals.from_positions(steps))} if recorded else {}
 
     def _turns(self, steps: Intervals) -> Intervals:
-        starts, stops = ([self._plan.turn(step) for step in edges.tolist()] for edges in (steps.starts, steps.stops))
-        return Intervals.of(starts, stops)
+        return Intervals.of(self._plan.turns(steps.starts), self._plan.turns(steps.stops))
 
     def saved(self, frontier: Frontier, *, alone: bool) -> tuple[Cursor, str]:
         plan, oldest = self._plan, frontier.oldest
@@ -68,7 +71,7 @@ class LeasedSteps:
             done = Intervals.of(plan.done.remaining(turns.starts), plan.done.remaining(turns.stops - 1) + 1)
             return plan.cursor_with(self._start, oldest, done, alone=True), ""
         # At the end there may be one more step, with nothing for this rank.
-        turn = plan.turn(oldest + 1 if frontier.complete else oldest)
+        (turn,) = plan.turns(np.array([oldest + frontier.complete])).tolist()
         fields = [self._shard.index, self._shard.count, turn, turns.encode()]
         return plan.cursor_with(self._start, oldest, EMPTY, alone=False), json.dumps(fields, separators=(",", ":"))
 
@@ -80,13 +83,15 @@ class LeasedLanes:
         self._shard, self._share = shard, share
         self._outputs: dict[int, Intervals] = {}
 
-    def add(self, steps: Mapping[int, Any]) -> Outputs:
-        found: dict[int, list[Intervals]] = {}
+    def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Outputs:  # noqa: ARG002
+        found: dict[int, tuple[list[int], list[int]]] = {}
         for deal in steps.values():
             assert isinstance(deal, StepOutputs)
-            for lane, numbers in deal.own_outputs().items():
-                found.setdefault(lane, []).append(Intervals.from_positions(numbers))
-        outputs = {lane: EMPTY.union(*some) for lane, some in found.items()}
+            for lane, first, stop in deal.own_outputs():
+                starts, stops = found.setdefault(lane, ([], []))
+                starts.append(first)
+                stops.append(stop)
+        outputs = {lane: Intervals.of(*edges) for lane, edges in found.items()}
         for lane, some in outputs.items():
             while True:  # a signal handler may add some meanwhile
                 before = self._outputs.get(lane, EMPTY)
@@ -184,8 +189,8 @@ class RemainingSteps:
     def cursor(self, step: int) -> Cursor:
         return self.plan.cursor(self.step(step))
 
-    def turn(self, step: int) -> int:
-        return self.plan.turn(self.step(step))
+    def turns(self, steps: Int64Array) -> Int64Array:
+        return self.plan.turns(self.acked.remaining(steps))
 
     def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
         return self.plan.cursor_with(start, self.step(steps), done, alone=alone)

@@ -148,14 +148,14 @@ class Tracker:
                     break
             for kind, flag in (("a", False), ("r", True)):
                 steps = {step: cursor for step, (cursor, rejected) in noted.items() if rejected is flag}
-                units = self._taken.add(steps) if steps else {}
+                units = self._taken.add(steps, recorded=self._ledger is not None) if steps else {}
                 if steps and self._ledger is not None:
                     self._ledger.note(record_of(kind, Intervals.from_positions(steps), units))
             for step in noted:
                 self.inbox.pop(step, None)
 
     def frontier(self) -> Frontier:
-        """Return where acknowledgements are, with all that came before this call."""
+        """Return the progress, with all acknowledgements that came before this call."""
         with self._lock:
             while True:
                 self.settle()
@@ -181,7 +181,7 @@ class LeaseBook:
         self._next = secrets.randbits(30) << 32
         self._past: list[range] = []  # of complete passes
         self._channel: Channel | None = None
-        self._forked = False
+        self._inherited: tuple[Tracker | None, Channel | None] = (None, None)  # of the process that was forked
         self.wake: threading.Event | None = None
         """Set by the next acknowledgement, if somebody waits for it."""
         _books.add(self)
@@ -204,8 +204,8 @@ class LeaseBook:
     def ack(self, number: int, rejected: bool) -> bool:
         """Acknowledge a lease by its id. Return False if it was acknowledged before."""
         tracker = self.tracker
-        if self._forked:
-            return self._ack_from_fork(number, rejected)
+        if tracker is not None and tracker is self._inherited[0]:
+            return acknowledge(self._parent_address(), number, rejected)
         if tracker is None or not tracker.ack(number - tracker.first, rejected):
             return self._late(number, tracker)
         if self.wake is not None:
@@ -222,17 +222,19 @@ class LeaseBook:
             "set. Its batch is delivered again unless it had been acknowledged by then."
         )
 
-    def _ack_from_fork(self, number: int, rejected: bool) -> bool:
-        if self._channel is None:
-            raise ValueError(
-                f"lease {number} is of the process from which this one was forked, before it had any lease."
-            )
-        return acknowledge(self._channel.address, number, rejected)
+    def _parent_address(self) -> str:
+        channel = self._inherited[1]
+        if channel is None:
+            raise ValueError("this process was forked before there was a lease: its copy of the loader has none.")
+        return channel.address
 
     def address(self) -> str:
         """Return the address under which other processes of this machine acknowledge."""
+        if self.tracker is not None and self.tracker is self._inherited[0]:
+            return self._parent_address()
         if self._channel is None:
             self._channel = Channel(_answer(weakref.ref(self)))
+            weakref.finalize(self, self._channel.close)
         return self._channel.address
 
     @property
@@ -241,8 +243,8 @@ class LeaseBook:
         return self._channel is not None
 
     def forked(self) -> None:
-        """Note that this is a copy in a forked process."""
-        self._forked = True
+        """Note that this is a copy in a forked process. What is out belongs to the parent."""
+        self._inherited, self._channel = (self.tracker, self._channel), None
 
 
 def _answer(book: weakref.ref[LeaseBook]) -> Callable[[int, bool], bool]:

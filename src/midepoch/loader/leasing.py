@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from midepoch._internal.checks import integer
-from midepoch.audit.leases import RETURNED
+from midepoch.audit.leases import RETURNED, LeaseSteps
 from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, LeaseBook, Tracker, Waiting
 from midepoch.loader.options import check_continues
@@ -68,9 +68,9 @@ class LeaseItems:
         return lane_cursor(frontier), None
 
     @property
-    def left_out(self) -> Intervals:
-        """Steps of the plan that the pass leaves out or, in lanes, steps of the pass that are not delivered."""
-        return self._acked
+    def steps(self) -> LeaseSteps:
+        """The steps of the pass."""
+        return LeaseSteps(self._acked, self._first)
 
     def __iter__(self) -> LeaseItems:
         return self
@@ -99,7 +99,9 @@ class LeaseItems:
         if not self._tracker.delivered and self._pass.start is not self._tracker.start:
             self._tracker = self._loader.track(self._pass)  # nothing was left where it was to begin
         tracker, delivered = self._tracker, self._loader.delivered
-        step = self._acked.remaining(number) if tracker.plan is not None else self._first + number
+        step = self._first + number
+        if self._acked and tracker.plan is not None:
+            step = self._acked.remaining(number)
         self._noted = number + 1
         if step >= tracker.delivered:
             if empty:
@@ -184,11 +186,12 @@ class Leasing(Weighting):
             tracker = None
         if tracker is None:
             batches = self._begin_pass()
-            batches.leased = EMPTY
+            batches.leased = items.steps
             return batches, self.track(batches)
         start, plan = items.resume(tracker)
+        tracker.ended = False  # until this pass has come to the end
         batches = self._begin_pass(Start(start), tracker.start)
-        batches.leased = items.left_out
+        batches.leased = items.steps
         if plan is not None:
             batches.plan = plan
         return batches, tracker

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from midepoch._internal.checks import integer
 from midepoch._internal.hints import hinted_methods
+from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.equal import EqualSteps, RankConsistencyCheck, check_equal_steps
 from midepoch.loader.lanes import LaneBatches
@@ -23,7 +24,6 @@ from midepoch.loader.settings import HINTED, HINTS
 from midepoch.loader.sources import Sources
 from midepoch.loader.stretches import Stretch
 from midepoch.loader.token_plan import TokenPlan, make_plan
-from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
 from midepoch.pipeline.spec import PipelineSpec, check_known
@@ -168,10 +168,10 @@ class Loader(Leasing):
         self._sources.forget()
         spec = resumed.spec.for_processes(self.shard.count) if resumed.spec.has_positions else resumed.spec
         # No call between these: a signal handler that saves must not see only some of them.
-        self.leases.drop()
         self._spec, self._named, self._left = spec, False, None
         self._cursor = self.origin = resumed.cursor
         self.delivered, self.how, self._resume_point = None, "loaded", resumed.cursor
+        self.leases.drop()
         if self._counterparts is not None:
             self._counterparts.loaded()
         if self.ledger is not None:  # now, not with the first batch: there may be no batch left
@@ -337,7 +337,7 @@ class Loader(Leasing):
         self.how, self.origin = "on", end
 
     def begin_record(
-        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: Intervals | None = None
+        self, ledger: Ledger, cursor: Cursor, *, load: bool = False, leased: LeaseSteps | None = None
     ) -> None:
         """Record that a pass begins at a cursor, or that a state was loaded there."""
         ledger.begin(

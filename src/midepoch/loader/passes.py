@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midepoch._internal.resumable import HasState
 from midepoch._internal.threads import silent_at_exit
+from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.ledger import Ledger
 from midepoch.errors import MidepochError
 from midepoch.loader.callers import warn_of_lightning
@@ -16,7 +17,6 @@ from midepoch.loader.lanes import LaneBatches
 from midepoch.loader.moved import unwrapped
 from midepoch.loader.options import check_continues
 from midepoch.loader.plans import BatchSource, Made, StepPlan
-from midepoch.order.intervals import Intervals
 from midepoch.pipeline.cursor import Cursor
 from midepoch.transforms import finish
 from midepoch.transforms.formats import prepare
@@ -44,8 +44,8 @@ class Pass(HasState):
     _closed = True  # before it has begun
     ended = False
     """True if the end of the epoch was reached."""
-    leased: Intervals | None = None
-    """Steps that are left out because they are acknowledged, if batches are leased: then ranks go at their own pace."""
+    leased: LeaseSteps | None = None
+    """Its steps, if batches are leased: then ranks go at their own pace."""
 
     def __init__(self, loader: Loader, start: Start) -> None:
         self._loader, self._ledger, self._meter = loader, loader.ledger, loader.meter

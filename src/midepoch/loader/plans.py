@@ -105,10 +105,10 @@ class StepPlan(Protocol):
 
     @property
     def done(self) -> Intervals:
-        """What is not delivered after the start."""
+        """Positions, or batches, after the start that are not delivered."""
 
-    def turn(self, step: int) -> int:
-        """Return what comes before a step, of all that is delivered: positions that remain, or batches."""
+    def turns(self, steps: Int64Array) -> Int64Array:
+        """Return what comes before each step, of all that is delivered: positions that remain, or batches."""
 
     def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
         """Return the cursor after a number of steps from ``start`` on, with more that is not to be delivered.
@@ -284,8 +284,10 @@ class Plan:
             first, stop = self.done.remaining(first), self.done.remaining(stop - 1) + 1
         return f"positions {first:,} to {stop - 1:,}"
 
-    def turn(self, step: int) -> int:
-        return min(self._first(step), self.end)
+    def turns(self, steps: Int64Array) -> Int64Array:
+        if self.sizes is None:
+            return np.minimum(self.start + steps * self.global_batch, self.end)
+        return np.array([min(self._first(step), self.end) for step in steps.tolist()], dtype=np.int64)
 
     def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:  # noqa: ARG002
         cursor = self.cursor(steps - 1) if steps else start

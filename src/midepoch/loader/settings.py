@@ -37,7 +37,7 @@ ATTRIBUTES = {
 }
 HINTED = (
     *("__init__", "set_epoch", "state_dict", "load_state_dict", "check_state", "stats", "on_stats", "progress"),
-    *("exclude", "get_state", "set_state", "current_pass", "end_pass", "close"),
+    *("exclude", "lease", "get_state", "set_state", "current_pass", "end_pass", "close"),
 )
 HINTS = {"load_state_dict": {"strict": "Use allow=[…] to name what may differ."}}
 

@@ -195,7 +195,10 @@ class TokenPlan:
         first = self._start // self._ranks if self._steps is None else self._steps
         return StepNumbers.of(self.done, self._start, first, BatchSizes((0,), (self._ranks,)))
 
-    def turn(self, step: int) -> int:
+    def turns(self, steps: Int64Array) -> Int64Array:
+        return np.array([self._turn(step) for step in steps.tolist()], dtype=np.int64)
+
+    def _turn(self, step: int) -> int:
         after = self._start + step * self._ranks
         return after if not step or self._has(after - 1) else self._end(self._epoch.count())
 
@@ -203,7 +206,7 @@ class TokenPlan:
         cursor = self.cursor(steps - 1) if steps else start
         if alone and not done:
             return cursor
-        batch = self._batch(self.turn(steps))
+        batch = self._batch(self._turn(steps))
         named = self._epoch.cursor_amid_done(batch, cursor.done.union(done), named=True)
         return named._replace(steps=cursor.steps)
 

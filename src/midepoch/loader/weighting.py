@@ -58,8 +58,8 @@ class Weighting(Excluding):
         cursor = self.next_cursor()
         if cursor.lanes is not None and any(len(lane.done) for lane in cursor.lanes.by_lane.values()):
             raise ValueError(
-                "set_weights: outputs that come are excluded or acknowledged, and other weights would put other rows in "
-                "their place. Call it after them."
+                "set_weights: outputs that come are excluded or acknowledged, and other weights would put other rows "
+                "in their place. Call it after them."
             )
         phase, chosen = self._agreed(phase_at(self._spec, cursor), chosen, cursor)
         spec, cursor = with_weights(self._spec, cursor, phase, chosen)

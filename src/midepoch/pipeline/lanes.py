@@ -205,15 +205,21 @@ class StepOutputs:
             order = own if order is None else order[own]
         return items if order is None else items.keep(order)
 
-    def own_outputs(self) -> dict[int, Int64Array]:
-        """Return the numbers of the outputs of this process, by lane."""
+    def own_outputs(self) -> list[tuple[int, int, int]]:
+        """Return the outputs of this process as ranges: a lane, its first output, and the one after the last."""
+        if self._done is None and self._share.shard.count == 1:
+            counts: dict[int, int] = {}
+            for lane, some in self._taken:
+                counts[lane] = counts.get(lane, 0) + some.count
+            had = self._before.tolist()
+            return [(self._numbers[lane], had[lane], had[lane] + count) for lane, count in counts.items()]
         numbers = np.concatenate(self._numbers_taken())
         numbers = numbers if self._order is None else numbers[self._order]
         lanes, shard = self._lane_of, self._share.shard
         if self._done is not None:
             numbers, lanes = numbers[self._kept], lanes[self._kept]
         numbers, lanes = numbers[shard.index :: shard.count], lanes[shard.index :: shard.count]
-        return {self._numbers[lane]: numbers[lanes == lane] for lane in np.unique(lanes).tolist()}
+        return [(self._numbers[a], b, b + 1) for a, b in zip(lanes.tolist(), numbers.tolist(), strict=True)]
 
     def cursor(self, own: int | None = None) -> Cursor:
         """Return the cursor after the first ``own`` outputs of this process, or after all.

@@ -7,7 +7,7 @@ The field ``leased`` of a rank is JSON:
   delivers; rank r has those that are r modulo ranks.
 - In lanes, [rank, ranks, {lane: outputs}]: the outputs of shared lanes that this rank has acknowledged in the pass.
 
-The combined state begins at the rank that is farthest behind. What others have acknowledged after it is ``done``.
+The combined state begins at the slowest rank. What others have acknowledged after it is ``done``.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def combined(states: Sequence[State]) -> list[State]:
     for rank, (one, own) in enumerate(zip(states, leased, strict=True)):
         ahead = one["epoch"] - epoch
         if ahead > 1 or (ahead and not _is_beginning(one, own)):
-            behind = next(rank for rank, other in enumerate(states) if other["epoch"] == epoch)
+            slow = next(rank for rank, other in enumerate(states) if other["epoch"] == epoch)
             raise apart(
                 "epoch",
-                f"rank {rank} had acknowledged leases of epoch {one['epoch']} while rank {behind} still had some of "
+                f"rank {rank} had acknowledged leases of epoch {one['epoch']} while rank {slow} still had some of "
                 f"epoch {epoch}: one state cannot hold both. Nothing was changed. Load an earlier checkpoint, and let "
                 "all ranks finish an epoch before one of them begins the next.",
             )
@@ -119,7 +119,7 @@ def _lanes(states: Sequence[State], leased: Sequence[Leased | None], epoch: int)
 
 
 def _shared(states: Sequence[State], leased: Sequence[Leased | None], ranks: Sequence[int]) -> State:
-    """Return the state of the lanes that some ranks share: each is at the rank that is farthest behind."""
+    """Return the state of the lanes that some ranks share: each is at its slowest rank."""
     lanes: dict[int, list[Any]] = {}
     done: dict[int, Intervals] = {}
     for rank in ranks:
