@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -272,6 +273,14 @@ def test_order_does_not_depend_on_the_kind_of_worker(name: str, open_ds: Callabl
     assert_resumes_exactly(lambda: make(2), resume_with=[lambda: make(0), lambda: make(3)], steps=[0, 4, 9], tail=9)
 
 
+def counted(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the numbers of its lanes only.
+
+    A cursor is before or after rows that yield nothing, depending on the size of a chunk, which depends on time.
+    """
+    return {**state, "flow": [lane[:3] for lane in json.loads(state.get("flow") or "[]")]}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_state_follows_delivery_not_what_was_moved_ahead(
@@ -280,7 +289,7 @@ def test_state_follows_delivery_not_what_was_moved_ahead(
     def run(options: dict[str, Any]) -> list[Any]:
         kind = "process" if name in REFUSED else "thread"
         loader = PIPELINES[name](open_ds()).loader(4, num_workers=workers, worker_type=kind, **options)
-        return [(batch, loader.state_dict(), loader.epoch) for _ in range(2) for batch in loader]
+        return [(batch, counted(loader.state_dict()), loader.epoch) for _ in range(2) for batch in loader]
 
     expected = run({})
     # A real move to a device that is here: what is under way is the same for a GPU.

@@ -50,6 +50,7 @@ def main(folder: Path, data: str, steps: int) -> None:
     (folder / f"weights-{size}-{rank}.json").write_text(json.dumps(done))
     dist.barrier()
     if first:
+        loader = mixed(data).loader(2, last_batch="uneven")
         try:
             if rank == 1:
                 next(loader)
