@@ -107,7 +107,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
 
 
 def _epoch(one: EpochProof) -> dict[str, Any]:
-    counts = {name: getattr(one.leases, name) for name in _LEASES} if one.leases is not None else None
+    counts = None if one.leases is None else one.leases.totals
     return {**asdict(replace(one, leases=None)), "leases": counts, "exact": one.exact, "complete": one.complete}
 
 
