@@ -295,7 +295,7 @@ def test_phases_weights_exclusions_and_leases(browser: Any, labelled_files: str,
         path.write_text(render(collect(tmp_path / name)))
         pages.append(Page(browser, path.as_uri(), width=340))
     mix, rows_page, leases = pages
-    assert "main" in mix.text("#now") and "Weights were set once, at last from step 2 on: a 20" in mix.text("#sources")
+    assert "main" in mix.text("#now") and "Weights set during the run: a 20" in mix.text("#sources")
     assert "excluded" in rows_page.text("#epochs") and "30" in rows_page.text("#epochs")
     assert "acknowledged" in leases.text("#epochs") and "still out" in leases.text("#epochs")
     for page in pages:

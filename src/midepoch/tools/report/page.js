@@ -84,8 +84,8 @@ function stages(now) {
     note(`Seconds of work in the last start, from before its first batch on, over all workers and ranks; it ran for ${duration(now.seconds / now.by_rank.length)}.` + (now.waited_since_start == null ? "" : ` The model waited ${percent(now.waited_since_start)} of that time.`)));
 }
 function changed(list) {
-  const last = list[list.length - 1];
-  return `Weights were set ${list.length === 1 ? "once" : `${number(list.length)} times`}, at last from step ${number(last.step)} on: ${Object.entries(last.weights).map(([name, share]) => `${name} ${percent(share)}`).join(", ")}` + (last.phase == null ? "." : `, in phase ${last.phase}.`);
+  const last = list[list.length - 1], weights = Object.entries(last.weights).map(([name, share]) => `${name} ${percent(share)}`).join(", ");
+  return `Weights set during the run: ${weights}, from step ${number(last.step)} on` + (last.phase == null ? "" : `, in phase ${last.phase}`) + (list.length > 1 ? `. This is the last of ${number(list.length)} changes.` : ".");
 }
 function sources(run) {
   const now = run.now;
