@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from midepoch.audit.mixes import mix_of
 from midepoch.audit.orders import order_name
 from midepoch.audit.records import VERSION, VERSION_OF_OTHERS, VERSION_OF_POSITIONS
 from midepoch.audit.starts import process_name, process_space
@@ -58,6 +59,7 @@ def header_of(
         header |= {"batches": planning.budget.text, "planned": planned}
     if planning is not None or sizes is not None:
         header["midepoch_ledger"] = VERSION_OF_OTHERS
+    header |= mix_of(spec.node)
     if spec.excluded and not spec.has_positions:
         header["excluded"] = excluded_text(spec.excluded)
     if done:

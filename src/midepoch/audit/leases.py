@@ -171,6 +171,11 @@ class LeaseCounts(NamedTuple):
     """Some positions, or outputs, that were acknowledged twice or never."""
     kept: Mapping[int, Intervals]
 
+    @property
+    def totals(self) -> dict[str, int]:
+        """The counts that tools show."""
+        return {name: getattr(self, name) for name in ("leased", "acknowledged", "rejected", "out", "returned")}
+
 
 class LeaseCounter:
     """Counts leases over the passes of all starts, in their order.

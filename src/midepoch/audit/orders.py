@@ -25,6 +25,7 @@ from midepoch.errors import StateError
 from midepoch.order import EpochOrder, Layout, Order, Selection, Weighted
 from midepoch.pipeline.identity import leaf_identity
 from midepoch.pipeline.leaf import Leaf
+from midepoch.pipeline.node import Mix
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.format import order_of
 
@@ -36,13 +37,25 @@ _MOST_NAMES = 10_000
 
 def stream_name(spec: PipelineSpec, name: str) -> str:
     """Return a name of the rows that a loader iterates: the same on every start, for any seed and lanes."""
-    fields = {key: value for key, value in spec.identity.items() if key not in ("seed", "lanes")}
+    fields = {key: value for key, value in _identity(spec).items() if key not in ("seed", "lanes")}
     return _name({**fields, "name": name})
 
 
 def order_name(spec: PipelineSpec) -> str:
-    """Return a name of the rows and their order: two runs with the same name see the same rows at a position."""
-    return _name(spec.identity)
+    """Return a name of the rows and their order, except for weights and schedules that change during a run."""
+    return _name(_identity(spec))
+
+
+def _identity(spec: PipelineSpec) -> dict[str, Any]:
+    """Return the identity of a pipeline without weights that were set, and without a schedule, which may change."""
+    fields = dict(spec.identity)
+    if isinstance(spec.node.base, Mix):
+        parts = json.loads(fields["parts"])
+        parts.pop("learned", None)
+        if parts.pop("schedule", None) is not None:
+            del parts["weights"]
+        fields["parts"] = json.dumps(parts, separators=(",", ":"))
+    return fields
 
 
 def _name(identity: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.leases import LeaseRecord
+from midepoch.audit.mixes import RecordedMix
 from midepoch.audit.records import SUFFIX, UNKNOWN, Passed, Place, Shape, read_passes, steps_in
 from midepoch.audit.starts import host_of
 from midepoch.errors import DataNotFoundError
@@ -73,6 +74,8 @@ class Generation:
     """By rank, the number of the pass in its process."""
     excluded: str = ""
     """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
+    mix: RecordedMix | None = None
+    """The mix, if it has a schedule or weights that were set."""
 
     @property
     def how(self) -> str:
@@ -263,4 +266,5 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
         {rank: one.beginning[1] for rank, one in of_rank.items()},
         passes[0].excluded,
+        passes[0].mix,
     )

@@ -13,6 +13,7 @@ from midepoch.audit.documents import RecordedDocuments
 from midepoch.audit.figures import Mark, read_figures
 from midepoch.audit.lanes import LaneTrack
 from midepoch.audit.leases import LeaseRecord, read_leases
+from midepoch.audit.mixes import RecordedMix, read_mix
 from midepoch.errors import StateError
 from midepoch.order.intervals import Intervals
 from midepoch.order.numbers import StepNumbers, steps_filled
@@ -155,6 +156,8 @@ class Passed:
     """The documents of the steps of the process, if they are recorded."""
     leases: LeaseRecord | None = None
     """Leases and acknowledgements, if its batches were leases."""
+    mix: RecordedMix | None = None
+    """The mix, if it has a schedule or weights that were set."""
 
 
 def numbered(path: Path) -> tuple[int, str] | None:
@@ -242,6 +245,7 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             sources=tuple(header.get("sources", ())),
             documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
             leases=read_leases(header.get("leases"), record),
+            mix=read_mix(header.get("mix")),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:
         raise StateError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None

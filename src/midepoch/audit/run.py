@@ -17,6 +17,7 @@ from midepoch.audit.coverage import count, never_in, pieces_of
 from midepoch.audit.history import History
 from midepoch.audit.leased import count_leases
 from midepoch.audit.leases import LeaseCounts
+from midepoch.audit.mixes import WeightChange, weight_changes
 from midepoch.audit.naming import Naming
 from midepoch.audit.orders import KnownOrder
 from midepoch.audit.passes import Generation, ledger_folder, read_generations
@@ -125,6 +126,11 @@ class Run(Naming):
         """The world sizes, in the order of the passes."""
         sizes = [one.shape.ranks for one in self._all]
         return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
+
+    @property
+    def weight_changes(self) -> list[WeightChange]:
+        """The weights that were set during the run (``Loader.set_weights``), in the order of their steps."""
+        return weight_changes(zip(self._first_steps, self.generations, strict=False))
 
     @property
     def incomplete(self) -> set[int]:

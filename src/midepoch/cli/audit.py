@@ -94,6 +94,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
                 "world_sizes": run.worlds,
                 "problems": run.problems,
                 "epochs": [_epoch(one) for one in run.epochs],
+                "weight_changes": [one._asdict() for one in run.weight_changes],
             }
             for run in runs
         ]
@@ -106,7 +107,7 @@ def _proof(runs: list[Run], as_json: bool) -> None:
 
 
 def _epoch(one: EpochProof) -> dict[str, Any]:
-    counts = {name: getattr(one.leases, name) for name in _LEASES} if one.leases is not None else None
+    counts = None if one.leases is None else one.leases.totals
     return {**asdict(replace(one, leases=None)), "leases": counts, "exact": one.exact, "complete": one.complete}
 
 
@@ -154,6 +155,11 @@ def _show_proof(run: Run, several: bool) -> None:
             common.console.print(
                 f"epoch {one.epoch}: lost or repeated at positions {', '.join(map(str, one.examples))}, …"
             )
+    for change in run.weight_changes:
+        place = f"epoch {change.epoch}, position {change.position:,}"
+        place += "" if change.phase is None else f", phase {change.phase}"
+        weights = ", ".join(f"{name} {100 * share:.1f} %" for name, share in change.weights.items())
+        common.say(f"weights from step {change.step:,} on ({place}): {weights}")
     for problem in run.problems:
         common.say((problem, "red"))
 

@@ -275,3 +275,29 @@ def test_a_run_in_progress(browser: Any, labelled_files: str, tmp_path: Path) ->
     finally:
         watch.close()
         thread.join()
+
+
+def test_phases_weights_exclusions_and_leases(browser: Any, labelled_files: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(labelled_files)
+    schedule = midepoch.Schedule([midepoch.Phase("main", {"a": 0.5, "b": 0.5}, steps=20, global_batch_size=10)])
+    mixed = midepoch.mix({"a": ds, "b": ds}, schedule, seed=1).loader(audit=tmp_path / "mix")
+    next(mixed)
+    mixed.set_weights({"a": 0.2, "b": 0.8})
+    next(mixed)
+    rows = ds.loader(10, audit=tmp_path / "rows")
+    rows.exclude(steps=range(2, 5))
+    next(rows)
+    with ds.loader(10, audit=tmp_path / "leases").lease() as items:
+        next(items).ack()
+    pages = []
+    for name in ("mix", "rows", "leases"):
+        path = tmp_path / f"{name}.html"
+        path.write_text(render(collect(tmp_path / name)))
+        pages.append(Page(browser, path.as_uri(), width=340))
+    mix, rows_page, leases = pages
+    assert "main" in mix.text("#now") and "Weights set during the run: a 20" in mix.text("#sources")
+    assert "excluded" in rows_page.text("#epochs") and "30" in rows_page.text("#epochs")
+    assert "acknowledged" in leases.text("#epochs") and "still out" in leases.text("#epochs")
+    for page in pages:
+        assert page.page.evaluate("document.scrollingElement.scrollWidth") <= 340
+        page.close()

@@ -267,3 +267,38 @@ def test_watch_tells_of_a_run_that_cannot_be_read() -> None:
                                            ("0.0.0.0", False), ("10.0.0.1", False), ("example.org", False), ("", False)])  # fmt: skip
 def test_own_addresses(host: str, own: bool) -> None:
     assert is_own(host) is own
+
+
+def test_exclusions_leases_phases_and_weights_show(labelled_files: str, tmp_path: Path) -> None:
+    ds = midepoch.from_files(labelled_files).shuffle(seed=1)
+    loader = ds.loader(10, audit=tmp_path / "excluded")
+    next(loader)
+    loader.exclude(steps=range(1, 4))
+    next(loader)
+    assert collect(tmp_path / "excluded")["runs"][0]["epochs"][0]["excluded"] == 30
+
+    loader = ds.loader(10, audit=tmp_path / "leased")
+    with loader.lease() as items:
+        leases = [next(items) for _ in range(5)]
+        leases[1].ack(), leases[3].reject()
+        loader.state_dict()
+    counts = {"leased": 50, "acknowledged": 20, "rejected": 10, "out": 0, "returned": 30}
+    assert collect(tmp_path / "leased")["runs"][0]["epochs"][0]["leases"] == counts
+
+    phases = [
+        midepoch.Phase("warm-up", {"a": 1}, steps=2, global_batch_size=10),
+        midepoch.Phase("main", {"a": 0.5, "b": 0.5}, steps=6),
+        midepoch.Phase("anneal", {"b": 1}, steps=2),
+    ]
+    loader = midepoch.mix({"a": ds, "b": ds}, midepoch.Schedule(phases), seed=1).loader(audit=tmp_path / "phases")
+    seen = []
+    for step in range(10):
+        if step == 5:
+            loader.set_weights({"a": 0.2, "b": 0.8})
+        next(loader)
+        (run,) = collect(tmp_path / "phases")["runs"]
+        weights = [one["weight"] for one in run["now"]["sources"]]
+        seen.append((run["now"]["phase"], weights, run["now"]["progress"]))
+    assert seen[0] == ("warm-up", [1.0, 0.0], 0.1) and seen[3] == ("main", [0.5, 0.5], 0.4)
+    assert seen[6] == ("main", [0.2, 0.8], 0.7) and seen[8] == ("anneal", [0.0, 1.0], 0.9)
+    assert [(one["step"], one["phase"]) for one in run["weight_changes"]] == [(6, "main")]

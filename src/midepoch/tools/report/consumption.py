@@ -42,6 +42,8 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
                 "pending": proof.pending,
                 "skipped": proof.skipped,
                 "again": proof.again,
+                "excluded": proof.excluded,
+                "leases": None if proof.leases is None else proof.leases.totals,
                 "steps": proof.steps,
                 "exact": proof.exact,
                 "complete": proof.complete,
@@ -50,6 +52,7 @@ def of_run(run: Run, made: float) -> dict[str, Any]:
             }
             for proof in run.epochs
         ],
+        "weight_changes": [one._asdict() for one in run.weight_changes],
         "passes": [_pass(one, starts[one.shape.attempt], _key(one) in kept) for one in run.every],
         "speed": curves(run, starts),
         "now": now(run, made),

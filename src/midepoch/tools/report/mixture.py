@@ -31,7 +31,9 @@ class SourceRows:
 def sources_of(run: Run, one: Generation, steps: int) -> list[SourceRows]:
     """Return the sources after a number of steps of a pass, in the order of the tree."""
     order = run.lanes_of(one).order if one.lanes else run.order
-    names, weights = names_of(order), _weights(_description(order))
+    names, about = names_of(order), _description(order)
+    current = None if one.mix is None else one.mix.weights_at(one.shape.after(steps))
+    weights = _weights(about if current is None else {**about, "weights": current})
     consumed = _consumed(order, one, steps)
     return [
         SourceRows(name, source.rows, rows, weight)
@@ -45,6 +47,9 @@ def progress(run: Run, one: Generation, steps: int) -> float | None:
         end = min(one.end, one.rows)
         reached = min(one.shape.after(steps), end)
         return reached / end if end else None
+    if one.mix is not None and one.mix.schedule is not None:
+        outputs = one.mix.schedule.plan[-1].outputs
+        return min(1.0, one.shape.after(steps) / outputs) if outputs else None
     order = run.lanes_of(one).order
     counts = iter(zip(_consumed(order, one, steps), (source.rows for source in order.sources), strict=True))
     return _progress(_description(order), counts)

@@ -46,6 +46,7 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "batch": None if last.shape.batches else last.shape.global_batch,
         "workers": last.workers,
         "epoch": last.shape.epoch,
+        "phase": _phase(last),
         "progress": 1.0 if last.finished else epoch,
         "progress_at_least": eta is None and not last.finished and is_in_group(run, last, max(last.steps.values())),
         "eta": eta,
@@ -57,6 +58,13 @@ def now(run: Run, made: float) -> dict[str, Any]:
         "by_rank": ranks,
         "sources": _sources(run, last),
     }
+
+
+def _phase(last: Generation) -> str | None:
+    """Return the name of the phase of a schedule after the last step, if it is known."""
+    mix, position = last.mix, last.shape.after(max(last.steps.values()))
+    number = None if mix is None else mix.phase_at(position)
+    return None if mix is None or mix.schedule is None or number is None else mix.schedule.plan[number].name
 
 
 def _rank(rank: int, passes: list[Generation], span: Span | None, made: float) -> dict[str, Any]:

@@ -55,6 +55,7 @@ function dashboard(run) {
       now.rows_per_second != null && [`rows/s ${when}`, figure(now.rows_per_second)],
       now.tokens_per_second != null && [`tokens/s ${when}` + (now.tokens_are_padded ? ", with padding" : ""), short(now.tokens_per_second)],
       now.waited != null && [`of the time waiting for data, ${when}`, percent(now.waited), now.waited > .2 ? "mind" : ""],
+      now.phase != null && ["phase of the schedule", now.phase],
       now.eta != null && ["to the end of the epoch", duration(now.eta)],
       now.batch != null && [`row${now.batch === 1 ? "" : "s"} in a global batch` + (now.ranks > 1 ? `, ${figure(each)} of each rank` : ""), number(now.batch)],
       ["rank" + (now.ranks === 1 ? "" : "s"), number(now.ranks)],
@@ -65,7 +66,7 @@ function dashboard(run) {
     ]),
     note(now.rows_per_second == null ? "Speeds are recorded from the first second on, and then every five." : null),
     now.missing.length ? el("p", { class: "mind" }, `No record of rank ${now.missing.join(", ")} of ${now.ranks} in this pass.`) : null,
-    stages(now), sources(now), now.by_rank.length > 1 ? ranks(now) : null);
+    stages(now), sources(run), now.by_rank.length > 1 ? ranks(now) : null);
 }
 const WORK = { read: "read", map: "map and filter", combine: "mix, pack and group", collate: "collate", transport: "transport from workers", other: "not measured apart" };
 function stages(now) {
@@ -82,7 +83,12 @@ function stages(now) {
   return el("div", { id: "stages" }, el("h3", {}, "Work by stage"), node, legend(list.map(([name, seconds], k) => [`${words(name)} ${seconds.toFixed(2)} s, ${percent(seconds / total)}`, "box", k])),
     note(`Seconds of work in the last start, from before its first batch on, over all workers and ranks; it ran for ${duration(now.seconds / now.by_rank.length)}.` + (now.waited_since_start == null ? "" : ` The model waited ${percent(now.waited_since_start)} of that time.`)));
 }
-function sources(now) {
+function changed(list) {
+  const last = list[list.length - 1], weights = Object.entries(last.weights).map(([name, share]) => `${name} ${percent(share)}`).join(", ");
+  return `Weights set during the run: ${weights}, from step ${number(last.step)} on` + (last.phase == null ? "" : `, in phase ${last.phase}`) + (list.length > 1 ? `. This is the last of ${number(list.length)} changes.` : ".");
+}
+function sources(run) {
+  const now = run.now;
   if (!now.sources.length) return null;
   const weighted = now.sources.some(one => one.weight != null), again = now.sources.some(one => one.consumed > one.rows);
   const width = wide(), node = board("sources-svg", width, 30);
@@ -97,6 +103,7 @@ function sources(now) {
   return el("div", { id: "sources" }, el("h3", {}, `Sources in epoch ${now.epoch}`), node, legend(now.sources.map((one, k) => [one.name, "box", k])),
     table("source-table", head.filter(Boolean), now.sources.map(one => [one.name, one.share == null ? "" : percent(one.share), weighted ? (one.weight == null ? "" : percent(one.weight)) : null,
       number(one.consumed), number(one.rows), again ? figure(one.consumed / one.rows) : null].filter(value => value != null))),
+    run.weight_changes.length ? note(changed(run.weight_changes)) : null,
     note(weighted ? "Weights are of what is mixed: if sources are packed or filtered before, their rows have other shares." : null));
 }
 function ranks(now) {
@@ -144,13 +151,15 @@ function consumption(run) {
   });
   node.append(label(left, 30 * epochs.length + 12, "position 0"), label(width - 10, 30 * epochs.length + 12, "end of the epoch", "end"));
   const names = { rows: run.unit, never: "lost", pending: "to come", again: "delivered again", once: "delivered once" };
-  const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "again"].includes(key) || epochs.some(one => one[key]));
+  const keys = ["rows", "once", "never", "repeated", "pending", "filtered", "dropped", "skipped", "excluded", "again", "steps"].filter(key => !["filtered", "dropped", "skipped", "excluded", "again"].includes(key) || epochs.some(one => one[key]));
+  const leased = epochs.some(one => one.leases) ? Object.entries({ leased: "leased", acknowledged: "acknowledged", rejected: "rejected", out: "still out", returned: "returned" }) : [];
   const body = epochs.map(one => [String(one.epoch), ...keys.map(key => [number(one[key]), (key === "repeated" || key === "never") && one[key] ? "bad" : ""]),
+    ...leased.map(([key]) => one.leases ? number(one.leases[key]) : ""),
     one.complete ? ["✓ complete", "good"] : one.exact ? "exact so far" : ["✕ not exact", "bad"]]);
   return section("consumption", `Consumed ${run.unit}`, node,
     legend([...[...starts].sort((a, b) => a - b).slice(0, 12).map(k => [`start ${k + 1}`, "box", k]), ...(again ? [["delivered, lost in a crash, and delivered again", "hatch", 0]] : []), ...(wrong ? [["lost or repeated", "cross", 0]] : [])]),
     note((every.length > epochs.length ? `The last ${epochs.length} of ${number(every.length)} epochs. ` : "") + "Each bar is an epoch, from its first position to its last."),
-    table("epochs", ["epoch", ...keys.map(key => names[key] || key), ""], body));
+    table("epochs", ["epoch", ...keys.map(key => names[key] || key), ...leased.map(([, title]) => title), ""], body));
 }
 
 function timeline(run) {
