@@ -114,8 +114,12 @@ def _lanes(states: Sequence[State], leased: Sequence[Leased | None], epoch: int)
         )
     made = [_shared(states, leased, ranks) for ranks in groups.values()]
     position = sum(entry[1] for one in made for entry in _entries(one))
-    finished = [{**one, "flow": "[]", "position": 0, "leased": ""} for one in states if one["epoch"] > epoch]
-    return [*({**one, "position": position} for one in made), *finished]
+    steps = min(states[rank]["steps"] for ranks in groups.values() for rank in ranks)
+    finished = [one for one in states if one["epoch"] > epoch]
+    return [
+        *({**one, "position": position, "steps": steps} for one in made),
+        *({**one, "flow": "[]", "position": 0, "steps": steps, "leased": ""} for one in finished),
+    ]
 
 
 def _shared(states: Sequence[State], leased: Sequence[Leased | None], ranks: Sequence[int]) -> State:
