@@ -18,6 +18,7 @@ import pytest
 
 import midepoch
 from midepoch import CheckpointMismatchError, Phase, Schedule
+from midepoch.errors import StateError
 
 Sources = dict[str, midepoch.Dataset]
 Run = Callable[[Sources, Schedule | None], midepoch.Dataset]
@@ -325,6 +326,25 @@ def test_ranks_that_lease_at_their_own_pace_complete_each_phase(sources: Sources
         assert found + rest == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("names", []), ("names", [[], {}, 1]), ("names", ["x", "y", "z"]), ("schedule", "[[["), ("learned", [0])],
+)
+def test_a_damaged_description_of_a_schedule_is_refused(name: str, value: Any, sources: Sources) -> None:
+    loader = rows(sources).loader()
+    next(loader)
+    state = loader.state_dict()
+    parts = json.dumps({**json.loads(state["parts"]), name: value})
+    with pytest.raises((StateError, CheckpointMismatchError)):
+        rows(sources).loader().load_state_dict({**state, "parts": parts})
+
+
+def test_a_share_may_be_tiny_in_every_phase(sources: Sources) -> None:
+    phases = [Phase(name, {"web": 1, "code": 1e-6}, rows=50) for name in ("first", "second")]
+    batches = rows(sources, Schedule(phases)).loader(10)
+    assert {source_of(int(number)) for batch in batches for number in batch["id"]} == {"web"}
+
+
 WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
     "no names": (lambda s: midepoch.mix(list(s.values()), BY_ROWS), "sources by name"),
     "unknown source": (lambda s: midepoch.mix({"web": s["web"]}, BY_ROWS), "weights for code, math"),
@@ -345,9 +365,9 @@ WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
         "could have sequences of two of them",
     ),
     "sizes of unknown steps": (
-        lambda _: Schedule(
-            [Phase(n, {"web": 1}, tokens=9, global_batch_size=len(n)) for n in ["a", "bc"]]
-        ).batch_sizes(1),
+        lambda _: Schedule([Phase(n, {"web": 1}, tokens=9, global_batch_size=len(n)) for n in ["a", "bc"]]).batch_sizes(
+            1
+        ),
         "the step at which it ends is not known",
     ),
     "steps without a size": (lambda _: Schedule([Phase("a", {"web": 1}, steps=5)]), "give it a global_batch_size"),
