@@ -131,3 +131,13 @@ def test_another_mix_is_refused_while_outputs_are_done(open_ds: Callable[[], mid
     mixed([2, 1]).load_state_dict(state)
     with pytest.raises(CheckpointMismatchError, match="another mix"):
         mixed([2, 1]).load_state_dict(with_done(state, [(0, 5)]))
+
+
+@pytest.mark.parametrize("name", ["rows", "filter"])
+@pytest.mark.parametrize("text", ['{"0":0}', '{"0":null}', '{"0":[]}', '{"9":""}', "[]"])
+def test_damaged_exclusions_are_refused(name: str, text: str, open_ds: Callable[[], midepoch.Dataset]) -> None:
+    loader = PIPELINES[name](open_ds()).loader(4)
+    loader.exclude(rows=[3, 5])
+    next(iter(loader))
+    with pytest.raises(StateError, match="damaged"):
+        loader.load_state_dict({**loader.state_dict(), "excluded": text})

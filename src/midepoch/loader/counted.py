@@ -64,6 +64,8 @@ class Counted(LoaderSettings):
     def _first_step(self) -> int:
         """Return the step of the run at which the epoch began, or begins if the last one is over."""
         at, sizes = self._where(), self._options.sizes
+        if self._options.schedule is not None:  # every epoch begins with the first phase
+            return 0
         if sizes is None or self._is_over(at):
             return at.steps
         return sizes.step_at(max(0, sizes.before(at.steps) - at.position // self._spec.shard.count))

@@ -11,6 +11,7 @@ from midepoch._internal.timings import Timings
 from midepoch.errors import MidepochError
 from midepoch.loader.equal import EqualSteps
 from midepoch.loader.options import Options
+from midepoch.loader.phase_sizes import PhaseSizes
 from midepoch.loader.plans import Made
 from midepoch.loader.present import Presenter
 from midepoch.order import Shard
@@ -33,6 +34,7 @@ class LaneSteps:
     ) -> None:
         self._lanes, self._size, self._last_batch = lanes, options.batch_size, options.last_batch
         self._sizes, self._step = options.sizes, first_step
+        self._phases = None if options.schedule is None else PhaseSizes(options.schedule, lanes)
         self._counts = counts
         self._equal = equal
         self._ready: deque[StepOutputs] = deque()
@@ -61,10 +63,13 @@ class LaneSteps:
 
     def _take(self) -> StepOutputs | None:
         if self._counts and self._lanes.done is not None:
-            self._step += self._steps_of(self._lanes.skip_done())
-        size = self._size if self._sizes is None else self._sizes.at(self._step)
-        deal = self._lanes.take(size)
+            self._step += self._skip_done()
+        size, left = self._size if self._sizes is None else self._sizes.at(self._step), None
+        if self._phases is not None:
+            size, left = self._phases.next()
         full = size * self._lanes.share.shard.count  # outputs of a step, of all ranks that share the lanes
+        full = full if left is None else min(full, left)
+        deal = self._lanes.take(size, left)
         if deal is None or (self._last_batch == "drop" and deal.total < full):
             return None
         self._step += 1
@@ -72,8 +77,13 @@ class LaneSteps:
             deal.steps = self._step
         return deal
 
-    def _steps_of(self, outputs: int) -> int:
-        """Return the steps that outputs would have filled, which were dropped before the next step."""
+    def _skip_done(self) -> int:
+        """Drop outputs that are done before the next step. Return the steps that they would have filled."""
+        if self._phases is not None:
+            before = self._phases.step
+            self._lanes.skip_done()
+            return self._phases.step - before
+        outputs = self._lanes.skip_done()
         sizes = BatchSizes((0,), (self._size,)) if self._sizes is None else self._sizes
         return steps_filled(sizes, self._step, outputs // self._lanes.share.shard.count)
 

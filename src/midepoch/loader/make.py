@@ -57,8 +57,10 @@ def make_loader(
     if rank is None and data_parallel is None:
         rank, world_size = _without_context(context, spec.shard, rank, world_size)
     shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
-    if spec.node.schedule is not None and batching.max_tokens is None:
-        batch_size = _scheduled_size(batch_size, spec.node.schedule, spec, shard.count)
+    schedule = spec.node.schedule if batching.max_tokens is None else None
+    if schedule is not None:
+        batch_size = _scheduled_size(batch_size, schedule, spec, shard.count)
+        schedule = None if schedule.batch_sizes(shard.count) is None else schedule
     rows, sizes = batch_size, None
     if batching.max_tokens is not None:
         if isinstance(rows, Mapping):
@@ -100,6 +102,7 @@ def make_loader(
         prefetch=integer(ahead, "loader(prefetch=…)", 1),
         last_batch=last_batch,
         sizes=sizes,
+        schedule=schedule,
         planning=batched.planning,
         bunches=batched.bunches,
         steps_per_epoch=batching.steps(),
@@ -187,6 +190,13 @@ def _scheduled_size(given: Any, schedule: Schedule, spec: PipelineSpec, ranks: i
         )
     if given is schedule and sizes is None:
         raise TypeError("loader() needs batch_size: the phases of the schedule have no global_batch_size.")
+    lengths = {phase.sequence_length for phase in schedule.plan}
+    if sizes is None and len(lengths) > 1 and given not in (None, 1) and spec.node.follows_schedule:
+        raise ValueError(
+            f"loader(batch_size={given}): the phases of the schedule have different sequence lengths, and a batch "
+            "could have sequences of two of them. Give the phases a global_batch_size: they end with a complete batch "
+            "then."
+        )
     if given is schedule or sizes is None:
         return given if sizes is None else sizes if len(sizes) > 1 else sizes[0]
     if given not in (sizes, sizes[0] if len(sizes) == 1 else sizes):

@@ -8,6 +8,7 @@ from typing import Any
 
 from midepoch.errors import MidepochError
 from midepoch.order.budget import Budget
+from midepoch.order.schedule import Schedule
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.planned import Planning
@@ -78,11 +79,12 @@ class Options:
     - None does the same, but refuses to leave a rank without a batch
 
     ``prefetch``: batches for each worker (or chunks for the reading thread). ``timeout``: seconds to wait for a worker,
-    0 for any time. ``sizes``: batch sizes that change; ``batch_size`` is the largest then. ``planning``: batches by a
-    budget of tokens. Then, and if ``bunches`` (such batches are made by a stage), ``batch_size`` is 1: a rank gets one
-    of them in a step. ``steps_per_epoch``: steps of a pass, 0 for all. ``layout``: how rows of different lengths become
-    arrays. ``context``: the part of each sequence that this rank gets, padded with ``pads`` where necessary.
-    ``provenance``: the kind of provenance in batches ("rows", "packed"), or "" for none.
+    0 for any time. ``sizes``: batch sizes that change; ``batch_size`` is the largest then. ``schedule``: that whose
+    phases give them, if any. ``planning``: batches by a budget of tokens. Then, and if ``bunches`` (such batches are
+    made by a stage), ``batch_size`` is 1: a rank gets one of them in a step. ``steps_per_epoch``: steps of a pass, 0
+    for all. ``layout``: how rows of different lengths become arrays. ``context``: the part of each sequence that this
+    rank gets, padded with ``pads`` where necessary. ``provenance``: the kind of provenance in batches ("rows",
+    "packed"), or "" for none.
     """
 
     batch_size: int
@@ -99,6 +101,7 @@ class Options:
     worker_init_fn: Callable[[int], Any] | None = None
     timeout: float = 0
     sizes: BatchSizes | None = None
+    schedule: Schedule | None = None
     planning: Planning | None = None
     bunches: Budget | None = None
     steps_per_epoch: int = 0

@@ -155,7 +155,7 @@ class Pass(HasState):
                     continue
                 self._made += 1
                 return made
-            begun = self._made or ((lanes := self.lanes) is not None and lanes.begun)
+            begun = self.delivered or self._made or ((lanes := self.lanes) is not None and lanes.begun)
             if not begun and self.plan is None and loader.may_roll(self.start, self.rolled, self._left):
                 # Nothing is left of the loader's epoch: continue with the next, instead of an empty pass.
                 self._record_end()

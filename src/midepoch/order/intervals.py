@@ -210,7 +210,7 @@ class Intervals:
     @staticmethod
     def decode(text: str) -> Intervals:
         """Return the set that ``encode`` wrote. Raises StateError if the text is damaged."""
-        if not text:
+        if text == "":
             return EMPTY
         try:
             inflate = zlib.decompressobj()
@@ -228,7 +228,7 @@ class Intervals:
                 raise ValueError("runs")
             if repeats.astype(np.float64).sum() > _MOST:
                 raise ValueError("too many intervals")
-        except (ValueError, binascii.Error, zlib.error):
+        except (ValueError, TypeError, binascii.Error, zlib.error):
             raise StateError(f"the state is damaged: a set of positions is {text!r:.40}.") from None
         stops = np.cumsum(np.repeat(gaps + lengths, repeats))
         return Intervals(stops - np.repeat(lengths, repeats), stops)

@@ -272,7 +272,7 @@ class Schedule:
         if any(one.global_batch_size is None for one in self.plan):
             return None
         found: dict[int, int] = {}
-        step = 0
+        step: int | None = 0
         for one in self.plan:
             size, rest = divmod(one.global_batch_size or 0, ranks)
             if rest:
@@ -281,8 +281,14 @@ class Schedule:
                     f"among {ranks} ranks. Use a multiple of {ranks}."
                 )
             if size not in list(found.values())[-1:]:
+                if step is None:
+                    raise ValueError(
+                        f"phase {one.name!r} has another global_batch_size than the phase before, which has a length "
+                        "in tokens and no sequence_length: the step at which it ends is not known. Give the phases a "
+                        "sequence_length, or one global_batch_size."
+                    )
                 found[step] = size
-            step += one.steps or 0
+            step = None if step is None or one.steps is None else step + one.steps
         return found
 
     def segments(self, names: Sequence[str], lane: Shard) -> Segments:

@@ -60,12 +60,14 @@ class Lanes:
             for lane, at in zip(self.numbers, cursors, strict=True)
         ]
 
-    def take(self, count: int) -> StepOutputs | None:
+    def take(self, count: int, most: int | None = None) -> StepOutputs | None:
         """Return the next ``count`` outputs of this process, fewer at the end, or None if no process has any left.
 
         Outputs of the same lanes for other processes are computed, too, and discarded, as are those that are done.
+        ``most``: the limit for all of these processes together.
         """
         wanted, before, kept = count * self.share.shard.count, self.outputs.copy(), 0
+        wanted = wanted if most is None else min(wanted, most)
         taken: list[tuple[int, Pulled]] = []
         while wanted and any(self.live):
             for lane, quota in self._deal(wanted):
@@ -245,4 +247,5 @@ class StepOutputs:
             done = EMPTY if self._done is None else self._done[lane].from_(outputs)
             cursors[number] = LaneCursor(outputs, complete and not self._live[lane], cursor, done)
         position = self._position(int(self._before.sum()) + count)
-        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=self.steps)
+        steps = self.steps if complete else max(0, self.steps - 1)
+        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=steps)

@@ -42,7 +42,7 @@ class Mix:
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
             raise ValueError(f"stop must be one of {', '.join(map(repr, STOPS))}, got {self.stop!r}")
-        _ = self.counts
+        _ = self.counts if self.schedule is None else None  # refuses weights that are too small
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

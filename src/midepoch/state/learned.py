@@ -24,7 +24,6 @@ def with_weights(
     before = spec.node.base
     assert isinstance(before, Mix)
     mix = replace(before, learned=(phase, weights))
-    _ = mix.counts if mix.schedule is None else None  # refuses weights that are too small
     found = [Found(part, number, lambda at, *_: at) for number, part in enumerate(mix.parts)]
 
     def convert(at: At, need: int | None, of: LaneContext) -> At:

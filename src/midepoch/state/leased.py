@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
+from midepoch.pipeline.open import is_count
 from midepoch.state.format import apart
 
 State = Mapping[str, Any]
@@ -114,8 +115,12 @@ def _lanes(states: Sequence[State], leased: Sequence[Leased | None], epoch: int)
         )
     made = [_shared(states, leased, ranks) for ranks in groups.values()]
     position = sum(entry[1] for one in made for entry in _entries(one))
-    finished = [{**one, "flow": "[]", "position": 0, "leased": ""} for one in states if one["epoch"] > epoch]
-    return [*({**one, "position": position} for one in made), *finished]
+    steps = min(states[rank]["steps"] for ranks in groups.values() for rank in ranks)
+    finished = [one for one in states if one["epoch"] > epoch]
+    return [
+        *({**one, "position": position, "steps": steps} for one in made),
+        *({**one, "flow": "[]", "position": 0, "steps": steps, "leased": ""} for one in finished),
+    ]
 
 
 def _shared(states: Sequence[State], leased: Sequence[Leased | None], ranks: Sequence[int]) -> State:
@@ -146,7 +151,7 @@ def _shared(states: Sequence[State], leased: Sequence[Leased | None], ranks: Seq
 def _entries(state: State) -> list[Any]:
     entries = _json(state["flow"] or "[]", list, "flow")
     for entry in entries:
-        if not (isinstance(entry, list) and len(entry) == 4 and all(isinstance(number, int) for number in entry[:3])):
+        if not (isinstance(entry, list) and len(entry) == 4 and all(map(is_count, entry[:3]))):
             raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
     return list(entries)
 
@@ -161,7 +166,7 @@ def _leased(state: State) -> Leased | None:
             rank, ranks, outputs = fields
             return Leased(Shard(rank, ranks), outputs=_texts(outputs, "leased"))
         rank, ranks, turn, turns = fields
-        if isinstance(turn, int) and turn >= 0:
+        if is_count(turn):
             return Leased(Shard(rank, ranks), turn, Intervals.decode(turns))
     except (ValueError, TypeError, AttributeError):
         pass

@@ -40,8 +40,11 @@ def taken_over(leaf: Leaf, saved: Mapping[str, Any], allow: Collection[str] = ()
         window = saved["window"]
     if leaf.seed_drawn and "seed" not in allow and isinstance(saved["seed"], int):
         seed = saved["seed"]
-    order = replace(leaf.order, shuffle=Shuffle(seed, scope, window, saved["aligned"]))
-    return replace(leaf, order=order)
+    try:
+        shuffle = Shuffle(seed, scope, window, saved["aligned"] is True)
+    except (TypeError, ValueError):  # damaged: refused by the comparison that follows
+        return leaf
+    return replace(leaf, order=replace(leaf.order, shuffle=shuffle))
 
 
 class Matched:

@@ -21,13 +21,15 @@ def saved_mix(base: Mix, saved: Mapping[str, Any]) -> Mix | None:
     names, text, parts = saved.get("names"), saved.get("schedule"), saved.get("parts")
     if not isinstance(names, list) or not isinstance(text, str) or not isinstance(parts, list):
         return None
+    if not names or len(names) != len(parts) or not all(isinstance(name, str) for name in names):
+        return None
     try:
         schedule = Schedule.from_dict(json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
     weights = tuple(float(schedule.plan[0].weights.get(name, 0)) for name in names)
     learned = learned_in(saved, len(names))
-    return replace(base, names=tuple(map(str, names)), weights=weights, schedule=schedule, learned=learned)
+    return replace(base, names=tuple(names), weights=weights, schedule=schedule, learned=learned)
 
 
 def learned_in(saved: Mapping[str, Any], parts: int) -> tuple[int, tuple[float, ...]] | None:
