@@ -142,7 +142,7 @@ def test_every_extra_has_a_smoke_test() -> None:
 def test_minimum_constraints_are_the_bounds_that_are_declared() -> None:
     declared = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-minimum.txt").read_text(), re.M))
-    left_out = {"hatchling", "torch"}  # to build with; no old build without CUDA
+    left_out = {"hatchling", "torch", "trl"}  # to build with; no old build without CUDA; needs a newer datasets
     assert set(declared) - left_out <= set(pinned)
     for name in set(declared) - left_out:
         assert (pinned[name] + ".").startswith(declared[name] + "."), f"{name}: {declared[name]} and {pinned[name]}"
