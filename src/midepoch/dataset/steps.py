@@ -260,8 +260,8 @@ class Steps(ColumnSteps):
     ) -> Self:
         """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
 
-        Without ``length``, sequences have the lengths of the schedule of the mix. Where a phase ends, the next tokens
-        continue in sequences of the next length.
+        Without ``length``, sequences have the lengths of the schedule of the mix. When a phase ends, the next tokens
+        are cut into sequences of the next length.
 
         - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
         - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
