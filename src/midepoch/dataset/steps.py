@@ -370,8 +370,12 @@ def _lengths_of(node: Node, strategy: str) -> Schedule:
     """Return the schedule that gives the lengths of packed sequences. Raise TypeError if there is none."""
     schedule = node.schedule
     if schedule is None or not schedule.plan[0].sequence_length:
-        what = "the mix has no schedule" if schedule is None else "the phases of the schedule have no sequence_length"
-        raise TypeError(f"pack() needs a length, such as pack(4096): {what}.")
+        what = (
+            "the data is not mixed by a schedule"
+            if schedule is None
+            else "the phases of the schedule have no sequence_length"
+        )
+        raise TypeError(f"pack() needs length, as in pack(4096, eos=2, pad=0): {what}.")
     if strategy != "concat":
         raise ValueError(f"pack(strategy={strategy!r}): sequence lengths of a schedule need strategy='concat'.")
     if not node.follows_schedule:
