@@ -348,7 +348,7 @@ def test_a_share_may_be_tiny_in_every_phase(sources: Sources) -> None:
 WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
     "no names": (lambda s: midepoch.mix(list(s.values()), BY_ROWS), "sources by name"),
     "unknown source": (lambda s: midepoch.mix({"web": s["web"]}, BY_ROWS), "weights for code, math"),
-    "stop": (lambda s: midepoch.mix(s, BY_ROWS, stop="all"), "an end of its own"),
+    "stop": (lambda s: midepoch.mix(s, BY_ROWS, stop="all"), "has its own end"),
     "not divisible": (lambda s: rows(s).loader(rank=0, world_size=5), "12 rows cannot be divided equally among 5"),
     "another batch size": (lambda s: rows(s).loader(8), "Omit batch_size"),
     "filter after the mix": (lambda s: rows(s).filter(lambda row: True).loader(), "before they are mixed"),

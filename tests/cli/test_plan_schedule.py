@@ -92,12 +92,12 @@ def test_tables_and_picture_fit_into_80_columns(run: Path) -> None:
     assert shown.exit_code == 0
     lines = shown.output.splitlines()
     assert lines[0] == "3 phases: 400 rows, 50 steps; rows are exact"
-    assert all(len(line) <= 80 for line in lines if not line.startswith("math has had"))
+    assert all(len(line) <= 80 for line in lines if not line.startswith("math reaches"))
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert ["main", "20", "8", "", "160", "1,600"] in cells
     assert ["anneal", "web", "75.0 %", "120", "1,200", "0.30"] in cells
     assert ["", "math", "10.0 %", "40", "400", "2.00 of 2"] in cells
-    assert "math has had its 2 passes in phase 'anneal' at " in shown.output
+    assert "math reaches its limit of 2 passes in phase 'anneal' at " in shown.output
     top = next(line for line in lines if line.startswith("100 % │"))
     bottom = lines[lines.index(top) + 9]
     names = lines[lines.index(top) + 11]
@@ -126,7 +126,7 @@ def test_sources_are_those_of_the_file_or_of_the_options(run: Path) -> None:
     assert set(told["sizes"]) == {"math", "web"} and told["caps"]
     assert "--source maths: the sources of" in refused("--schedule", run, "--source", "maths=math")
     assert "--source takes NAME=PATH, got 'math'" in refused("--schedule", run, "--source", "math")
-    assert "is there twice" in refused("--schedule", run, "--source", "web=web", "--source", "web=code")
+    assert "is given twice" in refused("--schedule", run, "--source", "web=web", "--source", "web=code")
     assert "nowhere" in refused("--schedule", run, "--source", "web=./nowhere")
     assert "'nothing'" in refused("--schedule", run, "--source", "web=web", "--column", "nothing")
 
@@ -147,7 +147,7 @@ def test_a_run_that_cannot_be_completed_exits_with_1(run: Path) -> None:
     schedule(max_passes={"math": 1, "web": 1}, sources={"web": "code", "code": "code", "math": "math"}).save(run)
     shown = call("--schedule", run)
     assert shown.exit_code == 1
-    assert "problem: phase 'anneal' cannot be filled: its sources have had all of their passes at " in shown.output
+    assert "problem: phase 'anneal' cannot be filled: all of its sources have reached max_passes at " in shown.output
     assert "no other source is left" in shown.output and call("--schedule", run, "--json").exit_code == 1
 
 
@@ -158,7 +158,7 @@ def test_errors_name_the_file(run: Path) -> None:
     assert "Use one of them" in refused("--schedule", run, "--checkpoint", run)
     assert "plan needs --checkpoint. Use --checkpoint and --world-size, or --schedule" in refused("--world-size", 1)
     assert "plan needs --world-size" in refused("--checkpoint", run)
-    assert "--column is for --schedule" in refused("--checkpoint", run, "--world-size", 1, "--column", "a")
+    assert "--column requires --schedule" in refused("--checkpoint", run, "--world-size", 1, "--column", "a")
 
 
 def test_names_fit_below_short_phases_and_many_phases_share_the_width() -> None:

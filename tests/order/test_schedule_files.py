@@ -108,7 +108,7 @@ ONE = "phases: [{name: main, weights: {web: 1}, rows: 5}]\n"
     [
         ("phases:\n  - name: main\n   weights: 3\n", ValueError, r", line 3: not YAML: "),
         ("a: [1", ValueError, r", line 1: not YAML: "),
-        ("phases: []\nphases: []\n", ValueError, ", line 2: not YAML: 'phases' is there twice, first in line 1"),
+        ("phases: []\nphases: []\n", ValueError, ", line 2: not YAML: 'phases' occurs twice, first in line 1"),
         ("? [a]\n: 1\n", ValueError, "line 1: not YAML: a key must be text"),
         ("a: !!python/object:os.system {}\n", ValueError, "line 1: not YAML: could not determine a constructor"),
         ("", TypeError, "a schedule is a dict with phases, max_passes, sources, got None"),
@@ -154,7 +154,7 @@ def test_files_that_hold_no_value(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run.json, line 2: not JSON: "):
         Schedule.load(tmp_path / "run.json")
     (tmp_path / "run.json").write_text('{"phases": [], "phases": []}')
-    with pytest.raises(ValueError, match=r"run.json: 'phases' is there twice"):
+    with pytest.raises(ValueError, match=r"run.json: 'phases' occurs twice"):
         Schedule.load(tmp_path / "run.json")
     (tmp_path / "run.yaml").write_bytes(b"phases: \xff")
     with pytest.raises(ValueError, match=r"run.yaml is not UTF-8 text: .* at byte 8"):

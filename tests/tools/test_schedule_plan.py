@@ -277,7 +277,7 @@ def test_phases_that_cannot_be_filled_and_phases_without_an_end(datasets: dict[s
     short = Schedule([Phase("one", {"a": 1}, rows=50), Phase("two", rows=100, global_batch_size=2)], {"a": 3})
     plan = plan_schedule(short, {"a": datasets["a"]})
     assert plan.problem == (
-        "phase 'two' cannot be filled: its sources have had all of their passes at 120 rows. The run ends there. "
+        "phase 'two' cannot be filled: all of its sources have reached max_passes at 120 rows. The run ends there. "
         "Raise max_passes, or shorten the run."
     )
     assert [phase.rows for phase in plan.phases] == [50, 70] and plan.caps[0].shares == {}

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0
 def read(path: str | os.PathLike[str]) -> Any:
     """Return the value in a .yaml, .yml or .json file.
 
-    Raises DataNotFoundError, or ValueError with the line if the syntax is wrong or a key is there twice.
+    Raises DataNotFoundError, or ValueError with the line if the syntax is wrong or a key occurs twice.
     """
     file = _checked(path)
     try:
@@ -76,7 +76,7 @@ def _from_json(text: str, file: Path) -> Any:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{file}: {twice!r} is there twice in one object.")
+            raise ValueError(f"{file}: {twice!r} occurs twice in one object. Remove one of them.")
         return found
 
     try:
@@ -123,7 +123,7 @@ def _loader() -> Any:
                 if not isinstance(key, yaml.ScalarNode):
                     raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
                 if key.value in lines:
-                    text = f"{key.value!r} is there twice, first in line {lines[key.value]}"
+                    text = f"{key.value!r} occurs twice, first in line {lines[key.value]}"
                     raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
                 lines[key.value] = line
             self.flatten_mapping(node)

@@ -68,7 +68,7 @@ def plan(
     """
     if schedule is not None:
         if checkpoint is not None:
-            raise ValueError("--checkpoint and --schedule are two different questions. Use one of them.")
+            raise ValueError("--checkpoint and --schedule cannot be used together. Use one of them.")
         from midepoch.cli.schedule import plan_file
 
         plan_file(schedule, source, storage, as_json, column=column, ranks=ranks, eos=eos, seed=seed)
@@ -78,7 +78,7 @@ def plan(
         raise ValueError(f"plan needs {missing}. Use --checkpoint and --world-size, or --schedule.")
     for name, given in (("--source", source), ("--column", column), ("--eos", eos)):
         if given:
-            raise ValueError(f"{name} is for --schedule.")
+            raise ValueError(f"{name} requires --schedule.")
     from midepoch.cli.states import open_state
     from midepoch.tools.plan import plan_resume
 

@@ -55,7 +55,7 @@ def _pairs(given: Sequence[str] | None) -> dict[str, str]:
         if not sign or not name or not path:
             raise ValueError(f"--source takes NAME=PATH, got {pair!r}")
         if name in found:
-            raise ValueError(f"--source {name} is there twice. For several files use a glob or a folder.")
+            raise ValueError(f"--source {name} is given twice. For several files, use a glob or a folder.")
         found[name] = path
     return found
 
@@ -81,7 +81,7 @@ def _show(plan: SchedulePlan) -> None:
         rest = f"its share goes to the others: {', '.join(shares)}" if shares else "no other source is left"
         passes = common.counted(cap.max_passes, "pass").replace("passs", "passes")
         where = f"in phase {cap.phase!r} at {cap.position:,} {plan.unit}{step}"
-        common.say((cap.source, style_of(names.index(cap.source))), f" has had its {passes} {where}; {rest}")
+        common.say((cap.source, style_of(names.index(cap.source))), f" reaches its limit of {passes} {where}; {rest}")
     for note in plan.notes:
         common.say(("note: ", "yellow"), note)
     if plan.problem is not None:

@@ -31,8 +31,9 @@ def mix(
     proportion to its weight; ``seed`` determines the order. By default all weights are equal. A weight of 0 pauses a
     source: it yields nothing and keeps its position.
 
-    A ``Schedule`` instead of weights changes them over the run, limits the passes over a source, and ends the epoch.
-    Sources are named then. If it counts tokens, they are those of the column that ``pack()`` packs, or of ``length``.
+    ``weights`` may be a ``Schedule``: then they follow from the position, passes over a source are limited, and the
+    epoch ends with the schedule. It requires sources by name. If it counts tokens, these are the tokens of the column
+    that ``pack()`` packs, or of the column ``length``.
 
     ``stop`` is the end of an epoch:
 
@@ -84,7 +85,7 @@ def _scheduled(
 ) -> Mix:
     """Return the mix of a schedule."""
     if stop is not None:
-        raise ValueError(f"mix(stop={stop!r}): a schedule has an end of its own. Omit stop.")
+        raise ValueError(f"mix(stop={stop!r}): a schedule has its own end. Omit stop.")
     if not names:
         raise TypeError("mix: a schedule requires sources by name: mix({'web': a, 'code': b}, schedule)")
     for what, given in (("weights for", schedule.names), ("max_passes of", schedule.max_passes)):

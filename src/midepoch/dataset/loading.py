@@ -57,7 +57,7 @@ class Loading(Sampling):
         """Return a loader: batches of every epoch, prepared ahead by threads or worker processes, with its own cursor.
 
         ``batch_size``: rows for each rank, or sizes by the first step at which they apply, as in ``{0: 8, 1000: 16}``;
-        None delivers single rows. The default is that of a schedule, if the dataset is mixed by one. A batch is a dict
+        None delivers single rows. Default: the sizes of the schedule, if the data is mixed by one. A batch is a dict
         of columns, as torch tensors unless ``with_format`` chose otherwise.
 
         Rank and world size are those of the shard, or given, or detected (``torch.distributed``, JAX, Ray Train, the
@@ -97,11 +97,11 @@ class Loading(Sampling):
 
         ``steps_per_epoch``: a pass has this number of batches, and continues where the last one stopped.
 
-        ``provenance``: batches name their rows: ``source`` (a number in ``loader.sources``) and ``row`` (its number in
-        that source before any shuffle), for an output of several rows that of the first. Packed sequences have
-        ``doc_ids`` instead, with ``source``, ``row`` and ``start`` (the first of its tokens that are in the sequence)
-        for each document; those of sequence k are ``cu_docs[k]`` to ``cu_docs[k + 1]``. With ``audit``, the documents
-        of each step are recorded, too.
+        ``provenance``: batches have columns ``source`` (an index into ``loader.sources``) and ``row`` (the number of
+        the row in that source, before any shuffle; the first one of an output of several rows). Packed sequences have
+        ``doc_ids`` instead, with ``source``, ``row`` and ``start`` (the offset of its first token in the document) for
+        each piece of a document. The pieces of sequence k are ``cu_docs[k]`` to ``cu_docs[k + 1]``. With ``audit``, the
+        documents of each step are also recorded.
 
         Workers run all steps up to the first ``batch``, ``pack``, ``take``, later ``shuffle``, ``mix``, ``concat`` or
         ``zip``; the main process runs the steps that follow, and ``collate_fn`` after such steps or after batched

@@ -260,8 +260,8 @@ class Steps(ColumnSteps):
     ) -> Self:
         """Pack documents (lists of tokens) into sequences of ``length``. No token is lost or repeated.
 
-        Without ``length``, sequences have the lengths of the schedule of the mix. Where a phase ends, the next tokens
-        continue in sequences of the next length.
+        Without ``length``, sequences have the lengths of the schedule of the mix. When a phase ends, the next tokens
+        are cut into sequences of the next length.
 
         - ``strategy="concat"`` concatenates and splits them; the last sequence of each lane is padded
         - ``strategy="best_fit"`` keeps documents complete if possible: each ``window`` of them is packed into as few
@@ -370,8 +370,12 @@ def _lengths_of(node: Node, strategy: str) -> Schedule:
     """Return the schedule that gives the lengths of packed sequences. Raise TypeError if there is none."""
     schedule = node.schedule
     if schedule is None or not schedule.plan[0].sequence_length:
-        what = "there is no schedule" if schedule is None else "the phases of the schedule have no sequence_length"
-        raise TypeError(f"pack() needs length, as in pack(4096, eos=…, pad=…): {what} to take it from.")
+        what = (
+            "the data is not mixed by a schedule"
+            if schedule is None
+            else "the phases of the schedule have no sequence_length"
+        )
+        raise TypeError(f"pack() needs length, as in pack(4096, eos=2, pad=0): {what}.")
     if strategy != "concat":
         raise ValueError(f"pack(strategy={strategy!r}): sequence lengths of a schedule need strategy='concat'.")
     if not node.follows_schedule:

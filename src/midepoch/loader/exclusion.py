@@ -31,18 +31,18 @@ class Excluding(Counted):
     def exclude(
         self, *, steps: range | None = None, rows: Iterable[int] | Mapping[str | int, Iterable[int]] | None = None
     ) -> int:
-        """Do not deliver some steps of this epoch, or some rows. Return the number of rows (or outputs) left out.
+        """Leave out steps of this epoch, or rows. Return the number of rows (or outputs) that are left out.
 
-        ``steps``: steps that are ahead, in this epoch. They are numbered as ``loader.steps`` does if it counts them,
-        else from the beginning of the epoch: step k is the k-th global batch. An excluded step counts as taken: the
-        batch after step a - 1 is that of step b, if ``range(a, b)`` is excluded. The rows of these steps stay excluded
-        if the batch size or the world size changes later.
+        ``steps``: a range of steps of this epoch that are not delivered yet. Steps are numbered from 0 as by
+        ``loader.steps``, if the loader counts them, else from the beginning of the epoch: step k is global batch k. An
+        excluded step counts as taken, so later steps keep their numbers. Its rows stay excluded if the batch size or
+        the world size changes later.
 
-        ``rows``: rows of the dataset before shuffling, by number, as in ``ds[i]``; with several sources a dict of them,
-        by the name or number of the source. They are left out from now on, in every epoch.
+        ``rows``: numbers of rows before shuffling; with several sources, a dict by the name or number of the source.
+        They are left out of the rest of this epoch and of every later one.
 
-        The state contains the exclusion. Call it equally on all ranks: before iterating, between two batches, or after
-        ``load_state_dict``. With batches by ``max_tokens``, the number of batches is returned.
+        The state has the exclusion. Call it with the same arguments on all ranks: before iterating, between two
+        batches, or after ``load_state_dict``. With batches by ``max_tokens``, it returns the number of batches.
         """
         if (steps is None) == (rows is None):
             raise TypeError("exclude() takes either steps= or rows=.")
@@ -55,7 +55,7 @@ class Excluding(Counted):
             return count
         assert rows is not None
         spec, count = self._without_rows(cursor, rows)
-        _log.info("%d rows are excluded from here on", count)
+        _log.info("%d rows are excluded from the next batch on", count)
         self._continue_at(cursor, spec)
         return count
 

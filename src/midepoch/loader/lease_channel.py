@@ -155,5 +155,7 @@ def acknowledge(address: str, number: int, rejected: bool) -> bool:
             "lease.id to the loader's process, and call loader.ack(id) there."
         ) from None
     if answer == _UNKNOWN:
-        raise ValueError(f"no lease {number} is out: it is of before a state was loaded or the position was set.")
+        raise ValueError(
+            f"lease {number} is unknown: it was taken before a state was loaded or the position was set. Discard it."
+        )
     return answer == _FIRST

@@ -34,9 +34,9 @@ _books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
 
 
 class Lease:
-    """A batch on its way. ``batch``: its value. ``id``: a number that no other lease of the run has.
+    """A batch that counts as consumed when it is acknowledged. ``id``: its number, unique in the run.
 
-    A pickled lease has no batch: it can be acknowledged in another process of the same machine.
+    A lease can be pickled, without its batch, and acknowledged in another process of the same machine.
     """
 
     __slots__ = ("_owner", "batch", "id")
@@ -102,7 +102,7 @@ class Tracker:
 
     @property
     def held(self) -> int:
-        """The number of leases that somebody may be working on."""
+        """The number of leases that are being worked on."""
         return len(self.out) - len(self.returned)
 
     @property
@@ -218,14 +218,17 @@ class LeaseBook:
         if any(number in past for past in self._past):
             return False
         raise ValueError(
-            f"no lease {number} is out: it is of another loader, or of before a state was loaded or the position was "
-            "set. Its batch is delivered again unless it had been acknowledged by then."
+            f"lease {number} is unknown: it belongs to another loader, or was taken before a state was loaded or the "
+            "position was set. Discard it: its batch is delivered again unless it was acknowledged before that."
         )
 
     def _parent_address(self) -> str:
         channel = self._inherited[1]
         if channel is None:
-            raise ValueError("this process was forked before there was a lease: its copy of the loader has none.")
+            raise ValueError(
+                "this process was forked before the first lease, so it cannot acknowledge any. Take a lease before you "
+                "fork, or call ack in the process of the loader."
+            )
         return channel.address
 
     def address(self) -> str:
@@ -251,7 +254,9 @@ def _answer(book: weakref.ref[LeaseBook]) -> Callable[[int, bool], bool]:
     def ack(number: int, rejected: bool) -> bool:
         owner = book()
         if owner is None:
-            raise ValueError(f"the loader of lease {number} does not exist any more.")
+            raise ValueError(
+                f"the loader of lease {number} no longer exists. Keep the loader until all leases are acknowledged."
+            )
         return owner.ack(number, rejected)
 
     return ack
@@ -290,12 +295,14 @@ class Waiting:
             while not reached():
                 if threading.active_count() == 1 and not self._book.is_shared:
                     raise RuntimeError(
-                        f"{self._what}, but this is the only thread, and no other process has a lease: nobody could "
-                        "acknowledge one. Acknowledge before you take the next, or raise max_out."
+                        f"{self._what}, this is the only thread, and no other process has a lease: none could be "
+                        "acknowledged. Acknowledge leases before you take the next one, or raise max_out."
                     )
                 left = None if self._timeout is None else began + self._timeout - time.monotonic()
                 if left is not None and left <= 0:
-                    raise TimeoutError(f"{self._what}, and none was acknowledged within {self._timeout:g} s.")
+                    raise TimeoutError(
+                        f"{self._what}, and none was acknowledged within {self._timeout:g} s. Raise timeout."
+                    )
                 wake.wait(1.0 if left is None else min(left, 1.0))
                 wake.clear()
         finally:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class LeaseItems:
-    """Iterator over the leases of (the rest of) an epoch. Created by ``Loader.lease``, used in a ``with`` block.
+    """Iterator over the leases of the rest of an epoch. Created by ``Loader.lease``, used in a ``with`` block.
 
-    When the block is left, leases that are still out are returned: the next block delivers them again first, unless
-    they are acknowledged by then.
+    Leases that are still out when the block ends are returned: the next block first delivers them again, unless they
+    are acknowledged by then.
     """
 
     _pass: Pass
@@ -42,9 +42,9 @@ class LeaseItems:
 
     def __enter__(self) -> LeaseItems:
         if self._book.open:
-            raise RuntimeError("leases of this loader are being taken already. Leave that block first.")
+            raise RuntimeError("a with block of lease() is open for this loader already. Leave that block first.")
         if self._entered:
-            raise RuntimeError("this block was left. Call lease() again.")
+            raise RuntimeError("this with block was left. Call lease() again.")
         self._pass, self._tracker = self._loader.begin_leases(self)
         self._entered = self._book.open = True
         return self
@@ -77,7 +77,7 @@ class LeaseItems:
 
     def __next__(self) -> Lease:
         if not self._entered or not self._book.open:
-            raise RuntimeError("leases are taken in a block: with loader.lease() as items.")
+            raise RuntimeError("leases are taken in a with block. Use: with loader.lease() as items.")
         check_continues(None, self._book.tracker is not self._tracker)
         tracker = self._tracker
         if len(tracker.inbox) >= MOST_NOTED:
@@ -143,18 +143,18 @@ class Leasing(Weighting):
     _named: bool
 
     def lease(self, *, max_out: int | None = None, timeout: float | None = None) -> LeaseItems:
-        """Deliver batches that count as consumed only once they are acknowledged.
+        """Return an iterator over leases: batches that count as consumed when they are acknowledged.
 
-        ``with loader.lease() as items: for lease in items: …`` iterates (the rest of) an epoch. Acknowledge each lease
-        with ``lease.ack()``, ``lease.reject()`` or ``loader.ack(…)``, in any order, from any thread or process of the
-        machine. The state of the loader is what is acknowledged: a resume delivers the others again, then continues.
-        When the block is left, leases that are still out are returned to the next one.
+        ``with loader.lease() as items: for lease in items: …`` iterates the rest of an epoch. Acknowledge each lease by
+        ``lease.ack()``, ``lease.reject()`` or ``loader.ack(…)``, in any order, from any thread or process of the
+        machine. The state holds what was acknowledged: a resume first delivers the other batches again, then continues.
+        Leases that are still out when the block ends are delivered again by the next block.
 
-        ``max_out``: the number of leases that may be out. The iterator then waits for an acknowledgement, for
-        ``timeout`` seconds at most (TimeoutError). Ranks do not wait for each other.
+        ``max_out``: the most leases that may be out. The next one then waits for an acknowledgement, and raises
+        TimeoutError after ``timeout`` seconds. Ranks do not wait for each other.
         """
         if self._options.steps_per_epoch:
-            raise ValueError("lease() is for passes over the data. Omit steps_per_epoch from the loader.")
+            raise ValueError("lease() iterates epochs of the data, not steps_per_epoch. Create the loader without it.")
         if max_out is not None:
             max_out = integer(max_out, "lease(max_out=…)", 1)
         if timeout is not None and not (isinstance(timeout, (int, float)) and 0 <= timeout < math.inf):
@@ -162,9 +162,9 @@ class Leasing(Weighting):
         return LeaseItems(self, max_out, timeout)  # type: ignore[arg-type]
 
     def ack(self, lease: Lease | int, *, rejected: bool = False) -> bool:
-        """Acknowledge a lease, or the one with this id. Return False if it was acknowledged before.
+        """Acknowledge a lease, given as a ``Lease`` or its id. Return False if it was acknowledged before.
 
-        ``rejected``: count it as rejected. Raises ValueError if there is no such lease.
+        ``rejected``: count it as rejected. Raises ValueError if the lease is unknown.
         """
         return self.leases.ack(lease.id if isinstance(lease, Lease) else lease, rejected)
 
@@ -212,7 +212,7 @@ class Leasing(Weighting):
         if tracker is None:
             return
         if self.leases.open:
-            raise RuntimeError("leases of this loader are being taken. Leave the block of lease() first.")
+            raise RuntimeError("a with block of lease() is open for this loader. Leave it first.")
         if not tracker.complete:
             if self.shard.count > 1:
                 raise RuntimeError(

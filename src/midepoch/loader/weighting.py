@@ -25,9 +25,9 @@ class Weighting(Excluding):
 
     @property
     def weights(self) -> dict[str, float] | tuple[float, ...]:
-        """The current weights of the mix, as shares of 1, by name if its sources have names.
+        """The weights of the mix at the next batch, as shares of 1: by name, or a tuple if its sources have no names.
 
-        In a phase of a schedule in which they change linearly: those at its beginning.
+        In a phase with ``final_weights`` they are the weights at its beginning.
         """
         mix = self._mix("weights")
         weights: Sequence[float] = mix.current
@@ -46,30 +46,33 @@ class Weighting(Excluding):
         return None if schedule is None else schedule.plan[phase_at(self._spec, self.next_cursor())].name
 
     def set_weights(self, weights: Mapping[str, float] | Sequence[float]) -> None:
-        """Change the weights of the mix from the next batch on, as methods do that learn them.
+        """Change the weights of the mix from the next batch on, for methods that learn them during the run.
 
-        Rows that steps after the mix have begun to deliver (of a shuffle or a pack) are completed first. The state has
-        the weights: a resume continues with them. With a schedule they apply until the phase ends.
+        ``weights``: by the name of the source (0 if it is not named), or a list. With a schedule, they apply until the
+        phase ends. The state has them, so a resume continues with them. Steps after the mix (shuffle, batch, pack)
+        first deliver the rows that they have drawn with the weights before.
 
-        Call it at the same step on all ranks. The weights of the first rank that calls it apply on all of them.
+        Call it at the same step on all ranks. The weights of the first rank to call it apply on all of them.
         """
         mix = self._mix("set_weights")
         chosen = _checked(weights, mix)
         cursor = self.next_cursor()
         if cursor.lanes is not None and any(len(lane.done) for lane in cursor.lanes.by_lane.values()):
             raise ValueError(
-                "set_weights: outputs that come are excluded or acknowledged, and other weights would put other rows "
-                "in their place. Call it after them."
+                "set_weights: some of the next batches are excluded or already acknowledged, and other weights would "
+                "put other rows in their place. Call it after these batches."
             )
         phase, chosen = self._agreed(phase_at(self._spec, cursor), chosen, cursor)
         spec, cursor = with_weights(self._spec, cursor, phase, chosen)
-        _log.info("the weights of the mix are %s from here on", [round(weight, 6) for weight in chosen])
+        _log.info(
+            "set_weights: the weights of the mix are %s from the next batch on", [round(weight, 6) for weight in chosen]
+        )
         self._continue_at(cursor, spec)
 
     def _mix(self, what: str) -> Mix:
         base = self._spec.node.base
         if not isinstance(base, Mix):
-            raise TypeError(f"{what}: the data is not a mix, but {self._spec.node.text}. See midepoch.mix.")
+            raise TypeError(f"{what}: the data is not a mix, but {self._spec.node.text}. Use midepoch.mix.")
         return base
 
     def _agreed(self, phase: int, weights: tuple[float, ...], cursor: Cursor) -> tuple[int, tuple[float, ...]]:
@@ -105,10 +108,10 @@ def _checked(given: Any, mix: Mix) -> tuple[float, ...]:
     except (TypeError, ValueError):
         raise TypeError(f"set_weights takes a dict or a list of weights, got {given!r:.60}") from None
     if len(weights) != len(mix.parts):
-        raise ValueError(f"set_weights: {len(weights)} weights for {len(mix.parts)} sources")
+        raise ValueError(f"set_weights: expected {len(mix.parts)} weights, one for each source, got {len(weights)}.")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
-        raise ValueError(f"set_weights: weights must be 0 or more, and at least one above 0, got {list(weights)}")
+        raise ValueError(f"set_weights: weights must be 0 or more, and at least one above 0, got {list(weights)}.")
     for number, (part, weight) in enumerate(zip(mix.parts, weights, strict=True)):
         if weight and not any(leaf.rows for leaf in part.leaves):
-            raise ValueError(f"set_weights: source {mix.names[number] if mix.names else number} has no rows.")
+            raise ValueError(f"set_weights: source {mix.names[number] if mix.names else number} has no rows. Use 0.")
     return weights

@@ -25,16 +25,16 @@ _LENGTHS = ("steps", "rows", "tokens")
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training run.
+    """One phase of a training run.
 
-    Its length is given in ``steps``, ``rows`` or ``tokens``, over all ranks. Only the last phase may have none: it
-    lasts until the sources end.
+    ``steps``, ``rows`` or ``tokens``: its length, over all ranks. Only the last phase may have none: it lasts until the
+    sources end.
 
-    ``weights``: by name of the source; a source that is not named has weight 0. With ``final_weights`` they change
-    linearly over the phase. ``sequence_length``: tokens of the sequences that ``pack()`` makes.
-    ``global_batch_size``: rows of a batch over all ranks.
+    ``weights``: by the name of the source; a source that is not named has weight 0. With ``final_weights`` they change
+    linearly over the phase. ``sequence_length``: tokens in each sequence that ``pack()`` makes.
+    ``global_batch_size``: rows in a batch, over all ranks.
 
-    ``weights``, ``sequence_length`` and ``global_batch_size`` are those of the phase before if they are not given.
+    ``weights``, ``sequence_length`` and ``global_batch_size`` default to those of the phase before.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Phase:
             object.__setattr__(self, name, count_of(getattr(self, name), f"phase {self.name!r}: {name}"))
         given = [name for name in _LENGTHS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"phase {self.name!r} has {' and '.join(given)}: its length is given in one of them.")
+            raise ValueError(f"phase {self.name!r} has {' and '.join(given)}: give its length in one of them.")
         for name in ("weights", "final_weights"):
             object.__setattr__(self, name, weights_of(getattr(self, name), f"phase {self.name!r}: {name}"))
         if self.final_weights is not None and not given:
@@ -93,10 +93,10 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of a training run: a function of the position, equal on any number of ranks and workers.
+    """The plan of a training run in phases. It is a function of the position: the same for any ranks and workers.
 
-    ``max_passes``: the most passes over a source, by its name; the others take its share from there on. ``sources``:
-    paths of the sources, for ``midepoch plan --schedule``.
+    ``max_passes``: the most passes over a source, by its name. After them, the other sources take its share.
+    ``sources``: paths of the sources, for ``midepoch plan --schedule``.
 
     schedule = Schedule(
         [
@@ -123,7 +123,7 @@ class Schedule:
         object.__setattr__(self, "phases", phases)
         names = [phase.name for phase in phases]
         if len(set(names)) < len(names):
-            raise ValueError(f"two phases have the same name: {', '.join(names)}.")
+            raise ValueError(f"two phases have the same name: {', '.join(names)}. Give each its own name.")
         for name, value in (("max_passes", self.max_passes), ("sources", self.sources)):
             if not isinstance(value, Mapping):
                 raise TypeError(f"schedule: {name} is a dict by name of the source, got {value!r:.60}")

@@ -200,6 +200,7 @@ class Scheduled:
         assert self._mix.schedule is not None
         phase = self._mix.schedule.plan[self._segments.phases[segment]]
         _log.warning(
-            "the mix ends in phase %r, before the end of the schedule: its sources have had all of their passes",
+            "the mix ends in phase %r, before the end of the schedule: all of its sources have reached max_passes. "
+            "Raise max_passes, or check the schedule with midepoch plan --schedule.",
             phase.name,
         )

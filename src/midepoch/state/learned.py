@@ -45,8 +45,8 @@ def with_weights(
         }
     except CheckpointMismatchError:
         raise ValueError(
-            f"set_weights: steps after the mix ({spec.node.text}) have delivered only a part of the rows that they "
-            "have drawn with the weights before. Shuffle and batch the sources before they are mixed."
+            f"set_weights: steps after the mix ({spec.node.text}) are in the middle of rows that they have drawn with "
+            "earlier weights. Call it some steps later, or shuffle and batch the sources before they are mixed."
         ) from None
     return new, cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
 

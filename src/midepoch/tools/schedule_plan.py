@@ -211,7 +211,7 @@ def _report(
         after = "" if step is None else f", after {step:,} steps"
         if phase.stop < OPEN:
             problem = (
-                f"phase {phase.name!r} cannot be filled: its sources have had all of their passes at {position:,} "
+                f"phase {phase.name!r} cannot be filled: all of its sources have reached max_passes at {position:,} "
                 f"{schedule.unit}{after}. The run ends there. Raise max_passes, or shorten the run."
             )
         else:
