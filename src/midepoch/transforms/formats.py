@@ -144,7 +144,15 @@ def split(array: Any, ends: Sequence[int], kind: str) -> Sequence[Any]:
     """Return the parts of an array between bounds, for ``finish``. If tensors are wanted, they are made in one call."""
     if kind != "torch":
         return [array[a:b] for a, b in pairwise(ends)]
-    return _torch()(array).split([b - a for a, b in pairwise(ends)])  # type: ignore[no-any-return]
+    tensor, sizes = as_tensor(array), [b - a for a, b in pairwise(ends)]
+    if sizes[0] and sizes.count(sizes[0]) == len(sizes):
+        return tensor.view(len(sizes), -1).unbind()  # type: ignore[no-any-return]
+    return tensor.split(sizes)  # type: ignore[no-any-return]
+
+
+def as_tensor(array: Any) -> Any:
+    """Return an array as a tensor of torch."""
+    return _torch()(array)
 
 
 def _python(name: str, column: Any, batch: Batch) -> list[Any]:
