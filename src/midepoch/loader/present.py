@@ -55,8 +55,7 @@ class Presenter:
                 columns[PADDING] = np.arange(len(items)) >= genuine
             if not options.provenance:
                 return Presented(completed(columns, kind, options, None), None)
-            traced = items.traced
-            return Presented(completed(columns, kind, options, self._added(traced)), traced.slice(0, genuine))
+            return self._traced(columns, items.traced, genuine)
         batch = materialize(items)
         if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
@@ -70,15 +69,17 @@ class Presenter:
         else:
             columns = present(named(batch, kind, options), kind)
             if options.provenance:
-                traced = batch.traced
-                return Presented(completed(columns, kind, options, self._added(traced)), traced.slice(0, genuine))
+                return self._traced(columns, batch.traced, genuine)
             value = completed(columns, kind, options, None)
         return Presented(value, batch.traced.slice(0, genuine) if options.provenance else None)
 
-    def _added(self, traced: DocumentTable) -> dict[str, Any]:
-        """Return the columns of provenance: tensors that are made ahead or later, or numpy arrays."""
+    def _traced(self, columns: Any, traced: DocumentTable, genuine: int) -> Presented:
+        """Return a batch with the columns of provenance: tensors that are made ahead or later, or numpy arrays."""
         packed = self._options.provenance == PACKED
-        if self._format == "torch":
-            return {DOCUMENTS: DocumentIds(traced)} if packed else self._ahead.take(traced)
-        arrays = traced.arrays(packed)
-        return {DOCUMENTS: arrays} if packed else arrays
+        if self._format != "torch":
+            arrays = traced.arrays(packed)
+            more: dict[str, Any] = {DOCUMENTS: arrays} if packed else arrays
+        else:
+            more = {DOCUMENTS: DocumentIds(traced)} if packed else self._ahead.take(traced)
+        value = completed(columns, self._format, self._options, more)
+        return Presented(value, traced.slice(0, genuine))

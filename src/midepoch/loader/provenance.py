@@ -77,23 +77,31 @@ class DocumentIds(Mapping[str, Any]):
     It is what a dict of them would be: it is iterated, unpacked, collated, pickled and moved to a device like one.
     """
 
-    __slots__ = ("_found", "_table")
+    __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, Any] | DocumentTable) -> None:
-        self._table = values if isinstance(values, DocumentTable) else None
-        self._found: dict[str, Any] = {} if isinstance(values, DocumentTable) else dict(values)
+        self._values = values
+
+    @property
+    def _found(self) -> dict[str, Any]:
+        """The tensors by name. A table stands for those that are not made yet: it makes an object of 1 µs of this."""
+        values = self._values
+        if not isinstance(values, dict):
+            made = dict.fromkeys(_NAMES, values) if isinstance(values, DocumentTable) else values
+            self._values = values = dict(made)
+        return values
 
     def __getitem__(self, name: str) -> Any:
         found = self._found
-        if name not in found and self._table is not None and name in _NAMES:
-            found[name] = _tensor(self._table, name)
-        return found[name]
+        if isinstance(value := found[name], DocumentTable):
+            found[name] = value = _tensor(value, name)
+        return value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found if self._table is None else _NAMES)
+        return iter(self._found)
 
     def __len__(self) -> int:
-        return len(self._found if self._table is None else _NAMES)
+        return len(self._found)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -109,11 +117,16 @@ def _tensor(table: DocumentTable, name: str) -> Any:
     """Return one column of the documents of a batch: a slice of a tensor that all batches of a chunk share."""
     if name == BOUNDS:
         return as_tensor(table.bounds)
-    copies = table.whole.copies
-    if name not in copies:
-        copies[name] = as_tensor(getattr(table.whole.columns, name).copy())
     first, stop = table.pieces
-    return copies[name][first:stop]
+    return _shared(table.whole, name)[first:stop]
+
+
+def _shared(whole: PieceTable, name: str) -> Any:
+    """Return a column of all pieces as a tensor. It is a copy, since users may write to it."""
+    if name not in whole.copies:
+        column = whole.columns.start if name == START else whole.identified[name == ROW]
+        whole.copies[name] = as_tensor(column.copy())
+    return whole.copies[name]
 
 
 class RowsAhead:
@@ -147,8 +160,8 @@ class RowsAhead:
         self._made = iter(())
         if count > 1:
             stop = begin + count * size
-            source, row = (as_tensor(column[begin:stop].copy()) for column in table.whole.identified)
-            self._made = zip(source.view(count, size).unbind(), row.view(count, size).unbind(), strict=True)
+            columns = (_shared(table.whole, name)[begin:stop].view(count, size).unbind() for name in (SOURCE, ROW))
+            self._made = zip(*columns, strict=True)
 
 
 def source_names(spec: PipelineSpec) -> tuple[str, ...]:

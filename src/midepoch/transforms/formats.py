@@ -7,10 +7,9 @@ converts them to tensors in the process that delivers the batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, reduce
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -138,16 +137,6 @@ def finish(presented: Any, kind: str) -> Any:
     if isinstance(presented, dict):  # fast path for the common case
         return {name: _each_array(column, convert) for name, column in presented.items()}
     return _each_array(presented, convert)
-
-
-def split(array: Any, ends: Sequence[int], kind: str) -> Sequence[Any]:
-    """Return the parts of an array between bounds, for ``finish``. If tensors are wanted, they are made in one call."""
-    if kind != "torch":
-        return [array[a:b] for a, b in pairwise(ends)]
-    tensor, sizes = as_tensor(array), [b - a for a, b in pairwise(ends)]
-    if sizes[0] and sizes.count(sizes[0]) == len(sizes):
-        return tensor.view(len(sizes), -1).unbind()  # type: ignore[no-any-return]
-    return tensor.split(sizes)  # type: ignore[no-any-return]
 
 
 def as_tensor(array: Any) -> Any:

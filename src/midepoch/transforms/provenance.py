@@ -73,7 +73,7 @@ class PieceTable:
         self._make = lambda: made  # the arrays from which they are computed are not needed any more
         return made
 
-    @property
+    @cached_property
     def identified(self) -> tuple[Int16Array, Int64Array]:
         """The source and the row of each piece."""
         return self.columns.source, self.columns.row
@@ -81,7 +81,8 @@ class PieceTable:
     @cached_property
     def first_pieces(self) -> list[int]:
         """The first piece of each sequence, and the end of the last."""
-        return self.columns.edges.tolist()
+        edges: list[int] = self.columns.edges.tolist()
+        return edges
 
     @cached_property
     def copies(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class _Rows(PieceTable):
         count, (source, row) = self.count, self.identified
         return Columns.of(np.arange(count + 1), (source, row, np.zeros(count), np.full(count, -1)))
 
-    @property
+    @cached_property
     def identified(self) -> tuple[Int16Array, Int64Array]:
         return _each(self._leaves, self.count), self._rows
 
@@ -180,8 +181,8 @@ class DocumentTable:
         """Return the table of only the sequences at these places."""
         begin, whole = self.begin, self.whole
         if not whole.packed:
-            source, row = (column[places + begin] for column in whole.identified)
-            return DocumentTable.of_rows(row, source)
+            source, row = whole.identified
+            return DocumentTable.of_rows(row[places + begin], source[places + begin])
 
         def columns() -> Columns:
             edges = whole.columns.edges.astype(np.int64)
