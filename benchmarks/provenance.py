@@ -114,7 +114,7 @@ def bytes_of(make: Make, batches: int = 50) -> tuple[float, int]:
     return size / count, count // batches
 
 
-def recorded_bytes(make: Make, folder: Path, batches: int = 200) -> float | None:
+def recorded_bytes(make: Make, folder: Path, batches: int = 4000) -> float | None:
     """The bytes for a document beside the ledger, or None if positions tell the rows."""
     loader = make(provenance=True, audit=folder)
     count = 0

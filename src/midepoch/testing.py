@@ -9,7 +9,7 @@ def test_my_pipeline():
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -145,7 +145,7 @@ def same(a: Any, b: Any) -> bool:
     """Return True if two items have the same values, in arrays, tensors, Arrow data and nested containers."""
     if type(a) is not type(b):
         return False
-    if isinstance(a, dict):
+    if isinstance(a, Mapping):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))

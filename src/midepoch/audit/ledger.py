@@ -235,9 +235,14 @@ class Ledger:
         self._write(record)
 
     def flush(self) -> None:
-        """Write the cursors of the lanes that are pending: a state is saved, or a pass ends."""
+        """Write the cursors of the lanes that are pending: a state is saved, or another pass begins."""
         if self._lanes is not None and self._lanes.pending:
             self._write(self._lanes.record())
+
+    def leave(self) -> None:
+        """Write what is pending: a pass ends, or is left."""
+        self.flush()
+        self.documents.trim()
 
     @staticmethod
     def _marks(lanes: LaneRecorder, cursor: Cursor | StepOutputs) -> Sequence[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise, repeat, takewhile
+from itertools import pairwise, takewhile
 from operator import sub
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -17,12 +17,13 @@ from midepoch._internal.timings import Timings
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.plans import Made, StepPlan
+from midepoch.loader.provenance import RowsAhead
 from midepoch.pipeline.engine import Engine
 from midepoch.pipeline.leaf import Leaf
 from midepoch.read.columns import Located, number_dtype
 from midepoch.transforms import Batch
-from midepoch.transforms.formats import Allocate, split
-from midepoch.transforms.provenance import Traced
+from midepoch.transforms.formats import Allocate
+from midepoch.transforms.provenance import DocumentTable
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -44,8 +45,8 @@ class Read(NamedTuple):
     genuine: int | None = None
     first: int = 0
     """The index of its first row among those read together. ``genuine`` counts from the same beginning."""
-    added: dict[str, Any] | None = None
-    """The columns of provenance of rows that are only located or already presented."""
+    traced: DocumentTable | None = None
+    """The provenance of rows that are only located or already presented."""
 
     def touch(self) -> None:
         """Touch rows that are only located, so that they are read from disk."""
@@ -95,6 +96,7 @@ class BatchMaker:
         )
         self._options = options
         self._stacks = stacked
+        self._ahead: RowsAhead | None = None
         # Without a map, a chunk is presented in one call and sliced, which saves most of the work for each batch.
         self._whole = as_read and self._engine.plain
 
@@ -117,15 +119,23 @@ class BatchMaker:
         ahead = max(most, _AHEAD_ROWS // rows)  # steps whose order is computed in one call
         size, block, step = 1, 1, first  # grows from one, so that the first batch comes soon
         locates = self._whole
+        if delivered and self._options.provenance and self.format == "torch":
+            self._ahead = RowsAhead()
         while plan.has(step):
             steps = list(takewhile(plan.has, range(step, step + block * stride, stride)))
             positions, ends, genuine, rows_there = plan.ask(steps, shard)
             chosen = self._engine.chosen(plan.epoch, positions) if rows_there is None else rows_there
             if locates and (located := self._engine.locate(chosen)) is not None:  # takes no memory: one chunk
-                columns = self._added(chosen, ends, delivered=delivered)
+                table = self._table(chosen)
                 yield [
-                    Read(each, b - a, None, None, (located, a, b), None if genuine is None else genuine - a, 0, of_step)
-                    for each, (a, b), of_step in zip(steps, pairwise(ends), columns, strict=True)
+                    Read(
+                        each,
+                        b - a,
+                        located=(located, a, b),
+                        genuine=None if genuine is None else genuine - a,
+                        traced=None if table is None else table.slice(a, b),
+                    )
+                    for each, (a, b) in zip(steps, pairwise(ends), strict=True)
                 ]
             else:
                 locates = False
@@ -138,13 +148,15 @@ class BatchMaker:
             step = steps[-1] + stride
             size, block = min(2 * size, most), min(4 * block, ahead)
 
-    def _added(self, chosen: Int64Array, ends: list[int], *, delivered: bool) -> Iterable[dict[str, Any] | None]:
-        """Return the columns of provenance of several batches, split in one call: 2 µs less for each array."""
-        if not self._options.provenance:
-            return repeat(None, len(ends) - 1)
-        arrays = Traced(self._engine.row_numbers(chosen)).arrays(packed=False)
-        columns = [split(array, ends, self.format if delivered else "numpy") for array in arrays.values()]
-        return [dict(zip(arrays, values, strict=True)) for values in zip(*columns, strict=True)]
+    def _table(self, chosen: Int64Array) -> DocumentTable | None:
+        """Return the provenance of rows, if batches have it."""
+        return DocumentTable.of_rows(self._engine.row_numbers(chosen), 0) if self._options.provenance else None
+
+    def _added(self, traced: DocumentTable | None) -> dict[str, Any] | None:
+        """Return the columns of provenance: tensors if batches are delivered by this thread, else numpy arrays."""
+        if traced is None:
+            return None
+        return traced.arrays(packed=False) if self._ahead is None else self._ahead.take(traced)
 
     def _read(self, steps: list[int], ends: list[int], chosen: Int64Array, genuine: int | None) -> list[Read]:
         """Read several batches in one call. ``ends``: their bounds among the requested rows."""
@@ -158,7 +170,7 @@ class BatchMaker:
         for step, first, asked, a, b in zip(steps, ends, map(sub, ends[1:], ends), cuts, cuts[1:], strict=False):
             if shown is not None and b > a:
                 columns = {name: column[a:b] for name, column in shown.items()}
-                of_step = added(chunk.traced.slice(a, b), self._options)
+                of_step = chunk.traced.slice(a, b) if self._options.provenance else None
                 reads.append(Read(step, asked, None, columns, None, genuine, first, of_step))
             else:
                 reads.append(Read(step, asked, chunk.slice(a, b), genuine=genuine, first=first))
@@ -187,7 +199,7 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            value = completed(columns, self.format, self._options, read.added)
+            value = completed(columns, self.format, self._options, self._added(read.traced))
             return Made(value, plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
@@ -195,7 +207,7 @@ class BatchMaker:
             if missing and read.genuine is not None:
                 genuine = min(max(0, read.genuine - read.first), read.asked)
                 missing = genuine - int((~np.asarray(read.columns[PADDING])).sum())
-            value = completed(read.columns, self.format, self._options, read.added)
+            value = completed(read.columns, self.format, self._options, self._added(read.traced))
             return Made(value, plan.cursor(read.step), length, missing)
         collect = (allocate or _nowhere) if self._stacks else None
         batch = self._engine.transform(plan.epoch, read.batch, collect=collect)
@@ -216,10 +228,10 @@ class BatchMaker:
     def _presented(self, plan: StepPlan, read: Read, batch: Batch, allocate: Allocate | None) -> Any:
         kind, options = self.format, self._options
         if options.layout is not None:
-            return completed(arranged(batch, kind, options, allocate), kind, options, added(batch.traced, options))
+            return completed(arranged(batch, kind, options, allocate), kind, options, added(batch, options))
         if options.collate_fn is None:
             columns = self._engine.presented(named(batch, kind, options), kind, allocate)
-            return completed(columns, kind, options, added(batch.traced, options))
+            return completed(columns, kind, options, added(batch, options))
         where = f" ({plan.place(read.step)} of epoch {plan.epoch})"
         return collated(batch, self.format, self._options, self._engine.generators, plan.epoch, where)
 

@@ -15,7 +15,7 @@ from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
 from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
-from midepoch.transforms.provenance import Traced
+from midepoch.transforms.provenance import DOCUMENTS
 
 _log = logging.getLogger("midepoch")
 _warned = False
@@ -37,9 +37,13 @@ def named(batch: Batch, kind: str, options: Options) -> Batch:
     return with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow") else batch
 
 
-def added(traced: Traced, options: Options) -> dict[str, Any] | None:
+def added(batch: Batch, options: Options) -> dict[str, Any] | None:
     """Return the columns of provenance as numpy arrays, or None if there are none."""
-    return traced.arrays(options.provenance == PACKED) if options.provenance else None
+    if not options.provenance:
+        return None
+    packed = options.provenance == PACKED
+    arrays = batch.traced.arrays(packed)
+    return {DOCUMENTS: arrays} if packed else arrays
 
 
 def completed(columns: Any, kind: str, options: Options, more: dict[str, Any] | None) -> Any:
@@ -48,7 +52,7 @@ def completed(columns: Any, kind: str, options: Options, more: dict[str, Any] | 
         columns = options.context.cut(columns, pads=options.pads)
     if more is None or kind in ("python", "arrow"):
         return columns
-    if any(name in columns for name in more):
+    if not more.keys().isdisjoint(columns):
         check_names(columns, options.provenance)
     columns.update(more)
     return columns
@@ -79,7 +83,7 @@ def collated(batch: Batch, kind: str, options: Options, generators: Generators, 
     def collate(seeds: Seeds | None) -> Any:
         if options.collate_columns:
             columns = present(named(batch, kind, options), kind)
-            rows: Any = finish(completed(columns, kind, options, added(batch.traced, options)), kind)
+            rows: Any = finish(completed(columns, kind, options, added(batch, options)), kind)
         else:
             rows = present_rows(with_columns(batch, options.provenance) if options.provenance else batch, kind)
         if seeds is not None:

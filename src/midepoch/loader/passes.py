@@ -108,7 +108,7 @@ class Pass(HasState):
                     if self.plan is None:
                         ledger.prepare_step(cursor)
                     if made.traced is not None:
-                        ledger.documents.write(self.delivered, made.traced)
+                        ledger.documents.write(self._since, made.traced)
                     recorded = ledger.recorded
                     ledger.step(made.skipped, self._meter.waited, cursor)
                 # The cursor moves only here, together with the batch. Python handles signals at calls, and there is
@@ -229,7 +229,7 @@ class Pass(HasState):
             return
         self._closed = True
         if self._ledger is not None and self.delivered:
-            self._ledger.flush()
+            self._ledger.leave()
         if self.delivered and not self._over and self._namings == self._loader.namings:
             self._leave()
         source, self.source = self.source, None

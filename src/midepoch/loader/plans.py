@@ -19,7 +19,7 @@ from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import StepOutputs
 from midepoch.pipeline.spec import PipelineSpec
-from midepoch.transforms.provenance import Traced
+from midepoch.transforms.provenance import DocumentTable
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class Made(NamedTuple):
     empty: bool = False
     timings: Timings | None = None
     """The time that a worker has spent since its last report."""
-    traced: Traced | None = None
+    traced: DocumentTable | None = None
     """The provenance of the rows without padding, if positions do not give it."""
 
 

@@ -8,19 +8,19 @@ import numpy as np
 
 from midepoch.loader.collation import added, arranged, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
-from midepoch.loader.provenance import PACKED, DocumentsAhead
+from midepoch.loader.provenance import PACKED, DocumentIds, RowsAhead
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.transforms import present
 from midepoch.transforms.generators import Generators
-from midepoch.transforms.provenance import DOCUMENTS, Traced
+from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
 
 
 class Presented(NamedTuple):
     """A batch, and the provenance of its rows without padding, if it is traced."""
 
     value: Any
-    traced: Traced | None
+    traced: DocumentTable | None
 
 
 class Presenter:
@@ -33,7 +33,7 @@ class Presenter:
         self._pads = options.batch_size if options.last_batch == "pad" else None
         arranges = options.collate_fn is not None or options.layout is not None
         self._arrays = not arranges and self._format in ("numpy", "torch", "jax")
-        self._ahead = DocumentsAhead()
+        self._ahead = RowsAhead()
 
     def batch(self, items: Items, epoch: int) -> Presented:
         """Return a batch of outputs, filled with some of them if it is padded."""
@@ -55,22 +55,31 @@ class Presenter:
                 columns[PADDING] = np.arange(len(items)) >= genuine
             if not options.provenance:
                 return Presented(completed(columns, kind, options, None), None)
-            traced = items.traced
-            return Presented(completed(columns, kind, options, added(traced, options)), traced.first(genuine))
+            return self._traced(columns, items.traced, genuine)
         batch = materialize(items)
         if self._pads is not None or isinstance(items, Bunches):
             bounds = items.batches.bounds if isinstance(items, Bunches) else np.arange(len(batch) + 1)
             genuine = int(bounds[genuine] - bounds[0])
         if self._pads is not None:
             batch = marked(batch, np.arange(len(batch)) >= genuine)
-        traced = batch.traced
         if options.collate_fn is not None:
             value = collated(batch, kind, options, self._generators, epoch)
         elif options.layout is not None:
-            value = completed(arranged(batch, kind, options), kind, options, added(traced, options))
+            value = completed(arranged(batch, kind, options), kind, options, added(batch, options))
         else:
             columns = present(named(batch, kind, options), kind)
-            ahead = kind == "torch" and options.provenance == PACKED
-            more = {DOCUMENTS: self._ahead.take(traced.table)} if ahead else added(traced, options)
-            value = completed(columns, kind, options, more)
-        return Presented(value, traced.first(genuine) if options.provenance else None)
+            if options.provenance:
+                return self._traced(columns, batch.traced, genuine)
+            value = completed(columns, kind, options, None)
+        return Presented(value, batch.traced.slice(0, genuine) if options.provenance else None)
+
+    def _traced(self, columns: Any, traced: DocumentTable, genuine: int) -> Presented:
+        """Return a batch with the columns of provenance: tensors that are made ahead or later, or numpy arrays."""
+        packed = self._options.provenance == PACKED
+        if self._format != "torch":
+            arrays = traced.arrays(packed)
+            more: dict[str, Any] = {DOCUMENTS: arrays} if packed else arrays
+        else:
+            more = {DOCUMENTS: DocumentIds(traced)} if packed else self._ahead.take(traced)
+        value = completed(columns, self._format, self._options, more)
+        return Presented(value, traced.slice(0, genuine))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from midepoch.pipeline.engine import Engine
 from midepoch.read.columns import Located
 from midepoch.transforms import Batch, join
 from midepoch.transforms.batch import alike, with_ordinals
-from midepoch.transforms.provenance import Int16Array, Traced
+from midepoch.transforms.provenance import DocumentTable, Int16Array
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,22 +34,27 @@ class RowRefs:
     """The schema to which rows are converted when they are read, if sources differ."""
     draws: bool = False
     """True if some of the rows are ids of draws by weight."""
+    whole: RowRefs | None = None
+    """The rows of which these are a slice from ``begin`` on, if they are: all slices share their provenance."""
+    begin: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def slice(self, start: int, stop: int) -> RowRefs:
-        return self._at(slice(start, stop))
+        whole, begin = (self, start) if self.whole is None else (self.whole, self.begin + start)
+        return self._at(slice(start, stop), whole, begin)
 
     def keep(self, places: Int64Array) -> RowRefs:
-        return self._at(places)
+        return self._at(places, None, 0)
 
-    def _at(self, places: Any) -> RowRefs:
+    def _at(self, places: Any, whole: RowRefs | None, begin: int) -> RowRefs:
         located = None
         if self.located is not None:
             located = {name: column.at(places) for name, column in self.located.items()}
         ordinals = None if self.ordinals is None else self.ordinals[places]
-        return replace(self, leaves=self.leaves[places], rows=self.rows[places], located=located, ordinals=ordinals)
+        leaves, rows = self.leaves[places], self.rows[places]
+        return RowRefs(self.engines, leaves, rows, located, ordinals, self.schema, self.draws, whole, begin)
 
     def with_ordinals(self, number: int) -> RowRefs:
         """Number the rows as ``Batch.with_ordinals`` does."""
@@ -57,14 +63,16 @@ class RowRefs:
         ordinals = np.zeros(len(self), np.int64) if self.ordinals is None else self.ordinals
         return replace(self, ordinals=with_ordinals(ordinals, number))
 
-    @property
-    def traced(self) -> Traced:
+    @cached_property
+    def traced(self) -> DocumentTable:
         """The provenance of the rows."""
+        if self.whole is not None:
+            return self.whole.traced.slice(self.begin, self.begin + len(self))
         rows = self.rows
         if self.draws:
             for number, engine in enumerate(self.engines):
                 rows = np.where(self.leaves == number, engine.row_numbers(rows), rows)
-        return Traced(rows, self.leaves)
+        return DocumentTable.of_rows(rows, self.leaves)
 
     def read(self) -> Batch:
         """Read the rows."""

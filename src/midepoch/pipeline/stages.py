@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -237,10 +238,10 @@ def _shuffled(batch: Batch, seed: int, epoch: int) -> Batch:
 
 
 def _packed(batch: Batch, spec: PackSpec, packing: Packing) -> Batch:
-    columns, first, tokens, pieces = best_fit(Documents.of(batch.columns, spec), spec, traced=packing.traced)
+    columns, first, tokens, pieces = best_fit(Documents.of(batch.columns, spec), spec)
     packing.note(tokens, len(first) * spec.length)
     ordinals = np.arange(len(first), dtype=np.int64)
-    table = None if pieces is None else DocumentTable.of(pieces, batch.rows, batch.leaves)
+    table = DocumentTable.of(len(first), pieces, batch.rows, batch.leaves) if packing.traced else None
     return Batch(columns, batch.rows[first], batch.places[first], True, {}, ordinals, documents=table)
 
 
@@ -345,7 +346,8 @@ class Packed:
         columns = concatenated(self._pending, self._spec, packs, length)
         table = None
         if self._packing.traced:
-            table = DocumentTable.of(concatenated_pieces(ends, firsts, base), self._rows, self._leaves)
+            pieces = partial(concatenated_pieces, ends, firsts, base)
+            table = DocumentTable.of(packs, pieces, self._rows, self._leaves)
         made = Batch(columns, self._rows[starts], np.arange(packs, dtype=np.int64), True, {}, ordinals, documents=table)
         self._keep_rest(min(total, packs * length), at(packs))
         self._number += packs

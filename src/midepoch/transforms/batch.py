@@ -17,7 +17,7 @@ from midepoch.errors import ColumnError
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import Paths, to_python
 from midepoch.transforms.features import Encoded
-from midepoch.transforms.provenance import DocumentTable, Int16Array, Traced
+from midepoch.transforms.provenance import DocumentTable, Int16Array
 
 Int64Array = npt.NDArray[np.int64]
 Row = dict[str, Any]
@@ -49,9 +49,9 @@ class Batch:
         return len(self.rows)
 
     @property
-    def traced(self) -> Traced:
+    def traced(self) -> DocumentTable:
         """The provenance of the rows."""
-        return Traced(self.rows, self.leaves, self.documents)
+        return DocumentTable.of_rows(self.rows, self.leaves) if self.documents is None else self.documents
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +162,7 @@ def _join_leaves(parts: Sequence[Batch]) -> int | Int16Array:
 def _join_documents(parts: Sequence[Batch]) -> DocumentTable | None:
     if all(part.documents is None for part in parts):
         return None
-    return DocumentTable.join([part.traced.table for part in parts])
+    return DocumentTable.join([part.traced for part in parts])
 
 
 def alike(batches: Sequence[Batch]) -> bool:

@@ -7,10 +7,9 @@ converts them to tensors in the process that delivers the batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, reduce
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -140,11 +139,9 @@ def finish(presented: Any, kind: str) -> Any:
     return _each_array(presented, convert)
 
 
-def split(array: Any, ends: Sequence[int], kind: str) -> Sequence[Any]:
-    """Return the parts of an array between bounds, for ``finish``. If tensors are wanted, they are made in one call."""
-    if kind != "torch":
-        return [array[a:b] for a, b in pairwise(ends)]
-    return _torch()(array).split([b - a for a, b in pairwise(ends)])  # type: ignore[no-any-return]
+def as_tensor(array: Any) -> Any:
+    """Return an array as a tensor of torch."""
+    return _torch()(array)
 
 
 def _python(name: str, column: Any, batch: Batch) -> list[Any]:

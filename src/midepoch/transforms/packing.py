@@ -7,9 +7,9 @@ A document that does not fit continues in the next sequence. Each sequence marks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,16 +266,16 @@ def _add_labels(columns: dict[str, Any], spec: PackSpec) -> None:
 class Fitted(NamedTuple):
     """Packed sequences: their columns, the number of the first document of each, and the number of packed tokens.
 
-    ``pieces``: of documents, if they are traced.
+    ``pieces``: returns those of documents.
     """
 
     columns: dict[str, Any]
     first: Int64Array
     tokens: int
-    pieces: Pieces | None
+    pieces: Callable[[], Pieces]
 
 
-def best_fit(documents: Documents, spec: PackSpec, *, traced: bool = False) -> Fitted:
+def best_fit(documents: Documents, spec: PackSpec) -> Fitted:
     """Pack all documents by best-fit-decreasing. Documents that are too long are split first."""
     length, lengths = spec.length, documents.lengths
     counts = -(-lengths // length)
@@ -314,7 +314,7 @@ def best_fit(documents: Documents, spec: PackSpec, *, traced: bool = False) -> F
         order = np.argsort(rows, kind="stable")
         columns["cu_seqlens"] = _edges(rows[order], offsets[order], length - rooms)
     _add_labels(columns, spec)
-    pieces = sorted_pieces(rows, numbers, owners, into, sizes) if traced else None
+    pieces = partial(sorted_pieces, rows, numbers, owners, into, sizes)
     return Fitted(_as_arrow(columns, length), owners[numbers == 1], int(sizes.sum()), pieces)
 
 

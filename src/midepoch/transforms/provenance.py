@@ -2,18 +2,24 @@
 
 A document is a row that ``pack`` got. Its tokens are counted as ``pack`` has them, with the end of sequence that it
 adds. A sequence has a piece of each of its documents.
+
+The pieces of many sequences are computed in one call, and only if they are read: a batch whose provenance is not looked
+at costs next to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 Int16Array = npt.NDArray[np.int16]
+Leaves = int | Int16Array
 
 SOURCE, ROW, DOCUMENTS = "source", "row", "doc_ids"
 START, BOUNDS = "start", "cu_docs"
@@ -32,120 +38,198 @@ class Pieces(NamedTuple):
     lengths: Int64Array
 
 
-class DocumentTable(NamedTuple):
-    """The pieces of documents in sequences ``begin`` to ``end`` of some. Those of sequence k begin at ``edges[k]``.
+class Columns(NamedTuple):
+    """Pieces of documents in sequences. Those of sequence k begin at ``edges[k]``.
 
     A piece is ``length`` tokens of a document, from ``start`` on. A length of -1 is all of a row that was not packed.
     """
 
-    edges: npt.NDArray[np.int32]
-    begin: int
-    end: int
+    edges: Int32Array
     source: Int16Array
     row: Int64Array
-    start: npt.NDArray[np.int32]
-    length: npt.NDArray[np.int32]
+    start: Int32Array
+    length: Int32Array
+
+    @staticmethod
+    def of(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> Columns:
+        """Return columns of the right types. ``columns``: source, row, start and length of the pieces."""
+        source, row, start, length = columns
+        return Columns(_small(edges), source, row, _small(start), _small(length))
+
+
+class PieceTable:
+    """The pieces of many sequences, or many rows that were not packed (``packed`` is False).
+
+    Batches are slices of it. The columns are computed when they are first read.
+    """
+
+    def __init__(self, count: int, columns: Callable[[], Columns], *, packed: bool = True) -> None:
+        self.count, self._make, self.packed = count, columns, packed
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All columns."""
+        made = self._make()
+        self._make = lambda: made  # the arrays from which they are computed are not needed any more
+        return made
+
+    @cached_property
+    def identified(self) -> tuple[Int16Array, Int64Array]:
+        """The source and the row of each piece."""
+        return self.columns.source, self.columns.row
+
+    @cached_property
+    def first_pieces(self) -> list[int]:
+        """The first piece of each sequence, and the end of the last."""
+        edges: list[int] = self.columns.edges.tolist()
+        return edges
+
+    @cached_property
+    def copies(self) -> dict[str, Any]:
+        """Arrays of all pieces as they are delivered, by name. Users may write to them."""
+        return {}
+
+
+class _Rows(PieceTable):
+    """Rows that were not packed: each is one document."""
+
+    def __init__(self, rows: Int64Array, leaves: Leaves) -> None:
+        self.count, self.packed, self._rows, self._leaves = len(rows), False, rows, leaves
+
+    @cached_property
+    def columns(self) -> Columns:
+        count, (source, row) = self.count, self.identified
+        return Columns.of(np.arange(count + 1), (source, row, np.zeros(count), np.full(count, -1)))
+
+    @cached_property
+    def identified(self) -> tuple[Int16Array, Int64Array]:
+        return _each(self._leaves, self.count), self._rows
+
+
+class DocumentTable:
+    """The pieces of documents in sequences ``begin`` to ``end`` of many. ``parts``: the tables that were joined."""
+
+    __slots__ = ("begin", "end", "parts", "whole")
+
+    def __init__(self, whole: PieceTable, begin: int, end: int, parts: tuple[DocumentTable, ...] = ()) -> None:
+        self.whole, self.begin, self.end, self.parts = whole, begin, end, parts
+
+    @staticmethod
+    def later(count: int, columns: Callable[[], Columns]) -> DocumentTable:
+        """Return the table of packed sequences, computed when it is read."""
+        return DocumentTable(PieceTable(count, columns), 0, count)
 
     @staticmethod
     def of_columns(edges: npt.NDArray[Any], columns: Iterable[npt.NDArray[Any]]) -> DocumentTable:
         """Return the table of all sequences. ``columns``: source, row, start and length of the pieces."""
-        source, row, start, length = columns
-        return DocumentTable(_small(edges), 0, len(edges) - 1, source, row, _small(start), _small(length))
+        found = Columns.of(edges, columns)
+        return DocumentTable.later(len(edges) - 1, lambda: found)
 
     @staticmethod
-    def of(pieces: Pieces, rows: Int64Array, leaves: int | Int16Array) -> DocumentTable:
+    def of(count: int, pieces: Callable[[], Pieces], rows: Int64Array, leaves: Leaves) -> DocumentTable:
         """Return the table of packed sequences. ``rows``, ``leaves``: of the documents that are packed together."""
-        bounds, documents, starts, lengths = pieces
-        sources = np.full(len(documents), leaves, np.int16) if isinstance(leaves, int) else leaves[documents]
-        return DocumentTable.of_columns(bounds, (sources, rows[documents], starts, lengths))
+
+        def columns() -> Columns:
+            bounds, documents, starts, lengths = pieces()
+            sources = _each(leaves, len(documents)) if isinstance(leaves, int) else leaves[documents]
+            return Columns.of(bounds, (sources, rows[documents], starts, lengths))
+
+        return DocumentTable.later(count, columns)
 
     @staticmethod
-    def of_rows(rows: Int64Array, leaves: int | Int16Array) -> DocumentTable:
+    def of_rows(rows: Int64Array, leaves: Leaves) -> DocumentTable:
         """Return the table of rows that were not packed: each is one document."""
-        count = len(rows)
-        sources = np.full(count, leaves, np.int16) if isinstance(leaves, int) else leaves
-        return DocumentTable.of_columns(np.arange(count + 1), (sources, rows, np.zeros(count), np.full(count, -1)))
+        return DocumentTable(_Rows(rows, leaves), 0, len(rows))
 
     @property
-    def sequences(self) -> int:
-        """The number of sequences."""
+    def packed(self) -> bool:
+        """True if they are sequences, False if they are rows."""
+        return self.whole.packed
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
         return self.end - self.begin
 
     @property
-    def bounds(self) -> npt.NDArray[np.int32]:
+    def bounds(self) -> Int32Array:
         """The first piece of each sequence, and the end of the last, counted from the first of all."""
-        bounds: npt.NDArray[np.int32] = self.edges[self.begin : self.end + 1] - self.edges[self.begin]
+        edges = self.whole.columns.edges
+        bounds: Int32Array = edges[self.begin : self.end + 1] - edges[self.begin]
         return bounds
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """The first piece of these sequences among all, and the end of the last."""
+        if not self.whole.packed:
+            return self.begin, self.end
+        edges = self.whole.first_pieces
+        return edges[self.begin], edges[self.end]
 
     @property
     def columns(self) -> tuple[npt.NDArray[Any], ...]:
         """Source, row, start and length of the pieces of all of these sequences."""
-        first, stop = self.edges[self.begin], self.edges[self.end]
-        return self.source[first:stop], self.row[first:stop], self.start[first:stop], self.length[first:stop]
+        first, stop = self.pieces
+        return tuple(column[first:stop] for column in self.whole.columns[1:])
 
     def slice(self, start: int, stop: int) -> DocumentTable:
         """Return the table of some of the sequences."""
-        return DocumentTable(self.edges, self.begin + start, self.begin + stop, *self[3:])
+        if not start and stop == self.end - self.begin:
+            return self
+        return DocumentTable(self.whole, self.begin + start, self.begin + stop)
 
     def keep(self, places: Int64Array) -> DocumentTable:
         """Return the table of only the sequences at these places."""
-        places = places + self.begin
-        firsts = self.edges[places]
-        counts = self.edges[places + 1] - firsts
-        edges = np.append(0, np.cumsum(counts))
-        chosen = np.arange(edges[-1]) + np.repeat(firsts - edges[:-1], counts)
-        return DocumentTable.of_columns(edges, (column[chosen] for column in self[3:]))
+        begin, whole = self.begin, self.whole
+        if not whole.packed:
+            source, row = whole.identified
+            return DocumentTable.of_rows(row[places + begin], source[places + begin])
+
+        def columns() -> Columns:
+            edges = whole.columns.edges.astype(np.int64)
+            firsts = edges[places + begin]
+            counts = edges[places + begin + 1] - firsts
+            kept = np.append(0, np.cumsum(counts))
+            chosen = np.arange(kept[-1]) + np.repeat(firsts - kept[:-1], counts)
+            return Columns.of(kept, (column[chosen] for column in whole.columns[1:]))
+
+        return DocumentTable.later(len(places), columns)
 
     def as_one(self) -> DocumentTable:
         """Return the table of all sequences as one."""
-        return DocumentTable.of_columns(self.bounds[[0, -1]], self.columns)
+        return DocumentTable.later(1, lambda: Columns.of(self.bounds[[0, -1]], self.columns))
 
     @staticmethod
     def join(parts: Sequence[DocumentTable]) -> DocumentTable:
         """Concatenate tables."""
-        counts = np.concatenate([np.diff(part.bounds) for part in parts])
-        columns = (np.concatenate(column) for column in zip(*(part.columns for part in parts), strict=True))
-        return DocumentTable.of_columns(np.append(0, np.cumsum(counts)), columns)
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the table as it is delivered: arrays of all pieces, and the first piece of each sequence."""
-        source, row, start, _ = self.columns
-        return {SOURCE: source, ROW: row, START: start, BOUNDS: self.bounds}
+        def columns() -> Columns:
+            counts = np.concatenate([np.diff(part.bounds) for part in parts])
+            joined = (np.concatenate(column) for column in zip(*(part.columns for part in parts), strict=True))
+            return Columns.of(np.append(0, np.cumsum(counts)), joined)
+
+        count = sum(map(len, parts))
+        return DocumentTable(PieceTable(count, columns), 0, count, tuple(parts))
+
+    def arrays(self, packed: bool) -> dict[str, Any]:
+        """Return numpy arrays as they are delivered. ``packed``: of each piece and its sequence, not of each row."""
+        first, stop = self.pieces
+        source, row = (column[first:stop].copy() for column in self.whole.identified)
+        if not packed:
+            return {SOURCE: source, ROW: row}
+        return {SOURCE: source, ROW: row, START: self.whole.columns.start[first:stop].copy(), BOUNDS: self.bounds}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.whole.packed:
+            return DocumentTable.of_columns, (self.bounds, self.columns)
+        return DocumentTable.of_rows, (self.columns[1], self.columns[0])
 
 
-def _small(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def _small(values: npt.NDArray[Any]) -> Int32Array:
     return values.astype(np.int32, copy=False)
 
 
-class Traced(NamedTuple):
-    """The provenance of the rows of a batch. ``documents``: None unless they are packed."""
-
-    rows: Int64Array
-    leaves: int | Int16Array = 0
-    documents: DocumentTable | None = None
-
-    def slice(self, start: int, stop: int) -> Traced:
-        """Return that of some of the rows."""
-        leaves = self.leaves if isinstance(self.leaves, int) else self.leaves[start:stop]
-        documents = None if self.documents is None else self.documents.slice(start, stop)
-        return Traced(self.rows[start:stop], leaves, documents)
-
-    def first(self, count: int) -> Traced:
-        """Return that of the first rows."""
-        return self if count == len(self.rows) else self.slice(0, count)
-
-    @property
-    def table(self) -> DocumentTable:
-        """The documents, or the rows as documents."""
-        return DocumentTable.of_rows(self.rows, self.leaves) if self.documents is None else self.documents
-
-    def arrays(self, packed: bool) -> dict[str, Any]:
-        """Return the columns of provenance as numpy arrays. ``packed``: with the documents of each row."""
-        if packed:
-            return {DOCUMENTS: self.table.arrays()}
-        leaves = self.leaves
-        source = np.full(len(self.rows), leaves, np.int16) if isinstance(leaves, int) else leaves.copy()
-        return {SOURCE: source, ROW: self.rows.copy()}
+def _each(leaves: Leaves, count: int) -> Int16Array:
+    return np.full(count, leaves, np.int16) if isinstance(leaves, int) else leaves
 
 
 def added_columns(packed: bool) -> tuple[str, ...]:
@@ -160,8 +244,9 @@ def concatenated_pieces(ends: Int64Array, bounds: Int64Array, before: int) -> Pi
     last. ``before``: tokens of the first document that are in earlier sequences.
     """
     total = min(int(ends[-1]), int(bounds[-1]))
-    edges = np.unique(np.concatenate([[0], ends[:-1], bounds[:-1]]))
+    edges = np.sort(np.concatenate([ends[:-1], bounds[:-1]]), kind="stable")  # two that ascend: they are merged
     edges = edges[: np.searchsorted(edges, total)]
+    edges = edges[np.diff(edges, prepend=-1) > 0]
     documents = np.searchsorted(ends, edges, side="right")
     starts = edges - np.where(documents > 0, ends[documents - 1], -before)
     return Pieces(np.searchsorted(edges, bounds), documents, starts, np.diff(edges, append=total))
