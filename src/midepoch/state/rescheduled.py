@@ -27,6 +27,8 @@ def saved_mix(base: Mix, saved: Mapping[str, Any]) -> Mix | None:
         schedule = Schedule.from_dict(json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
+    if not set(schedule.names) <= set(names):
+        return None
     weights = tuple(float(schedule.plan[0].weights.get(name, 0)) for name in names)
     learned = learned_in(saved, len(names))
     return replace(base, names=tuple(names), weights=weights, schedule=schedule, learned=learned)
