@@ -213,3 +213,31 @@ def test_a_loader_without_rows_is_logged(numbers: Numbers, caplog: pytest.LogCap
         midepoch.mix([numbers(0, 9), numbers(0, 9).take(0)])
     assert list(numbers(0, 9).filter(lambda row: False).loader(4)) == []
     assert "is empty. Check that its filters" in caplog.text
+
+
+def test_ranks_continue_after_leases_at_different_paces(make_files: Callable[..., list[str]]) -> None:
+    files = make_files([150, 90])
+
+    def loaders(size: int) -> list[midepoch.Loader]:
+        ds = midepoch.from_files(files).shuffle(seed=1).filter(lambda row: row["id"] % 3 > 0).with_lanes(6)
+        return [ds.loader(2, rank=rank, world_size=size, last_batch="uneven") for rank in range(size)]
+
+    expected = sorted(int(number) for batch in loaders(1)[0] for number in batch["id"])
+    found: list[int] = []
+    first = loaders(2)
+    for loader, count in zip(first, (14, 5), strict=True):
+        with loader.lease() as items:
+            for number, lease in enumerate(next(items) for _ in range(count)):
+                if number % 4:
+                    found += map(int, lease.batch["id"])
+                    lease.ack()
+    states = [loader.state_dict() for loader in first]
+    for size in (3, 2):  # the steps of all ranks are the same, although they drop different numbers of outputs
+        ranks = loaders(size)
+        for loader in ranks:
+            loader.load_state_dict(states)
+            found += (int(number) for _ in range(3) for number in next(loader)["id"])
+        states = [loader.state_dict() for loader in ranks]
+    last = loaders(1)[0]
+    last.load_state_dict(states)
+    assert sorted(found + [int(number) for batch in last for number in batch["id"]]) == expected

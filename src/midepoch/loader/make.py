@@ -57,7 +57,9 @@ def make_loader(
     if rank is None and data_parallel is None:
         rank, world_size = _without_context(context, spec.shard, rank, world_size)
     shard, together = shard_of(spec.shard, rank, world_size, data_parallel)
-    schedule = spec.node.schedule if batching.max_tokens is None else None
+    schedule = spec.node.schedule
+    if schedule is not None and batching.max_tokens is not None:
+        batch_size, schedule = _without_sizes(batch_size, schedule), None
     if schedule is not None:
         batch_size = _scheduled_size(batch_size, schedule, spec, shard.count)
         schedule = None if schedule.batch_sizes(shard.count) is None else schedule
@@ -205,6 +207,17 @@ def _scheduled_size(given: Any, schedule: Schedule, spec: PipelineSpec, ranks: i
             f"{ranks} ranks. Omit batch_size."
         )
     return given
+
+
+def _without_sizes(given: Any, schedule: Schedule) -> Any:
+    """Return the most rows of batches by tokens. Raise ValueError if the phases have batches of their own."""
+    sized = next((phase.name for phase in schedule.plan if phase.global_batch_size is not None), None)
+    if sized is not None:
+        raise ValueError(
+            f"loader(max_tokens=…): phase {sized!r} of the schedule has a global_batch_size. Omit one of them, and "
+            "give the lengths of the phases in rows or tokens."
+        )
+    return None if given is schedule else given
 
 
 def _counterparts_of(

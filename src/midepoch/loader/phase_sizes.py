@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from midepoch.order import Shard
 from midepoch.order.schedule import OPEN, Schedule
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.lanes import Lanes
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class PhaseSizes:
@@ -31,17 +34,21 @@ class PhaseSizes:
         return self._by_step.step_at(int(self._lanes.outputs.sum()) // self._shards)
 
     def next(self) -> tuple[int, int]:
-        """Return the size of the next batch, and the outputs that are left of its phase."""
-        lanes = self._lanes
-        live = np.flatnonzero(lanes.live)
-        outputs = lanes.outputs[live]
+        """Return the size of the next batch, and the outputs of its phase that are left and not done."""
+        live = np.flatnonzero(self._lanes.live)
+        outputs = self._lanes.outputs[live]
         ended = (self._ends[live] <= outputs[:, None]).sum(axis=1)
-        phase = int(ended.min(initial=len(self._sizes)))
-        if phase >= len(self._sizes) or self._ends[0, phase] >= OPEN:
-            return self._sizes[min(phase, len(self._sizes) - 1)], OPEN
-        ends = self._ends[live, phase]
-        left = int(np.maximum(ends - outputs, 0).sum())
-        if lanes.done is not None:
-            places = zip(live.tolist(), outputs.tolist(), ends.tolist(), strict=True)
-            left -= sum(lanes.done[lane].count(first, end) for lane, first, end in places)
-        return self._sizes[phase], left
+        for phase in range(int(ended.min(initial=len(self._sizes))), len(self._sizes)):
+            ends = self._ends[live, phase]
+            if ends[0] >= OPEN:
+                return self._sizes[phase], OPEN
+            if left := int(np.maximum(ends - outputs, 0).sum()) - self._done(live, outputs, ends):
+                return self._sizes[phase], left
+        return self._sizes[-1], OPEN
+
+    def _done(self, live: Int64Array, outputs: Int64Array, ends: Int64Array) -> int:
+        """Return the number of outputs up to the ends that are done."""
+        done = self._lanes.done
+        if done is None:
+            return 0
+        return sum(done[lane].count(*some) for lane, *some in np.stack([live, outputs, ends], axis=1).tolist())

@@ -84,6 +84,9 @@ class Cursor(NamedTuple):
 
     ``done``: what ``position`` counts, at and after it, that is not delivered (again): it was excluded, or acknowledged
     before earlier positions were. Lanes have their own.
+
+    ``dropped``: outputs of lanes, among those before ``position``, that were done. Ranks at one step differ in them if
+    they had leases before: ``position`` without them is equal.
     """
 
     epoch: int = 0
@@ -92,6 +95,7 @@ class Cursor(NamedTuple):
     planned: PlannedAt | None = None
     steps: int = 0
     done: Intervals = EMPTY
+    dropped: int = 0
 
     @property
     def begun(self) -> bool:

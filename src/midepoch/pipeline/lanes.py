@@ -55,6 +55,7 @@ class Lanes:
         """For each lane the numbers of outputs that are dropped, or None if there are none."""
         self.dropped = 0
         """Outputs dropped since the last step."""
+        self.all_dropped = 0
         self.intakes = [
             Puller(open_flow(spec, bundles, self.packing, cursor.epoch, Shard(lane, lanes), at.cursor), at.cursor)
             for lane, at in zip(self.numbers, cursors, strict=True)
@@ -80,6 +81,7 @@ class Lanes:
                 dropped = 0 if self.done is None else self.done[lane].count(first, first + pulled.count)
                 self.outputs[lane] += pulled.count
                 self.dropped += dropped
+                self.all_dropped += dropped
                 wanted -= pulled.count - dropped
                 kept += pulled.count - dropped
         return StepOutputs(self, self._start.epoch, before, taken) if kept else None
@@ -98,6 +100,7 @@ class Lanes:
             self.outputs[lane] += pulled.count
             dropped += pulled.count
         self.dropped += dropped
+        self.all_dropped += dropped
         return dropped
 
     def cursor(self) -> Cursor:
@@ -108,8 +111,8 @@ class Lanes:
                 self.numbers, self.outputs, self.live, self.intakes, self._done_left(), strict=True
             )
         }
-        position = self.position(int(self.outputs.sum()))
-        return Cursor(self._start.epoch, position, LaneCursors(cursors, self.share.lanes))
+        position, dropped = self.position(int(self.outputs.sum())), self.dropped_of_all(self.all_dropped)
+        return Cursor(self._start.epoch, position, LaneCursors(cursors, self.share.lanes), dropped=dropped)
 
     def _done_left(self) -> list[Intervals]:
         """Return for each lane the numbers of outputs that are still to be dropped."""
@@ -120,6 +123,10 @@ class Lanes:
     def position(self, outputs: int) -> int:
         """Return the number of outputs of all processes together, given the number of outputs of these lanes."""
         return self._start.position + (outputs - self._started) * self.share.lanes.count
+
+    def dropped_of_all(self, outputs: int) -> int:
+        """Return the number of outputs that were dropped, as ``position`` counts them."""
+        return self._start.dropped + outputs * self.share.lanes.count
 
     def _deal(self, count: int) -> list[tuple[int, int]]:
         """Return the number of the next outputs from each lane that has not ended, if all of them have enough."""
@@ -147,7 +154,11 @@ class StepOutputs:
         self.steps = 0
         """Steps since the run began, up to these outputs, if they are counted."""
         self._share, self._numbers, self._live = lanes.share, lanes.numbers, list(lanes.live)
-        self._position = lanes.position
+        self._position, self._dropped_of_all, self._all_dropped = (
+            lanes.position,
+            lanes.dropped_of_all,
+            lanes.all_dropped,
+        )
         self.marks = [intake.mark() for intake in lanes.intakes]
         """Where each lane is after all of the outputs: a cursor, or a chunk and how many of its outputs come before."""
         self._done, self.dropped = lanes.done, lanes.dropped
@@ -248,4 +259,10 @@ class StepOutputs:
             cursors[number] = LaneCursor(outputs, complete and not self._live[lane], cursor, done)
         position = self._position(int(self._before.sum()) + count)
         steps = self.steps if complete else max(0, self.steps - 1)
-        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=steps)
+        later = 0 if complete or self._done is None else self._dropped_from(count)
+        dropped = self._dropped_of_all(self._all_dropped - later)
+        return Cursor(self._epoch, position, LaneCursors(cursors, self._share.lanes), steps=steps, dropped=dropped)
+
+    def _dropped_from(self, count: int) -> int:
+        """Return how many of the outputs from a number on are dropped."""
+        return len(self._lane_of) - count - int((self._kept >= count).sum())

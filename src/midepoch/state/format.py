@@ -20,6 +20,7 @@ Additional fields of loaders:
   lanes JSON, {lane: its outputs}
 - ``excluded`` (text, JSON): {number of a source: its rows before the shuffle that are not delivered}
 - ``leased`` (text, JSON): what one of several ranks has acknowledged (``midepoch.state.leased``)
+- ``dropped``: of ``position``, in lanes, what was done before
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "done": (str,),
     "excluded": (str,),
     "leased": (str,),
+    "dropped": (int,),
 }
 FIELDS = frozenset(_TYPES)
 _DEFAULTS = {
@@ -171,6 +173,7 @@ _DEFAULTS = {
     "done": "",
     "excluded": "",
     "leased": "",
+    "dropped": 0,
 }
 _MOST_LANES = 2**31
 

@@ -118,8 +118,8 @@ def _lanes(states: Sequence[State], leased: Sequence[Leased | None], epoch: int)
     steps = min(states[rank]["steps"] for ranks in groups.values() for rank in ranks)
     finished = [one for one in states if one["epoch"] > epoch]
     return [
-        *({**one, "position": position, "steps": steps} for one in made),
-        *({**one, "flow": "[]", "position": 0, "steps": steps, "leased": ""} for one in finished),
+        *({**one, "position": position, "steps": steps, "dropped": 0} for one in made),
+        *({**one, "flow": "[]", "position": 0, "steps": steps, "dropped": 0, "leased": ""} for one in finished),
     ]
 
 

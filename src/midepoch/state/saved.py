@@ -29,7 +29,7 @@ _log = logging.getLogger("midepoch")
 _MOST_LANES = 1 << 16
 _KEPT = 16
 """Maximum number of changes in a state: the last ones."""
-_OF_POSITION = {"epoch", "position", "worker", "round", "batch", "done", *OF_ONE_RANK}
+_OF_POSITION = {"epoch", "position", "worker", "round", "batch", "done", "dropped", *OF_ONE_RANK}
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def save(spec: PipelineSpec, cursor: Cursor) -> dict[str, Any]:
         state["excluded"] = excluded_text(spec.excluded)
     if cursor.has_done:
         state["done"] = done_text(cursor)
+    if cursor.dropped:
+        state["dropped"] = cursor.dropped
     if spec.global_seed is not None:
         state["global_seed"] = spec.global_seed
     return state
@@ -91,7 +93,8 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
         done = done_of_all(first, parsed)
     else:
         first = parsed[0]
-        _check_alike(parsed, _OF_POSITION | {"flow", "known", "epoch_outputs"}, "different runs or steps")
+        free = {"flow", "known", "epoch_outputs", *(("steps",) if any(one["dropped"] for one in parsed) else ())}
+        _check_alike(parsed, _OF_POSITION | free, "different runs or steps")
     changes = changes_in(first["changes"])
     matched = Matched(allow, changes)
     node, convert = matched.match(spec.node, _described(first, spec), "")
@@ -110,7 +113,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
                 # A lane may have outputs left in a changed mix. An epoch that had ended in all lanes stays ended.
                 lanes[lane] = replace(at, cursor=inner, ended=at.ended and (over or not matched.mixed))
             cursor = cursor._replace(lanes=replace(cursor.lanes, by_lane=lanes))
-    cursor = cursor._replace(steps=first["steps"])
+    cursor = cursor._replace(steps=min(one["steps"] for one in parsed) if not spec.has_positions else first["steps"])
     adopted = replace(
         spec,
         node=node,
@@ -317,7 +320,8 @@ def _lanes(found: Mapping[str, Any]) -> Cursor:
         raise StateError(f"the state is damaged: position {found['position']} of no lane.")
     if lanes and set(lanes) != set(known.positions(0, found["lanes"]).tolist()):
         raise StateError("the state is damaged: its lanes are not those that it names.")
-    return Cursor(found["epoch"], found["position"], LaneCursors(lanes, known) if lanes else None)
+    at = LaneCursors(lanes, known) if lanes else None
+    return Cursor(found["epoch"], found["position"], at, dropped=found["dropped"])
 
 
 def _is_count(value: Any) -> bool:
@@ -364,7 +368,7 @@ def _merged(cursors: Sequence[Cursor], lanes: int, node: Node, *, changed: bool)
             noticed = before if before.ended else at  # possibly only one of the ranks has noticed the end
             found[lane] = replace(noticed, done=before.done.union(at.done)) if before.done or at.done else noticed
         if not any(at.ended for at in cursor.lanes.by_lane.values()):
-            running.add(cursor.position)
+            running.add(cursor.position - cursor.dropped)
     if len(running) > 1:
         raise _steps_apart(cursors)
     missing = [lane for lane in range(lanes) if lane not in found]
