@@ -517,3 +517,19 @@ def test_a_loader_that_is_gone_leaves_no_thread_and_no_folder(data: str) -> None
     assert not folder.exists()
     with pytest.raises(LeaseError, match="cannot be acknowledged"):
         remote.ack()
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_states_of_all_ranks_with_leases_are_described(data: str, lanes: bool, tmp_path: Path) -> None:
+    states = []
+    for rank in range(2):
+        ds = midepoch.from_files(data).shuffle(seed=1)
+        loader = (ds.filter(third) if lanes else ds).loader(8, rank=rank, world_size=2, last_batch="uneven")
+        with loader.lease() as items:
+            take(items, 3)[1].ack()
+        states.append(loader.state_dict())
+    path = tmp_path / "states.json"
+    path.write_text(json.dumps(states))
+    for arguments in (["inspect", str(path)], ["diff", str(path), str(path)]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output

@@ -159,7 +159,8 @@ def one_of(state: Any, shard: Shard) -> Any:
         raise StateError("the list of the states of all ranks is empty.")
     parsed = [parse(one) for one in state]
     if any(one["leased"] for one in parsed):
-        return _without_leases(parsed)
+        together = _without_leases(parsed)
+        return together[0] if len(together) == 1 else together
     return state[_rank_to_load(parsed, shard)]
 
 
