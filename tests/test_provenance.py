@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 import midepoch
 import native
 from data import dataset_of, documents
+from midepoch.loader.pinned import each_part
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.testing import assert_resumes_exactly, same
@@ -246,6 +249,34 @@ def test_every_rank_of_a_sequence_gets_all_of_its_documents(tmp_path: Path) -> N
     for batch, *cut in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat([part["tokens"] for part in cut], 1), batch["tokens"])
         assert all(same(part["doc_ids"], batch["doc_ids"]) for part in cut)
+
+
+def test_documents_of_a_batch_are_used_like_a_dict(tmp_path: Path) -> None:
+    packed = dataset_of(tmp_path, documents(80)).pack(32, "tokens")
+    expected = [batch["doc_ids"] for batch in packed.with_format("numpy").loader(3, provenance=True)]
+    moved = each_part(next(iter(packed.loader(3, provenance=True)))["doc_ids"], torch.is_tensor, lambda part: part + 0)
+    for found, arrays in zip((batch["doc_ids"] for batch in packed.loader(3, provenance=True)), expected, strict=True):
+        again = pickle.loads(pickle.dumps(found))
+        assert list(found) == list(arrays) == ["source", "row", "start", "cu_docs"]
+        for each in (found, {**found}, dict(found), again, copy.deepcopy(found)):
+            assert len(each) == 4
+            assert all(isinstance(each[name], torch.Tensor) for name in each)
+            assert same({name: values.numpy() for name, values in each.items()}, arrays)
+        with pytest.raises(KeyError):
+            found["length"]
+    assert same({name: values.numpy() for name, values in moved.items()}, expected[0])
+    assert torch.utils.data.default_collate([moved, moved])["row"].shape == (2, len(expected[0]["row"]))
+
+
+def test_writes_to_a_batch_change_no_other(tmp_path: Path) -> None:
+    ds = dataset_of(tmp_path, documents(80)).shuffle(seed=1)
+    for made in (ds.pack(32, "tokens"), ds, ds.filter(keeps), midepoch.mix([ds, ds], stop="all")):
+        expected = list(made.loader(3, provenance=True, last_batch="pad"))
+        for batch, plain in zip(made.loader(3, provenance=True, last_batch="pad"), expected, strict=True):
+            assert same(batch.get("doc_ids", batch.get("row")), plain.get("doc_ids", plain.get("row")))
+            for column in batch.get("doc_ids", batch).values():
+                if isinstance(column, torch.Tensor):
+                    column.zero_()
 
 
 def test_documents_take_16_bytes_at_most(tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ def test_rows_that_are_not_packed(world: int, files: list[str], tmp_path: Path) 
         assert all(one.stop is None for one in found)
 
 
+def test_documents_after_steps_that_are_excluded_in_the_middle_of_a_pass(files: list[str], tmp_path: Path) -> None:
+    loader = mixed(*files).loader(3, provenance=True, audit=tmp_path / "run")
+    batches = iter(loader)
+    seen = [said(next(batches)) for _ in range(4)]
+    loader.exclude(steps=range(6, 9))
+    seen += [said(batch) for batch in batches]
+    run = read_run(tmp_path / "run")
+    assert run.steps == len(seen)
+    assert [listed(run, step) for step in range(1, run.steps + 1)] == seen
+
+
 def test_a_record_counts_only_if_it_is_complete(files: list[str], tmp_path: Path) -> None:
     list(islice(mixed(*files).loader(3, provenance=True, audit=tmp_path / "run"), 6))
     (path,) = (tmp_path / "run").glob("*.documents")

@@ -84,7 +84,7 @@ class DocumentIds(Mapping[str, Any]):
 
     @property
     def _found(self) -> dict[str, Any]:
-        """The tensors by name. A table stands for those that are not made yet: it makes an object of 1 µs of this."""
+        """The tensors by name. A table stands for those that are not made yet."""
         values = self._values
         if not isinstance(values, dict):
             made = dict.fromkeys(_NAMES, values) if isinstance(values, DocumentTable) else values

@@ -54,38 +54,44 @@ class Turns:
 
     def sources(self, start: int, stop: int) -> Int64Array:
         """Return the source of each of the draws [start, stop)."""
-        size, exact = self._size
-        full = stop if self.rows is None else self.rows // size * size
+        size = self._size[0]
+        full = stop if self.rows is None else self.rows // size * size  # up to here, spans are complete
         parts = []
-        if exact and start < full:
-            until = min(stop, full)
-            first, last = start // size, -(-until // size)
-            labels = self._labels(0, size)
-            keys = hashed(np.arange(first * size, last * size), self._keys[0]).reshape(-1, size)
-            ordered = labels[np.argsort(keys, axis=1, kind="stable")].reshape(-1)
-            parts.append(ordered[start - first * size : until - first * size])
-            start = until
         while start < stop:
             number = start // size
-            until = min(stop, (number + 1) * size)
-            parts.append(self._span(number)[start - number * size : until - number * size])
+            if not self._last or self._last[0][0] != number:
+                last = -(-min(stop, full) // size) if start < full else number + 1
+                spans = self._spans(number, last)
+                self._last[:] = [(last - 1, spans[-1])]  # a chunk of draws often ends in the middle of one
+                found, until = spans.reshape(-1), min(stop, last * size)
+            else:
+                found, until = self._last[0][1], min(stop, (number + 1) * size)
+            parts.append(found[start - number * size : until - number * size])
             start = until
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
-    def _span(self, number: int) -> Int64Array:
-        """Return the sources of one span. The last one is kept: a chunk of draws is often a part of it."""
-        if self._last and self._last[0][0] == number:
-            return self._last[0][1]
-        size, begin = self._size[0], number * self._size[0]
-        length = size if self.rows is None else min(size, self.rows - begin)
-        keys = hashed(np.arange(begin, begin + length), self._keys[0])
-        labels = self._labels(number, length)[np.argsort(keys, kind="stable")]
-        self._last[:] = [(number, labels)]
-        return labels
+    def _spans(self, first: int, last: int) -> Int64Array:
+        """Return the sources of spans of one length, one span a row, in one call: a hash of a few numbers takes as long
+        as one of a thousand.
+        """
+        size, exact = self._size
+        length = size if self.rows is None else min(size, self.rows - first * size)
+        begin = first * size
+        keys = hashed(np.arange(begin, begin + (last - first) * length), self._keys[0]).reshape(-1, length)
+        order = np.argsort(keys, axis=1)  # no two keys are equal: the hash is a bijection
+        if exact and length == size:
+            return self._labels(0, size)[order]
+        return np.take_along_axis(self._span_labels(np.arange(first, last), length), order, axis=1)
+
+    def _span_labels(self, numbers: Int64Array, length: int) -> Int64Array:
+        """Return the sources of spans in ascending order: systematic sampling, with one random offset for each span."""
+        offsets = (hashed(numbers, self._keys[1]) >> np.uint64(11)) / 2.0**53
+        bounds = np.floor(np.round(np.cumsum(self._shares) * length, 9) + offsets[:, None]).astype(np.int64)
+        bounds[:, -1] = length
+        counts = np.diff(bounds, axis=1, prepend=0)
+        return np.repeat(np.tile(np.arange(counts.shape[1]), len(numbers)), counts.reshape(-1)).reshape(-1, length)
 
     def _labels(self, number: int, length: int) -> Int64Array:
-        """Return the sources of a span in ascending order: systematic sampling, with one random offset for the span."""
-        offset = int(hashed(np.array([number]), self._keys[1])[0] >> np.uint64(11)) / 2.0**53
-        bounds = np.floor(np.round(np.cumsum(self._shares) * length, 9) + offset).astype(np.int64)
-        bounds[-1] = length
-        return np.searchsorted(bounds, np.arange(length), side="right")
+        """Return the sources of one span in ascending order."""
+        labels: Int64Array = self._span_labels(np.array([number]), length)[0]
+        return labels

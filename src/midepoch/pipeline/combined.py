@@ -22,10 +22,11 @@ class Growing:
     """The number of outputs of the next chunk. The outputs themselves do not depend on it.
 
     It begins small, so that the first batch comes soon, and grows while a chunk takes little time and a few megabytes.
+    ``times``: how many times as large as usual a chunk may be.
     """
 
-    def __init__(self) -> None:
-        self._size = _FIRST
+    def __init__(self, times: int = 1) -> None:
+        self._size, self._times = _FIRST, times
         self._began = 0.0
 
     def next(self) -> int:
@@ -34,7 +35,7 @@ class Growing:
 
     def made(self, items: Items) -> None:
         """Note that the last requested chunk is made."""
-        took, size = perf_counter() - self._began, bytes_in(items)
+        took, size = (perf_counter() - self._began) / self._times, bytes_in(items) // self._times
         if took > _SLOW or size > 2 * _CHUNK_BYTES:
             self._size = max(1, self._size // 2)
         elif took < _QUICK and 2 * size <= _CHUNK_BYTES:

@@ -25,6 +25,10 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger("midepoch")
 EVENTS = 20
 """Bits of the number of changes within a segment, in the number of a stretch of draws."""
+_TIMES = 4
+"""Chunks by tokens are read here, not by ``pack``, and are as large as those that it reads: 16 MiB. A quarter of that
+would take a quarter more time.
+"""
 
 
 def is_held(value: Any, parts: int) -> bool:
@@ -71,11 +75,12 @@ class Scheduled:
 
     def __init__(self, mix: Mix, open_part: Open, start: At, epoch: int, lane: Shard, cursor: At) -> None:
         assert mix.schedule is not None
-        self._mix, self._epoch, self._lane, self._growing = mix, epoch, lane, Growing()
+        self._mix, self._epoch, self._lane = mix, epoch, lane
         self._position, self._number, parts, self._clock, *held = cursor
         self._held: At = held[0] if held else None
         self._segments = mix.schedule.segments(mix.names, lane)
         self._by_tokens = mix.schedule.unit == "tokens"
+        self._growing = Growing(_TIMES if self._by_tokens else 1)
         self._parts = [
             Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
         ]
