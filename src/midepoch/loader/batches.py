@@ -199,8 +199,9 @@ class BatchMaker:
             columns = {name: column.array(start, stop) for name, column in located.items()}
             if read.genuine is not None:
                 columns[PADDING] = np.arange(stop - start) >= read.genuine
-            value = completed(columns, self.format, self._options, self._added(read.traced))
-            return Made(value, plan.cursor(read.step), read.asked, 0, not read.asked)
+            if read.traced is not None or self._options.context is not None:
+                columns = completed(columns, self.format, self._options, self._added(read.traced))
+            return Made(columns, plan.cursor(read.step), read.asked, 0, not read.asked)
         if read.batch is None:
             length = next((len(column) for column in read.columns.values()), read.asked)
             missing = read.asked - length
