@@ -263,6 +263,26 @@ def test_an_open_phase_continues_without_an_end(sources: Sources) -> None:
     assert Counter(chain.from_iterable(batches[1:])).most_common(1)[0][1] == 3  # 890 rows of 300
 
 
+def test_a_source_that_ends_with_its_phase_ends_there_after_a_resume_too(sources: Sources) -> None:
+    tokens = int(np.sum(sources["math"].lengths("input_ids")))
+    schedule = Schedule(
+        [Phase("first", {"math": 1}, tokens=tokens), Phase("then", {"math": 1, "web": 1, "code": 1}, tokens=2000)],
+        max_passes={"math": 1},
+    )
+
+    def made() -> Any:
+        mix = midepoch.mix(sources, schedule, seed=4, length="input_ids")
+        return mix.loader(4, collate_fn=lambda rows: [int(row["id"]) for row in rows])
+
+    expected = list(made())
+    for step in range(len(expected)):
+        loader = made()
+        delivered = [next(loader) for _ in range(step)]
+        resumed = made()
+        resumed.load_state_dict(loader.state_dict())
+        assert [*delivered, *resumed] == expected
+
+
 WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
     "no names": (lambda s: midepoch.mix(list(s.values()), BY_ROWS), "sources by name"),
     "unknown source": (lambda s: midepoch.mix({"web": s["web"]}, BY_ROWS), "weights for code, math"),

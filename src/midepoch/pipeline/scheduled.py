@@ -117,7 +117,8 @@ class Scheduled:
             over = int(np.searchsorted(clocks, self._segments.stops[segment]))  # the document that reaches the end
             if over <= cut and over < len(clocks) - 1:
                 cut, items, clocks = over, items.slice(0, over), clocks[: over + 1]
-        is_spent = cut in spent
+        is_over = clocks is not None and int(clocks[-1]) >= self._segments.stops[segment]
+        is_spent = cut in spent and not is_over  # else its next draw is in another segment, if there is one
         if cut < size:
             for part, mine in zip(self._parts, places, strict=True):
                 part.give_back(int(np.searchsorted(mine, cut)))
