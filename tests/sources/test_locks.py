@@ -154,7 +154,8 @@ def test_a_builder_that_lives_is_waited_for_however_long_it_takes(
     finish(holder)
     waiting.join(60)
     assert len(opened[0]) == ROWS
-    assert ["waiting for" in record.getMessage() for record in caplog.records] == [True]
+    messages = [record.getMessage() for record in caplog.records]  # on a busy machine, it says so again
+    assert "waiting for" in messages[0] and all("holds the lock" in message for message in messages)
 
 
 def test_blocks_of_a_stopped_process_are_made_again_after_one_wait(
