@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from midepoch._internal.hints import hinted_methods
 from midepoch.audit.leases import record_of
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.lease_channel import Channel, acknowledge
@@ -33,6 +34,7 @@ MOST_NOTED = 256
 _books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
 
 
+@hinted_methods({}, only=("ack", "reject"))
 class Lease:
     """A batch that counts as consumed when it is acknowledged. ``id``: its number, unique in the run.
 
