@@ -24,10 +24,10 @@ from trl import GRPOConfig
 import midepoch
 from midepoch.integrations import trl as integration
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_trl.py"
-sys.path.insert(0, str(EXAMPLE.parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from grpo_trl import WORDS, make_tokenizer, reward
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_trl.py"
 QUIET = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "log_level": "error"}
 
 
