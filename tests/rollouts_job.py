@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import rollouts_notes
-
 import midepoch.checkpoint
+import rollouts_notes
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts"
 
