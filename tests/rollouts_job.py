@@ -30,8 +30,9 @@ def lines(folder: Path) -> int:
 def kill(victim: str, folder: Path, count: int) -> None:
     while lines(folder) < count:
         time.sleep(0.001)
-    pid = os.getpid() if victim == "learner" else multiprocessing.active_children()[0].pid
-    assert pid is not None
+    pid: int | None = os.getpid() if victim == "learner" else None
+    while pid is None:  # the first lines are written before there are workers
+        pid = next((worker.pid for worker in multiprocessing.active_children()), None)
     os.kill(pid, signal.SIGKILL)
     (folder / "killed").touch()
 
