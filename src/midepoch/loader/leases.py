@@ -83,9 +83,9 @@ def _remote_lease(number: int, address: str) -> Lease:
 class Tracker:
     """The leases of a pass on one rank.
 
-    ``first``: the id of the lease of step 0. ``out``: steps that were delivered and are not acknowledged, each with the
-    cursor after it, and then the verdicts of calls in progress. ``acked``: steps that are acknowledged, without those in
-    ``inbox``.
+    ``first``: the id of the lease of step 0. ``out``: steps that were delivered and are not acknowledged. Each has the
+    cursor after it, and then the verdicts of calls in progress. ``acked``: steps that are acknowledged, without those
+    in ``inbox``.
     """
 
     def __init__(self, first: int, plan: StepPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
