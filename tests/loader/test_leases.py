@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -339,6 +340,19 @@ def test_a_lease_outlives_its_process_with_an_error(
     assert lease_channel.acknowledge(channel.address, 1, False) is True
     channel.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_thread_that_ends_closes_its_connection(data: str) -> None:
+    loader, results = make(data), []
+    with loader.lease() as items, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        remote = pickle.loads(pickle.dumps(next(items)))
+        thread = threading.Thread(target=lambda: results.append(remote.ack()))
+        thread.start()
+        thread.join()
+        gc.collect()
+    assert results == [True]
+    assert not [str(one.message) for one in warned if issubclass(one.category, ResourceWarning)]
 
 
 def test_a_signal_handler_saves_what_was_acknowledged(data: str) -> None:
