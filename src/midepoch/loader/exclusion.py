@@ -21,6 +21,8 @@ from midepoch.pipeline.rows import BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
+_MANY_STEPS = 1_000
+"""Steps of a pipeline that may take minutes, if its functions are slow."""
 
 
 class Excluding(Counted):
@@ -40,6 +42,9 @@ class Excluding(Counted):
 
         ``rows``: numbers of rows before shuffling; with several sources, a dict by the name or number of the source.
         They are left out of the rest of this epoch and of every later one.
+
+        If the pipeline changes the number of rows (a filter, ``pack``, ``mix``), excluding steps runs it up to the last
+        of them, which takes as long as delivering these steps.
 
         The state has the exclusion. Call it with the same arguments on all ranks: before iterating, between two
         batches, or after ``load_state_dict``. With batches by ``max_tokens``, it returns the number of batches.
@@ -112,6 +117,13 @@ class Excluding(Counted):
         counts = options.counts(cursor)
         number = cursor.steps if counts else cursor.position // size
         _check_ahead(first, number)
+        if stop - number > _MANY_STEPS:
+            _log.warning(
+                "exclude(steps=…) runs the pipeline for %d steps, up to step %d: which outputs a step has is known "
+                "only when it is made. Exclude steps shortly before they come.",
+                stop - number,
+                stop - 1,
+            )
         steps = LaneSteps(lanes, options, None, number, counts=True)
         taken = [EMPTY] * len(lanes.numbers)
         count = 0
