@@ -75,6 +75,17 @@ class LeaseRecord(NamedTuple):
     acked: Mapping[int, Intervals]
     rejected: Mapping[int, Intervals]
     returned: bool
+    first: int = 0
+    """The number of the first step of the pass, in lanes."""
+
+    @property
+    def reach(self) -> int:
+        """Steps up to the last that was delivered, with those that were left out before it."""
+        return int(self.delivered.stops[-1]) - self.first if self.delivered else 0
+
+    def has(self, step: int) -> bool:
+        """Return True if a step of the pass was delivered. One that was acknowledged before is left out."""
+        return bool(self.delivered.contains(np.array([self.first + step]))[0])
 
     def base(self, start: int) -> dict[int, Intervals]:
         """Return what was acknowledged or excluded before the pass, by lane. Positions are those of lane 0."""
@@ -115,17 +126,18 @@ def read_leases(field: Any, record: bytes) -> LeaseRecord | None:
                 acked.setdefault(int(lane), []).append(_intervals(units))
                 if kind == b"r":
                     rejected.setdefault(int(lane), []).append(_intervals(units))
-    lanes = field.get("lanes")
+    lanes, first = field.get("lanes"), field.get("first", 0)
     if lanes is not None:
         lanes = {int(lane): (int(before), Intervals.decode(text)) for lane, (before, text) in lanes.items()}
     return LeaseRecord(
         Intervals.decode(field.get("done", "")),
         lanes,
-        _steps(delivered, Intervals.decode(field.get("acked", "")), None if lanes is None else field["first"]),
+        _steps(delivered, Intervals.decode(field.get("acked", "")), None if lanes is None else first),
         steps,
         {lane: EMPTY.union(*some) for lane, some in acked.items()},
         {lane: EMPTY.union(*some) for lane, some in rejected.items()},
         returned,
+        first,
     )
 
 

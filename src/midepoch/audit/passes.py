@@ -99,7 +99,13 @@ class Generation:
 
     def made(self, rank: int) -> int:
         """Return the position up to which a rank received its rows, whether the run kept them or not."""
-        return min(self.shape.after(self.steps.get(rank, 0)), self.end)
+        record = self.leases.get(rank)
+        steps = self.steps.get(rank, 0) if record is None or self.lanes else record.reach
+        return min(self.shape.after(steps), self.end)
+
+    def received(self, rank: int, step: int) -> bool:
+        """Return True unless a step of a pass of leases was left out: the rank had acknowledged it before."""
+        return (record := self.leases.get(rank)) is None or record.has(step)
 
     def reached(self, rank: int) -> int:
         """Return the position up to which a rank received the rows that the run kept."""
@@ -220,7 +226,8 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
 
 def _is_over(one: Passed) -> bool:
     """Return True if a process delivered the last batch of its epoch."""
-    return one.finished or one.shape.after(one.steps) >= one.end
+    steps = one.steps if one.leases is None or one.lanes else one.leases.reach
+    return one.finished or one.shape.after(steps) >= one.end
 
 
 def _last_time(one: Passed) -> float:

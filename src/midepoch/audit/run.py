@@ -76,7 +76,8 @@ class Run(Naming):
     """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
     Steps are counted from 1 over all starts, as the weights have seen them: a step that was lost in a crash and
-    repeated counts once. Rows are numbers in the dataset before shuffling.
+    repeated counts once, and one that is excluded, or acknowledged before a block of leases, has a number, too. Rows
+    are numbers in the dataset before shuffling.
     """
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
@@ -277,7 +278,11 @@ class Run(Naming):
             pending=0 if over else left,
             skipped=sum(rows for one in every for of_rank in one.skipped.values() for _, rows in of_rank),
             again=counts.again,
-            steps=sum(sum(one.steps.values()) for one in every),
+            steps=sum(
+                len(one.leases[rank].delivered) if rank in one.leases else steps
+                for one in every
+                for rank, steps in one.steps.items()
+            ),
             examples=counts.examples,
             leases=counts,
         )
