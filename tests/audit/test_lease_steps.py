@@ -47,7 +47,8 @@ def rows_of(run: Run, step: int) -> list[int]:
     try:
         return [one.row for one in run.rows_of_step(step)]
     except DataNotFoundError as problem:
-        assert "acknowledged before" in str(problem)
+        if "acknowledged before" not in str(problem):
+            raise
         return []
 
 

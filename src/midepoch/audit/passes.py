@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -74,6 +75,8 @@ class Generation:
     """By rank, the number of the pass in its process."""
     excluded: str = ""
     """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
+    excluded_places: Mapping[int, Intervals] = field(default_factory=dict)
+    """Outputs by lane, or positions as those of lane 0, that ``Loader.exclude`` left out after the start."""
     mix: RecordedMix | None = None
     """The mix, if it has a schedule or weights that were set."""
 
@@ -273,5 +276,6 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
         {rank: one.beginning[1] for rank, one in of_rank.items()},
         passes[0].excluded,
+        {lane: places for one in passes for lane, places in one.excluded_places.items()},
         passes[0].mix,
     )

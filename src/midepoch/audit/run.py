@@ -265,9 +265,10 @@ class Run(Naming):
         done = sum(map(len, counts.kept.values()))
         rows, last = every[-1].rows, every[-1]
         if last.lanes or rows == UNKNOWN:
-            rows = done + (not complete)  # outputs are not known before
-        dropped = rows - last.end if _drops(last, rows - last.end) else 0
-        left = max(0, rows - done - dropped)
+            rows = done + counts.excluded + (not complete)  # outputs are not known before
+        tail = rows - last.end - last.done.count(last.end, rows)
+        dropped = tail if _drops(last, tail) else 0
+        left = max(0, rows - done - counts.excluded - dropped)
         return EpochProof(
             epoch,
             rows,
@@ -284,6 +285,7 @@ class Run(Naming):
                 for rank, steps in one.steps.items()
             ),
             examples=counts.examples,
+            excluded=counts.excluded,
             leases=counts,
         )
 
