@@ -252,6 +252,29 @@ def test_the_state_of_a_mix_without_a_schedule_is_refused(sources: Sources) -> N
         rows(sources).loader().load_state_dict(loader.state_dict())
 
 
+@pytest.mark.parametrize("allow", [[], ["pipeline"]])
+def test_a_position_in_another_unit_is_refused(allow: list[str], sources: Sources) -> None:
+    by_rows = Schedule([Phase("a", {"web": 1}, rows=50), Phase("b", {"web": 1, "code": 1, "math": 1}, rows=60)])
+    makers: dict[str, Callable[[], Any]] = {
+        "rows": lambda: midepoch.mix(sources, by_rows, seed=3).pack(64, pad=0).loader(4),
+        "tokens": lambda: packed(sources, BY_TOKENS).loader(),
+        "weights": lambda: midepoch.mix(sources, [1, 1, 1], seed=3, stop="never").pack(64, pad=0).loader(4),
+    }
+    states = {}
+    for name, make in makers.items():
+        loader = make()
+        next(loader)
+        states[name] = loader.state_dict()
+    for saved, state in states.items():
+        for name, make in makers.items():
+            loader = make()
+            if name == saved:
+                loader.load_state_dict(state, allow=allow)
+                continue
+            with pytest.raises(CheckpointMismatchError, match=r"in another unit\. This cannot be allowed"):
+                loader.load_state_dict(state, allow=allow)
+
+
 def test_a_mix_whose_sources_have_had_their_passes_ends_with_a_warning(
     sources: Sources, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,7 +315,12 @@ def test_a_source_that_ends_with_its_phase_ends_there_after_a_resume_too(sources
 
 WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
     "no names": (lambda s: midepoch.mix(list(s.values()), BY_ROWS), "sources by name"),
-    "unknown source": (lambda s: midepoch.mix({"web": s["web"]}, BY_ROWS), "weights for code, math"),
+    "unknown source": (
+        lambda s: midepoch.mix({"web": s["web"]}, BY_ROWS),
+        r"weights for code, math, but the sources are web\. Add the missing source, or",
+    ),
+    "path": (lambda s: midepoch.mix(s, "run.yaml"), r"got 'run.yaml'\. Read a file with Schedule.load"),
+    "dict": (lambda s: midepoch.mix(s, {"phases": []}), r"For a schedule, pass Schedule.from_dict"),
     "stop": (lambda s: midepoch.mix(s, BY_ROWS, stop="all"), "has its own end"),
     "not divisible": (lambda s: rows(s).loader(rank=0, world_size=5), "12 rows cannot be divided equally among 5"),
     "another batch size": (lambda s: rows(s).loader(8), "Omit batch_size"),
@@ -325,7 +353,7 @@ WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
         lambda s: next(midepoch.mix(s, Schedule([Phase("a", {"web": 1}, tokens=50)])).loader(2)),
         "Call pack",
     ),
-    "set_weights without a mix": (lambda s: s["web"].loader(2).set_weights([1]), "not a mix"),
+    "set_weights without a mix": (lambda s: s["web"].loader(2).set_weights([1]), "is not a mix of sources. Make one"),
     "set_weights of an unknown source": (lambda s: rows(s).loader().set_weights({"wbe": 1}), "no source 'wbe'"),
 }
 

@@ -105,15 +105,30 @@ def test_sources_are_those_of_the_file_or_of_the_options(run: Path) -> None:
     schedule(sources={}, max_passes={"math": 2}).save(run)
     told = of_json("--schedule", run)
     assert [use["passes"] for use in told["totals"]] == [None] * 3 and not told["caps"]
-    assert told["notes"] == ["max_passes of math cannot be checked without the data."]
+    assert told["notes"] == [
+        "max_passes of math cannot be checked without the data.",
+        "passes over web, code, math are not counted. Name the paths of these sources.",
+    ]
     assert "note: max_passes of math cannot" in call("--schedule", run).output
     told = of_json("--schedule", run, "--source", "math=math/*.parquet", "--source", f"web={run.parent / 'web'}")
     assert set(told["sizes"]) == {"math", "web"} and told["caps"]
     assert "--source maths: the sources of" in refused("--schedule", run, "--source", "maths=math")
     assert "--source takes NAME=PATH, got 'math'" in refused("--schedule", run, "--source", "math")
     assert "is given twice" in refused("--schedule", run, "--source", "web=web", "--source", "web=code")
-    assert "nowhere" in refused("--schedule", run, "--source", "web=./nowhere")
+    for path in ("./nowhere", "nowhere"):
+        message = refused("--schedule", run, "--source", f"web={path}")
+        assert (
+            message.startswith("midepoch: source 'web': ") and "nowhere" in message and "--source web=PATH" in message
+        )
+        assert "--split" not in message
     assert "'nothing'" in refused("--schedule", run, "--source", "web=web", "--column", "nothing")
+
+
+def test_ranks_that_a_loader_refuses_are_refused(run: Path) -> None:
+    Schedule([Phase("all", {"web": 1}, steps=2, global_batch_size=64)]).save(run)
+    assert call("--schedule", run, "--ranks", 4).exit_code == 0
+    message = refused("--schedule", run, "--ranks", 3)
+    assert "phase 'all': a global batch of 64 rows cannot be divided equally among 3 ranks. Use a multiple" in message
 
 
 def test_tokens_are_called_estimated(run: Path) -> None:
@@ -139,7 +154,7 @@ def test_a_run_that_cannot_be_completed_exits_with_1(run: Path) -> None:
 def test_errors_name_the_file(run: Path) -> None:
     assert "there is no file nothing.yaml." in refused("--schedule", "nothing.yaml")
     run.write_text("phases: [{name: main, weights: {web: 1}, row: 5}]")
-    assert f"{run}: phase 'main' has no 'row'" in refused("--schedule", run)
+    assert f"{run}: phase 'main' has no field 'row'. Did you mean 'rows'?" in refused("--schedule", run)
     assert "Use one of them" in refused("--schedule", run, "--checkpoint", run)
     assert "plan needs --checkpoint. Use --checkpoint and --world-size, or --schedule" in refused("--world-size", 1)
     assert "plan needs --world-size" in refused("--checkpoint", run)

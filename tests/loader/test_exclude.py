@@ -261,10 +261,10 @@ def test_what_cannot_be_excluded(open_ds: Callable[[], midepoch.Dataset], planne
     for make in (lambda: open_ds().loader(4), filtered):
         loader = make()
         first_batches(loader, 3)
-        with pytest.raises(ValueError, match=r"step 2 is not ahead. The next step is 3\."):
+        with pytest.raises(ValueError, match=r"step 2 is not ahead. The next step is 3\. .*load a state"):
             loader.exclude(steps=range(2, 5))
         last = len(epoch_of(make())) - 1
-        with pytest.raises(ValueError, match=rf"step 11 is not in epoch 0: its last step is {last}\."):
+        with pytest.raises(ValueError, match=rf"step 11 is not in epoch 0: its last step is {last}\. Exclude"):
             loader.exclude(steps=range(3, 12))
         for wrong in ([3], range(5, 5), range(3, 9, 2), 3):
             with pytest.raises(ValueError, match="takes a range of steps"):

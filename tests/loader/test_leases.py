@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -208,6 +209,19 @@ def test_waiting_ends_with_an_error_if_nobody_acknowledges(data: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "this is the only thread" in done.stdout
+
+
+def test_threads_that_read_cannot_acknowledge(tmp_path: Path) -> None:
+    path = str(tmp_path / "data.parquet")
+    pq.write_table(pa.table({"id": range(400)}), path, row_group_size=50)
+    code = (
+        f"import threading, midepoch\nloader = midepoch.from_files({path!r}).shuffle(seed=1).loader(8)\n"
+        "with loader.lease(max_out=2) as items:\n    next(items), next(items)\n"
+        "    print(threading.active_count() > 1)\n"
+        "    try: next(items)\n    except RuntimeError as problem: print(problem)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("True\n") and "this is the only thread" in done.stdout
 
 
 def test_join_waits_until_nothing_is_out(data: str) -> None:

@@ -44,6 +44,39 @@ def test_weights_that_are_set_after_every_batch_do_not_prolong_the_epoch(schedul
     assert steps == expected and loader.epoch == 1
 
 
+WORKERS: list[dict[str, Any]] = [
+    {"num_workers": 1, "multiprocessing_context": "spawn"},
+    {"num_workers": 2, "worker_type": "thread"},
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["spawn", "thread"])
+def test_workers_of_any_kind_deliver_the_same_run(workers: dict[str, Any], sources: Sources) -> None:
+    """Phases, excluded steps, weights that are set, provenance and leases, in one run."""
+
+    def run(**options: Any) -> list[Any]:
+        with packed(sources).loader(provenance=True, **options) as loader:
+            loader.exclude(steps=range(4, 6))
+            batches = [next(loader) for _ in range(7)]
+            loader.set_weights({"code": 0.8, "web": 0.2})
+            batches += [next(loader) for _ in range(3)]
+            state = loader.state_dict()
+        with packed(sources).loader(provenance=True, **options) as loader:
+            loader.load_state_dict(state)
+            with loader.lease() as items:
+                kept, later = next(items), next(items)
+                assert later.ack()
+                batches.append(later.batch)
+            assert kept.id != later.id
+            batches += list(loader)
+        return [
+            (batch["input_ids"].tolist(), {k: v.tolist() for k, v in batch["doc_ids"].items()}) for batch in batches
+        ]
+
+    expected = run()
+    assert sum(len(docs["row"]) for _, docs in expected) > len(expected) and run(**workers) == expected
+
+
 def lease(loader: midepoch.Loader, count: int, kept: list[int]) -> tuple[list[Any], list[Any]]:
     """Lease batches, and acknowledge all but some. Return those that are acknowledged, and the others."""
     with loader.lease() as items:

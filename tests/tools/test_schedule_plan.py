@@ -255,7 +255,11 @@ def test_without_paths_only_weights_are_known(datasets: dict[str, Any], tmp_path
         (75, None, None, 0.75),
         (25, None, None, 0.25),
     ]
-    assert plan.notes == ("max_passes of b cannot be checked without the data.",) and not plan.caps
+    assert not plan.caps
+    assert plan.notes == (
+        "max_passes of b cannot be checked without the data.",
+        "passes over a, b are not counted. Name the paths of these sources.",
+    )
     tokens = Schedule([Phase("all", {"a": 3, "b": 1}, tokens=1000)])
     plan = plan_schedule(tokens)
     assert [(use.rows, use.tokens, use.passes) for use in plan.totals] == [(None, 750, None), (None, 250, None)]
@@ -263,6 +267,7 @@ def test_without_paths_only_weights_are_known(datasets: dict[str, Any], tmp_path
     plan = plan_schedule(tokens, {"a": datasets["a"]})
     assert [(use.rows, use.tokens, use.passes) for use in plan.totals] == [(75, 750, 1.875), (25, 250, None)]
     assert "the lengths of documents of b are not known" in plan.notes[0]
+    assert plan.notes[1] == "passes over b are not counted. Name the paths of these sources."
     plan = plan_schedule(Schedule(tokens.phases, sources={"b": str(tmp_path / "b.parquet"), "other": "nowhere"}))
     assert set(plan.sizes) == {"b"}
     with pytest.raises(ValueError, match="source 'z' has no weight in any phase. The sources are a, b"):

@@ -30,7 +30,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataNotFoundError(f"there is no file {file}.") from None
+        raise DataNotFoundError(f"there is no file {file}. Check the path.") from None
     except UnicodeDecodeError as problem:
         raise ValueError(f"{file} is not UTF-8 text: {problem.reason} at byte {problem.start:,}.") from None
     return _from_yaml(text, file) if file.suffix.lower() in _YAML else _from_json(text, file)
@@ -92,7 +92,8 @@ def _from_yaml(text: str, file: Path) -> Any:
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{file}{line}: not YAML: {problem.problem or problem.context}.") from None
+        hint = " Indent with spaces, not with tabs." if "'\\t'" in (problem.problem or "") else ""
+        raise ValueError(f"{file}{line}: not YAML: {problem.problem or problem.context}.{hint}") from None
     except yaml.YAMLError as problem:
         raise ValueError(f"{file}: not YAML: {problem}") from None
 

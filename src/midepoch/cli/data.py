@@ -55,7 +55,7 @@ def open_data(
     path = Path(data[0]).expanduser()
     if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return load_from_disk(path, split, **options)
-    if len(data) == 1 and not _is_path(data[0]):
+    if len(data) == 1 and not is_path(data[0]):
         if split is None:
             raise ValueError(f"there is no file {data[0]}. For a Hugging Face dataset of that name pass --split.")
         return load_dataset(data[0], config, split=split, **options)
@@ -66,7 +66,7 @@ def open_data(
     return ds if split is None else _part(ds, split)
 
 
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
     """Return True if a text names files: it exists, is an address or a glob, or looks like nothing else."""
     looks = "://" in text or any(sign in text for sign in "*?[") or text.startswith((".", "/", "~"))
     return looks or os.path.exists(text) or text.count("/") > 1 or bool(Path(text).suffix)

@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from midepoch.cli import common
-from midepoch.cli.data import open_data
+from midepoch.cli.data import is_path, open_data
 from midepoch.cli.picture import drawn, style_of
+from midepoch.errors import DataNotFoundError
 
 if TYPE_CHECKING:
+    from midepoch.dataset import Dataset
     from midepoch.tools.schedule_plan import SchedulePlan, Use
 
 
@@ -30,11 +32,7 @@ def plan_file(
     unknown = [name for name in _pairs(sources) if name not in schedule.names]
     if unknown:
         raise ValueError(f"--source {unknown[0]}: the sources of {path} are {', '.join(schedule.names)}.")
-    datasets = {
-        name: open_data([given] if isinstance(given, str) else given, storage=storage)
-        for name, given in paths.items()
-        if name in schedule.names
-    }
+    datasets = {name: _opened(name, given, storage) for name, given in paths.items() if name in schedule.names}
     plan = plan_schedule(schedule, datasets, **options)
     if as_json:
         stretches = [
@@ -46,6 +44,18 @@ def plan_file(
         _show(plan)
     if plan.problem is not None:
         raise typer.Exit(1)
+
+
+def _opened(name: str, given: str | list[str], storage: list[str] | None) -> Dataset:
+    """Return the data of a source. Errors name the source."""
+    paths = [given] if isinstance(given, str) else given
+    try:
+        if not is_path(paths[0]):
+            raise DataNotFoundError(f"there is no file {paths[0]}.")
+        return open_data(paths, storage=storage)
+    except DataNotFoundError as problem:
+        hint = f"Check the path in the schedule, or pass --source {name}=PATH."
+        raise type(problem)(f"source {name!r}: {problem} {hint}") from None
 
 
 def _pairs(given: Sequence[str] | None) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from builtins import zip as zip_
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from midepoch._internal.hints import hinted
@@ -58,12 +59,17 @@ def mix(
                 "mix: weights by name require sources by name: mix({'web': a, 'code': b}, {'web': 2, 'code': 1})"
             )
         if set(weights) != set(names):
-            raise ValueError(f"mix: weights for {', '.join(map(str, weights))}, but the sources are {', '.join(names)}")
+            named, hint = ", ".join(map(str, weights)), "Give each source a weight; 0 pauses it."
+            if "phases" in weights:
+                hint = "For a schedule, pass Schedule.from_dict(…)."
+            raise ValueError(f"mix: weights for {named}, but the sources are {', '.join(names)}. {hint}")
         weights = [weights[name] for name in names]
     parts = _parts(sources, "mix")
     if isinstance(weights, Schedule):
         base = _scheduled(parts, names, weights, check_seed(seed), stop, length)
         return _combined(base, sources)
+    if isinstance(weights, (str, bytes, PathLike)):
+        raise TypeError(f"mix takes weights or a Schedule, got {weights!r:.60}. Read a file with Schedule.load(path).")
     if length is not None:
         raise ValueError("mix(length=…) is for a schedule that counts tokens. Omit it.")
     chosen = [1.0] * len(parts) if weights is None else [float(weight) for weight in weights]
@@ -91,11 +97,15 @@ def _scheduled(
     for what, given in (("weights for", schedule.names), ("max_passes of", schedule.max_passes)):
         if unknown := [name for name in given if name not in names]:
             raise ValueError(
-                f"mix: the schedule has {what} {', '.join(unknown)}, but the sources are {', '.join(names)}"
+                f"mix: the schedule has {what} {', '.join(unknown)}, but the sources are {', '.join(names)}. Add the "
+                "missing source, or remove it from the schedule."
             )
     for name, part in zip_(names, parts, strict=True):
         if name in schedule.names and not any(leaf.rows for leaf in part.leaves):
-            raise DataNotFoundError(f"mix: source {name!r} has no rows, and the schedule has a weight for it.")
+            raise DataNotFoundError(
+                f"mix: source {name!r} has no rows, and the schedule has a weight for it. Check its path, or remove it "
+                "from the schedule."
+            )
     if length is not None and schedule.unit != "tokens":
         raise ValueError("mix(length=…) is for a schedule that counts tokens. This one counts rows: omit it.")
     weights = tuple(float(schedule.plan[0].weights.get(name, 0)) for name in names)

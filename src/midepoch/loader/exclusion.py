@@ -210,9 +210,15 @@ def _range_of(steps: Any) -> tuple[int, int]:
 
 def _check_ahead(first: int, number: int) -> None:
     if first < number:
-        raise ValueError(f"exclude(steps=…): step {first} is not ahead. The next step is {number}.")
+        raise ValueError(
+            f"exclude(steps=…): step {first} is not ahead. The next step is {number}. "
+            "To leave out earlier steps, load a state from before them first."
+        )
 
 
 def _not_in_epoch(step: int, last: int, epoch: int) -> ValueError:
     ends = f"its last step is {last}" if last >= 0 else "no step is left of it"
-    return ValueError(f"exclude(steps=…): step {step} is not in epoch {epoch}: {ends}.")
+    return ValueError(
+        f"exclude(steps=…): step {step} is not in epoch {epoch}: {ends}. Exclude steps of a later epoch "
+        "when it has begun."
+    )

@@ -73,7 +73,7 @@ class Weighting(Excluding):
     def _mix(self, what: str) -> Mix:
         base = self._spec.node.base
         if not isinstance(base, Mix):
-            raise TypeError(f"{what}: the data is not a mix, but {self._spec.node.text}. Use midepoch.mix.")
+            raise TypeError(f"{what}: the data is not a mix of sources. Make one with midepoch.mix.")
         return base
 
     def _agreed(self, phase: int, weights: tuple[float, ...], cursor: Cursor) -> tuple[int, tuple[float, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cached_property
 from os import PathLike, fspath
 from typing import Any
@@ -378,7 +379,9 @@ def _from_dict(kind: Any, given: Any, what: str) -> Any:
         raise TypeError(f"{what} is a dict with {', '.join(names)}, got {given!r:.60}")
     unknown = [str(name) for name in given if name not in names]
     if unknown:
-        raise ValueError(f"{what} has no {unknown[0]!r}. It has {', '.join(names)}.")
+        near = get_close_matches(unknown[0], names, 1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{what} has no field {unknown[0]!r}. {hint}Its fields are {', '.join(names)}.")
     missing = [name for name in names[:1] if name not in given]
     if missing:
         raise ValueError(f"{what} needs {missing[0]!r}, got {', '.join(map(str, given)) or 'nothing'}.")

@@ -172,15 +172,10 @@ class Matched:
     def _check(self, name: str, saved: Any, here: Any, where: str) -> None:
         if saved == here or (name == "arguments" and not states.comparable(saved, here, self._allow)):
             return
+        if name == "pipeline" and _stages_in(saved) != _stages_in(here):
+            raise CheckpointMismatchError(f"{where}pipeline", saved, here, _cause_of(saved, here))
         if name not in self._allow:
             raise mismatch(name, saved, here, where)
-        if name == "pipeline" and _stages_in(saved) != _stages_in(here):
-            raise CheckpointMismatchError(
-                f"{where}pipeline",
-                saved,
-                here,
-                "the stages have changed, so the cursor does not apply. This cannot be allowed",
-            )
         self._changes.append(f"{where}{name}: {saved!r} became {here!r}"[:200])
 
 
@@ -189,11 +184,24 @@ def _stages_in(text: Any) -> list[str]:
     stages = []
     for step in str(text).split(","):
         kind, _, rest = step.partition("[")
-        if kind in ("batch", "shuffle", "take", "skip", "mix", "concat", "zip"):
+        if kind == "mix" and rest.startswith("schedule "):
+            stages.append(f"mix {rest.split()[:2]}")  # its cursor counts rows or tokens
+        elif kind in ("batch", "shuffle", "take", "skip", "mix", "concat", "zip"):
             stages.append(kind)
         elif kind == "pack":
             stages.append(f"pack {rest.split()[1:2]}")
     return stages
+
+
+def _cause_of(saved: Any, here: Any) -> str:
+    """Return the cause of a difference in stages that have cursors of their own."""
+    mixes = [[stage for stage in _stages_in(text) if stage.startswith("mix")] for text in (saved, here)]
+    if mixes[0] != mixes[1] and all(mixes):
+        return (
+            "a mix has plain weights, or a schedule in rows or in tokens, and that was changed. Each counts its "
+            "position in another unit. This cannot be allowed"
+        )
+    return "the stages have changed, so the cursor does not apply. This cannot be allowed"
 
 
 def _same_parts(

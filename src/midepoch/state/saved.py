@@ -98,7 +98,7 @@ def load(state: Any, spec: PipelineSpec, allow: Collection[str] = (), budget: Bu
     check_allow(allow)
     several = list(state) if isinstance(state, (list, tuple)) else [state]
     if not several:
-        raise StateError("the list of the states of all ranks is empty.")
+        raise StateError("the list of the states of all ranks is empty. Pass the state of each rank.")
     parsed = _without_leases([parse(one) for one in several])
     if spec.has_positions:
         first = parsed[_rank_to_load(parsed, spec.shard)]
@@ -168,7 +168,7 @@ def one_of(state: Any, shard: Shard) -> Any:
     if not isinstance(state, (list, tuple)):
         return state
     if not state:
-        raise StateError("the list of the states of all ranks is empty.")
+        raise StateError("the list of the states of all ranks is empty. Pass the state of each rank.")
     parsed = [parse(one) for one in state]
     if any(one["leased"] for one in parsed):
         together = _without_leases(parsed)

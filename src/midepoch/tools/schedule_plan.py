@@ -109,6 +109,7 @@ def plan_schedule(
     default "input_ids" where it exists. ``eos``: ``pack()`` adds a token to each document. ``seed``: that of the mix.
     """
     ranks = integer(ranks, "plan_schedule(ranks=…)", 1)
+    schedule.batch_sizes(ranks)  # a loader would refuse what it refuses
     given = schedule.sources if sources is None else sources
     unknown = [name for name in given if name not in schedule.names]
     if unknown and sources is not None:
@@ -168,6 +169,8 @@ def _means(
     unlimited = [name for name in schedule.max_passes if name not in (sizes if schedule.unit == "rows" else known)]
     if unlimited:
         notes.append(f"max_passes of {', '.join(unlimited)} cannot be checked without the data.")
+    if unopened := [name for name in names if name not in sizes]:
+        notes.append(f"passes over {', '.join(unopened)} are not counted. Name the paths of these sources.")
     if not known:
         return None, notes
     common = sum(sizes[name].tokens or 0 for name in known) / sum(sizes[name].rows for name in known)
