@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,15 @@ def setting(
     return Setting(weights, stop - clock + position if known else None)
 
 
+class Stretch(NamedTuple):
+    """Draws of a chunk with constant weights, from its draw ``start`` on."""
+
+    start: int
+    position: int
+    number: int
+    turns: Turns
+
+
 class Scheduled:
     """Outputs of several parts, interleaved by weights that a schedule gives.
 
@@ -102,12 +112,8 @@ class Scheduled:
             self._ended = True
             return None
         assert self._turns is not None
-        size, first = self._growing.next(), self._position
-        if not self._by_tokens:
-            size = min(size, self._segments.stops[segment] - self._clock)
-        if self._held is not None:
-            size = min(size, self._held[0] - first)
-        sources = self._turns.sources(first, first + size)
+        stretches, size = self._stretches(segment)
+        sources = _sources(stretches, size)
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         draws = [part.draw(len(mine)) for part, mine in zip(self._parts, places, strict=True)]
         spent = [int(mine[draw.count]) for draw, mine in zip(draws, places, strict=True) if draw.count < len(mine)]
@@ -124,13 +130,42 @@ class Scheduled:
         if cut < size:
             for part, mine in zip(self._parts, places, strict=True):
                 part.give_back(int(np.searchsorted(mine, cut)))
-        chunk = self._chunk(draws, sources, items, clocks) if cut else None
-        self._position += cut
+        chunk = self._chunk(draws, sources, stretches, items, clocks) if cut else None
+        start, position, self._number, self._turns = stretches[bisect_right(stretches, cut, key=_start) - 1]
+        self._position = position + cut - start
         self._clock += cut if clocks is None else int(clocks[-1]) - self._clock
         if is_spent:
             self._end_part(int(sources[cut]))
         self._growing.made(items)
         return chunk
+
+    def _stretches(self, segment: int) -> tuple[list[Stretch], int]:
+        """Return the next draws, up to where their weights are known, and their number."""
+        assert self._turns is not None
+        size = self._growing.next()
+        found = [Stretch(0, self._position, self._number, self._turns)]
+        if self._by_tokens or self._held is not None:
+            ends = [] if self._by_tokens else [self._segments.stops[segment] - self._clock]
+            ends += [] if self._held is None else [self._held[0] - self._position]
+            return found, min(size, *ends, OPEN)
+        while (end := self._segments.stops[segment] - self._clock) < size:
+            following = self._segments.at(self._clock + end)
+            number = 0 if following is None else following << EVENTS
+            turns = None if following is None else self._turns_at(self._clock + end, 0, number)
+            if following is None or turns is None:
+                return found, end
+            found.append(Stretch(end, 0, number, turns))
+            segment = following
+        return found, size
+
+    def _turns_at(self, clock: int, position: int, number: int) -> Turns | None:
+        """Return the draws at a place of the schedule, or None if nothing is left to draw from."""
+        spent = [part.spent for part in self._parts]
+        found = setting(self._mix, self._segments, self._epoch, clock, position, spent)
+        return None if found is None else self._turned(found, number)
+
+    def _turned(self, weights: Setting, number: int) -> Turns:
+        return Turns(*weights, self._mix.seed, self._epoch, self._lane.index, number)
 
     def _begin(self, segment: int) -> bool:
         """Prepare the draws at this place. Return False if nothing is left to draw from."""
@@ -141,16 +176,13 @@ class Scheduled:
         if held is None and self._number >> EVENTS != segment:
             self._position, self._number, self._turns = 0, segment << EVENTS, None
         if self._turns is None:
-            spent = [part.spent for part in self._parts]
             if held is not None:
-                found: Setting | None = Setting(tuple(held[1]), held[2] if held[2] >= 0 else None)
+                self._turns = self._turned(Setting(tuple(held[1]), held[2] if held[2] >= 0 else None), self._number)
             else:
-                found = setting(self._mix, self._segments, self._epoch, self._clock, self._position, spent)
-            if found is None:
-                self._warn(segment)
-                return False
-            self._turns = Turns(*found, self._mix.seed, self._epoch, self._lane.index, self._number)
-        return True
+                self._turns = self._turns_at(self._clock, self._position, self._number)
+        if self._turns is None:
+            self._warn(segment)
+        return self._turns is not None
 
     def _change(self) -> None:
         self._position, self._number, self._turns = 0, self._number + 1, None
@@ -184,23 +216,33 @@ class Scheduled:
                 lengths[mine] = lengths_in(column, part.columns[column])
         return items, self._clock + np.concatenate([[0], np.cumsum(lengths + more * (lengths > 0))]).astype(np.int64)
 
-    def _chunk(self, draws: Sequence[Draw], sources: Int64Array, items: Items, clocks: Int64Array | None) -> Chunk:
-        first, number, clock = self._position, self._number, self._clock
+    def _chunk(
+        self,
+        draws: Sequence[Draw],
+        sources: Int64Array,
+        stretches: Sequence[Stretch],
+        items: Items,
+        clocks: Int64Array | None,
+    ) -> Chunk:
+        clock = self._clock
         held = [] if self._held is None else [self._held]
 
         def at(outputs: int) -> At:
-            return after(outputs)
+            return after(outputs, stretches[max(0, bisect_left(stretches, outputs, key=_start) - 1)])
 
         def before(outputs: int) -> At:
-            return after(outputs, int(sources[outputs])) if outputs < len(items) else after(outputs)
+            if outputs == len(items):
+                return at(outputs)
+            return after(outputs, stretches[bisect_right(stretches, outputs, key=_start) - 1], int(sources[outputs]))
 
-        def after(outputs: int, coming: int = -1) -> At:
+        def after(outputs: int, stretch: Stretch, coming: int = -1) -> At:
             counts = np.bincount(sources[:outputs], minlength=len(draws)).tolist()
             parts = [
                 draw.before(count) if one == coming else draw.at(count)
                 for one, (draw, count) in enumerate(zip(draws, counts, strict=True))
             ]
-            return [first + outputs, number, parts, clock + outputs if clocks is None else int(clocks[outputs]), *held]
+            now = clock + outputs if clocks is None else int(clocks[outputs])
+            return [stretch.position + outputs - stretch.start, stretch.number, parts, now, *held]
 
         return Chunk(items, at, before)
 
@@ -212,3 +254,17 @@ class Scheduled:
             "Raise max_passes, or check the schedule with midepoch plan --schedule.",
             phase.name,
         )
+
+
+def _start(stretch: Stretch) -> int:
+    return stretch.start
+
+
+def _sources(stretches: Sequence[Stretch], size: int) -> Int64Array:
+    """Return the source of each draw of a chunk."""
+    ends = [*(stretch.start for stretch in stretches[1:]), size]
+    found = [
+        stretch.turns.sources(stretch.position, stretch.position + end - stretch.start)
+        for stretch, end in zip(stretches, ends, strict=True)
+    ]
+    return found[0] if len(found) == 1 else np.concatenate(found)
