@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from midepoch.loader.plans import StepPlan, batches_of
+from midepoch.loader.plans import EpochPlan, batches_of
 from midepoch.loader.settings import LoaderSettings
 from midepoch.loader.token_plan import TokenPlan, make_plan
 from midepoch.pipeline.cursor import Cursor
@@ -14,7 +14,7 @@ from midepoch.pipeline.length import estimated_length, known_length
 class Counted(LoaderSettings):
     """The methods of a loader that count: its position, epoch and length."""
 
-    _plan_at: tuple[Cursor, StepPlan] | None = None
+    _plan_at: tuple[Cursor, EpochPlan] | None = None
     _counts: tuple[Any, int] | None = None
 
     def _where(self) -> Cursor:
@@ -114,7 +114,7 @@ class Counted(LoaderSettings):
         plan = self._running_plan(at) if at.planned is not None else None
         return plan.rows_before(at.position) if isinstance(plan, TokenPlan) else at.position
 
-    def _running_plan(self, cursor: Cursor) -> StepPlan | None:
+    def _running_plan(self, cursor: Cursor) -> EpochPlan | None:
         """Return the plan of the pass in progress, if it has a cursor, so that no window is planned twice."""
         live = self._live()
         plan = None if live is None else live.plan
@@ -126,7 +126,7 @@ class Counted(LoaderSettings):
         """Return the pass in progress, if there is one."""
         raise NotImplementedError
 
-    def plan(self, cursor: Cursor) -> StepPlan | None:
+    def plan(self, cursor: Cursor) -> EpochPlan | None:
         """Return the steps from a cursor on, or None if positions cannot be computed."""
         if not self._spec.has_positions:
             return None

@@ -9,15 +9,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from midepoch.loader.plans import Asked, StepPlan
+from midepoch.loader.plans import Asked, EpochPlan, StepPlan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursors
 from midepoch.pipeline.lanes import Share, StepOutputs
 
-Int64Array = npt.NDArray[np.int64]
 Outputs = Mapping[int, Intervals]
 """Numbers of outputs, by lane."""
 
@@ -54,7 +52,7 @@ class Taken(Protocol):
 class LeasedSteps:
     """Acknowledged steps of a plan."""
 
-    def __init__(self, plan: StepPlan, start: Cursor, shard: Shard) -> None:
+    def __init__(self, plan: EpochPlan, start: Cursor, shard: Shard) -> None:
         self._plan, self._start, self._shard = plan, start, shard
 
     def add(self, steps: Mapping[int, Any], *, recorded: bool) -> Outputs:
@@ -146,28 +144,24 @@ class RemainingSteps:
         return self.plan.end
 
     @property
-    def done(self) -> Intervals:
-        return self.plan.done
-
-    @property
     def end_cursor(self) -> Cursor:
         return self.plan.end_cursor
 
-    def step(self, number: int) -> int:
+    def _step(self, number: int) -> int:
         """Return the number in the plan of a step that remains."""
         return self.acked.remaining(number)
 
     def has(self, step: int) -> bool:
-        return self.plan.has(self.step(step))
+        return self.plan.has(self._step(step))
 
     def has_for(self, step: int, shard: Shard) -> bool:
-        return self.plan.has_for(self.step(step), shard)
+        return self.plan.has_for(self._step(step), shard)
 
     def share(self, shard: Shard) -> int:
         return self.acked.before(self.plan.share(shard))
 
     def ask(self, steps: Sequence[int], shard: Shard) -> Asked:
-        parts = [self.plan.ask(run, shard) for run in _runs([self.step(step) for step in steps])]
+        parts = [self.plan.ask(run, shard) for run in _runs([self._step(step) for step in steps])]
         if len(parts) == 1:
             return parts[0]
         offsets = [0, *accumulate(len(part.positions) for part in parts)]
@@ -181,19 +175,13 @@ class RemainingSteps:
         return self.plan.batch_rows(shard)
 
     def first_position(self, step: int) -> int:
-        return self.plan.first_position(self.step(step))
+        return self.plan.first_position(self._step(step))
 
     def place(self, step: int) -> str:
-        return self.plan.place(self.step(step))
+        return self.plan.place(self._step(step))
 
     def cursor(self, step: int) -> Cursor:
-        return self.plan.cursor(self.step(step))
-
-    def turns(self, steps: Int64Array) -> Int64Array:
-        return self.plan.turns(self.acked.remaining(steps))
-
-    def cursor_with(self, start: Cursor, steps: int, done: Intervals, *, alone: bool) -> Cursor:
-        return self.plan.cursor_with(start, self.step(steps), done, alone=alone)
+        return self.plan.cursor(self._step(step))
 
     def left_out(self, ranks: int) -> int:
         return self.plan.left_out(ranks)

@@ -25,7 +25,7 @@ from midepoch.audit.leases import record_of
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.lease_channel import Channel, acknowledge
 from midepoch.loader.lease_state import Frontier, LeasedLanes, LeasedSteps, Taken
-from midepoch.loader.plans import StepPlan
+from midepoch.loader.plans import EpochPlan
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor
@@ -90,7 +90,7 @@ class Tracker:
     in ``inbox``.
     """
 
-    def __init__(self, first: int, plan: StepPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
+    def __init__(self, first: int, plan: EpochPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
         self.first, self.plan, self.start, self._taken, self._ledger = first, plan, start, taken, ledger
         self.out: dict[int, list[Any]] = {}
         self.inbox: dict[int, tuple[Any, bool]] = {}
@@ -199,7 +199,9 @@ class LeaseBook:
         """Set by the next acknowledgement, if somebody waits for it."""
         _books.add(self)
 
-    def begin(self, plan: StepPlan | None, start: Cursor, shard: Shard, share: Share, ledger: Ledger | None) -> Tracker:
+    def begin(
+        self, plan: EpochPlan | None, start: Cursor, shard: Shard, share: Share, ledger: Ledger | None
+    ) -> Tracker:
         """Begin the leases of a pass. ``share``: of the lanes, if it has no plan."""
         self.drop()
         taken: Taken = LeasedLanes(shard, share) if plan is None else LeasedSteps(plan, start, shard)

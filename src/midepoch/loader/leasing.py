@@ -12,6 +12,8 @@ from midepoch.loader.lease_state import RemainingSteps, lane_cursor
 from midepoch.loader.leases import MOST_NOTED, Lease, LeaseBook, Tracker, Waiting
 from midepoch.loader.options import check_continues
 from midepoch.loader.passes import Pass, Start
+from midepoch.loader.plans import Plan
+from midepoch.loader.token_plan import TokenPlan
 from midepoch.loader.weighting import Weighting
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, LaneCursor, LaneCursors
@@ -176,7 +178,9 @@ class Leasing(Weighting):
             fresh = LaneCursor(0, False, start(spec.node))
             lanes = {lane: known.get(lane, fresh) for lane in share.lanes.positions(0, spec.lanes).tolist()}
             batches.start = batches.start._replace(lanes=LaneCursors(lanes, share.lanes))
-        return self.leases.begin(batches.plan, batches.start, spec.shard, share, batches.ledger)
+        plan = batches.plan
+        assert plan is None or isinstance(plan, (Plan, TokenPlan))  # a pass that is continued has its leases already
+        return self.leases.begin(plan, batches.start, spec.shard, share, batches.ledger)
 
     def begin_leases(self, items: LeaseItems) -> tuple[Pass, Tracker]:
         """Return a pass of leases: the rest of one that was left, or a new one."""

@@ -103,6 +103,16 @@ class StepPlan(Protocol):
     def end_cursor(self) -> Cursor:
         """The cursor after the last step."""
 
+    def left_out(self, ranks: int) -> int:
+        """Return the number of ranks for which the last step has no row, as far as it is known."""
+
+    def known(self, rows: int) -> int:
+        """Return the position at the end, if it is known or can be counted by at most so many rows, else 2**62."""
+
+
+class EpochPlan(StepPlan, Protocol):
+    """All steps from a cursor on, whose acknowledged part can be saved."""
+
     @property
     def done(self) -> Intervals:
         """Positions, or batches, after the start that are not delivered."""
@@ -115,12 +125,6 @@ class StepPlan(Protocol):
 
         ``alone``: no other rank adds what it has acknowledged.
         """
-
-    def left_out(self, ranks: int) -> int:
-        """Return the number of ranks for which the last step has no row, as far as it is known."""
-
-    def known(self, rows: int) -> int:
-        """Return the position at the end, if it is known or can be counted by at most so many rows, else 2**62."""
 
 
 @dataclass(frozen=True)

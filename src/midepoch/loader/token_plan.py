@@ -12,7 +12,7 @@ from midepoch._internal.progress import shown
 from midepoch.audit.records import UNKNOWN
 from midepoch.errors import WorldError
 from midepoch.loader.options import Options
-from midepoch.loader.plans import Asked, Int64Array, Plan, StepPlan
+from midepoch.loader.plans import Asked, EpochPlan, Int64Array, Plan
 from midepoch.order import Shard
 from midepoch.order.budget import dealt
 from midepoch.order.intervals import EMPTY, Intervals
@@ -229,6 +229,6 @@ class TokenPlan:
         return self._epoch.rows_before(batches)
 
 
-def make_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> StepPlan:
+def make_plan(spec: PipelineSpec, options: Options, cursor: Cursor) -> EpochPlan:
     """Return the steps of a rank from a cursor on."""
     return Plan.make(spec, options, cursor) if options.planning is None else TokenPlan(spec.leaf, options, cursor)
