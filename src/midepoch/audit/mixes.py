@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from midepoch.order.schedule import Schedule
+from midepoch.order.schedule import Schedule, shares
 from midepoch.order.shard import Shard
 from midepoch.pipeline.node import Mix, Node
 
@@ -58,12 +58,12 @@ class RecordedMix:
         """Return the weights at a position of the pass as shares of 1, or None if they are not known."""
         number = self.phase_at(position)
         if self.weights is not None and (self.schedule is None or number == self.phase):
-            return _shares(self.weights)
+            return shares(self.weights)
         if self.schedule is None or number is None:
             return None
         phase = self.schedule.plan[number]
         if phase.final_weights is None:
-            return _shares([float(phase.weights.get(name, 0)) for name in self.names])
+            return shares([float(phase.weights.get(name, 0)) for name in self.names])
         if phase.outputs is None:
             return None
         outputs = max(1, phase.outputs - phase.first_output)
@@ -75,10 +75,10 @@ class RecordedMix:
     def change(self, step: int, epoch: int, position: int) -> WeightChange:
         """Return the weights that were set, as a change at a step."""
         assert self.weights is not None
-        shares = _shares(self.weights)
-        names = self.names or tuple(map(str, range(len(shares))))
+        weights = shares(self.weights)
+        names = self.names or tuple(map(str, range(len(weights))))
         phase = None if self.schedule is None else self.schedule.plan[self.phase].name
-        return WeightChange(step, epoch, position, phase, dict(zip(names, shares, strict=True)))
+        return WeightChange(step, epoch, position, phase, dict(zip(names, weights, strict=True)))
 
 
 def mix_of(node: Node) -> dict[str, Any]:
@@ -117,7 +117,3 @@ def weight_changes(passes: Iterable[tuple[int, Generation]]) -> list[WeightChang
             found.append(one.mix.change(steps + 1, one.shape.epoch, one.shape.start))
         last = current
     return found
-
-
-def _shares(weights: Sequence[float]) -> tuple[float, ...]:
-    return tuple(weight / sum(weights) for weight in weights)

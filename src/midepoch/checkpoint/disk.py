@@ -193,7 +193,7 @@ class Lock:
 
     @property
     def is_held_here(self) -> bool:
-        """Whether the current thread holds it."""
+        """True if the current thread holds it."""
         return self._fd is not None and self._thread == threading.get_ident()
 
     def acquire(self) -> None:

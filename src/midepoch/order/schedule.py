@@ -297,7 +297,7 @@ class Schedule:
 
     def segments(self, names: Sequence[str], lane: Shard) -> Segments:
         """Return the weights over the positions of a lane, for sources in this order."""
-        starts, stops, weights, phases = [0], list[int](), list[list[float]](), list[int]()
+        starts, stops, weights, phases = [0], list[int](), list[tuple[float, ...]](), list[int]()
         for number, phase_plan in enumerate(self.plan):
             begin, end = starts[-1] if not stops else stops[-1], self._lane_end(number, lane)
             first = [float(phase_plan.weights.get(name, 0)) for name in names]
@@ -305,12 +305,12 @@ class Schedule:
                 parts = [(end, first)]
             else:
                 last = [float(phase_plan.final_weights.get(name, 0)) for name in names]
-                parts = _stairs(begin, end, _shares(first), _shares(last))
+                parts = _stairs(begin, end, shares(first), shares(last))
             for stop, values in parts:
                 stops.append(stop)
-                weights.append(_shares(values))
+                weights.append(shares(values))
                 phases.append(number)
-        return Segments(tuple(stops), tuple(map(tuple, weights)), tuple(phases))
+        return Segments(tuple(stops), tuple(weights), tuple(phases))
 
     def lengths(self, lane: Shard) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the numbers of sequences of a lane after which each phase ends, and the sequence length of each."""
@@ -353,7 +353,7 @@ class Segments:
         return self.stops[number]
 
 
-def _stairs(begin: int, end: int, first: list[float], last: list[float]) -> list[tuple[int, list[float]]]:
+def _stairs(begin: int, end: int, first: Sequence[float], last: Sequence[float]) -> list[tuple[int, list[float]]]:
     """Return the ends and the weights of the steps in which weights change from the first to the last."""
     count = max(1, min(STAIRS, end - begin))
     found = []
@@ -364,9 +364,10 @@ def _stairs(begin: int, end: int, first: list[float], last: list[float]) -> list
     return found
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
+def shares(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return weights as shares of 1."""
     total = sum(weights)
-    return [weight / total for weight in weights] if total else list(weights)
+    return tuple(weight / total for weight in weights) if total else tuple(weights)
 
 
 def _plain(value: Any) -> Any:

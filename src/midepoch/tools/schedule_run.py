@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.schedule import OPEN, Schedule
+from midepoch.order.schedule import OPEN, Schedule, shares
 from midepoch.order.shard import Shard
 from midepoch.order.turn_counts import count, draw_of
 from midepoch.order.turns import Turns
@@ -87,8 +87,8 @@ class _Even:
     """Draws in proportion to the weights, of rows that have the mean length of their source."""
 
     def __init__(self, weights: Sequence[float], length: float | None, means: Sequence[float]) -> None:
-        shares = np.array(weights) / sum(weights)
-        self._rows_per_unit: FloatArray = shares / float(shares @ np.array(means))
+        of_draws = np.array(shares(weights))
+        self._rows_per_unit: FloatArray = of_draws / float(of_draws @ np.array(means))
         self._length = math.inf if length is None else length
 
     def first_beyond(self, left: Mapping[int, float]) -> tuple[float, int] | None:
@@ -165,12 +165,11 @@ def _run(
             length = stop - position if stop < OPEN else None
             draws = make(active, length, (segment << EVENTS) + events)
             beyond = draws.first_beyond({source: rows for source, rows in left.items() if active[source]})
-            shares = tuple(weight / sum(active) for weight in active)
             if beyond is None and length is None:  # it has no end
                 endless = np.where(np.array(active) > 0, np.inf, 0.0)
                 found.rows[phase] += endless
                 found.taken[phase] += endless
-                found.stretches.append(Stretch(phase, round(position), None, shares))
+                found.stretches.append(Stretch(phase, round(position), None, shares(active)))
                 return found
             amount = beyond[0] if beyond is not None else length or 0
             rows = draws.rows(amount)
@@ -180,14 +179,13 @@ def _run(
                 left[source] = max(0.0, left[source] - rows[source])
             if amount:
                 end = position + amount if beyond is not None else stop
-                found.stretches.append(Stretch(phase, round(position), round(end), shares))
+                found.stretches.append(Stretch(phase, round(position), round(end), shares(active)))
             position = position + amount if beyond is not None else stop
             if beyond is not None:
                 spent.add(beyond[1])
                 events += 1
                 rest = [0.0 if source in spent else weight for source, weight in enumerate(weights)]
-                after = tuple(weight / sum(rest) if any(rest) else 0.0 for weight in rest)
-                found.events.append(Event(beyond[1], phase, round(position), after))
+                found.events.append(Event(beyond[1], phase, round(position), shares(rest)))
     return found
 
 
