@@ -81,6 +81,7 @@ class Scheduled:
         self._segments = mix.schedule.segments(mix.names, lane)
         self._by_tokens = mix.schedule.unit == "tokens"
         self._growing = Growing(_TIMES if self._by_tokens else 1)
+        self._mean = 1.0  # tokens in a row, of the last chunk
         self._parts = [
             Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
         ]
@@ -101,8 +102,9 @@ class Scheduled:
             return None
         assert self._turns is not None
         size, first = self._growing.next(), self._position
-        if not self._by_tokens:
-            size = min(size, self._segments.stops[segment] - self._clock)
+        left = self._segments.stops[segment] - self._clock
+        # Rows after the end of the segment are given back: in short phases with 64 segments, most of the work.
+        size = min(size, 1 + int(left / self._mean) if self._by_tokens else left)
         if self._held is not None:
             size = min(size, self._held[0] - first)
         sources = self._turns.sources(first, first + size)
@@ -124,6 +126,8 @@ class Scheduled:
                 part.give_back(int(np.searchsorted(mine, cut)))
         chunk = self._chunk(draws, sources, items, clocks) if cut else None
         self._position += cut
+        if clocks is not None:
+            self._mean = max(1.0, (int(clocks[-1]) - self._clock) / cut)
         self._clock += cut if clocks is None else int(clocks[-1]) - self._clock
         if is_spent:
             self._end_part(int(sources[cut]))
