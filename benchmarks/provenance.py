@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 import midepoch
@@ -27,6 +28,7 @@ LENGTH = 2048
 SLICE = 20
 Make = Callable[..., midepoch.Loader]
 Look = Callable[[Any], None]
+Seconds = npt.NDArray[np.float64]
 
 
 def write(path: Path, table: pa.Table) -> str:
@@ -90,6 +92,20 @@ def sliced(batches: Iterator[Any], look: Look | None = None) -> float:
     return (time.process_time() - start) / SLICE
 
 
+def in_turn(loaders: Iterable[Iterator[Any]], slices: int, warmup: int, look: Look | None = None) -> Seconds:
+    """The processor seconds of a batch by loader and slice. Loaders take turns, and every other time in reverse."""
+    loaders = list(loaders)
+    for batches in loaders:
+        for _ in range(warmup):
+            sliced(batches)
+    seconds = np.empty((len(loaders), slices))
+    numbers = range(len(loaders))
+    for each in range(slices):
+        for number in numbers if each % 2 else reversed(numbers):
+            seconds[number, each] = sliced(loaders[number], look)
+    return seconds
+
+
 def delivered(batch: Any) -> None:
     """Look at nothing of a batch."""
 
@@ -104,17 +120,7 @@ def overhead(make: Make, slices: int, folders: tuple[Path, Path] | None, look: L
     options: list[dict[str, Any]] = [{}, {"provenance": True}]
     for each, folder in zip(options, folders or (), strict=False):
         each["audit"] = folder
-    plain, traced = (forever(make(**each)) for each in options)
-    for batches in (plain, traced):
-        for _ in range(20):
-            sliced(batches)
-    pairs = []
-    for number in range(slices):
-        times = {}
-        for batches in (plain, traced) if number % 2 else (traced, plain):
-            times[id(batches)] = sliced(batches, look)
-        pairs.append((times[id(plain)], times[id(traced)]))
-    before, after = np.array(pairs).T
+    before, after = in_turn((forever(make(**each)) for each in options), slices, 20, look)
     return float(before.mean()), float(after.mean() / before.mean() - 1)
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import midepoch
-from benchmarks.provenance import documents, forever, rows, sliced
+from benchmarks.provenance import documents, forever, in_turn, rows
 from midepoch import Phase, Schedule
 
 BAR = 0.02
@@ -67,16 +65,7 @@ def cases(folder: Path) -> dict[str, Loaders]:
 
 def compared(loaders: tuple[midepoch.Loader, midepoch.Loader], slices: int) -> tuple[float, float, float]:
     """The seconds of a batch of the plain mix, and the share by which a schedule takes longer: mean and best."""
-    plain, scheduled = map(forever, loaders)
-    for batches in (plain, scheduled):
-        for _ in range(80):
-            sliced(batches)
-    pairs = []
-    for number in range(slices):
-        both: tuple[Iterator[Any], ...] = (plain, scheduled) if number % 2 else (scheduled, plain)
-        times = {id(batches): sliced(batches) for batches in both}
-        pairs.append((times[id(plain)], times[id(scheduled)]))
-    before, after = np.array(pairs).T
+    before, after = in_turn(map(forever, loaders), slices, 80)
     return float(before.mean()), float(after.mean() / before.mean() - 1), float(after.min() / before.min() - 1)
 
 

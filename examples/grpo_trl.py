@@ -3,13 +3,13 @@
 A generation is used for two optimizer steps here. The checkpoint after the first of them holds the prompts of that step
 as done: a resume generates completions for the others again, and then continues with new prompts.
 
-python examples/grpo_trl.py run --die-at 7      # killed within the eighth step, after the checkpoint of step 6
-python examples/grpo_trl.py run                 # resumes: 40 prompts, each trained on once
+python examples/grpo_trl.py run                 # kill it at any time (kill -9) after its first checkpoint, at step 3
+python examples/grpo_trl.py run                 # resumes
 torchrun --nproc-per-node 2 examples/grpo_trl.py run --batch 4     # or on two ranks, with the same prompts per step
+midepoch audit run/ledger                       # each prompt was acknowledged once
 """
 
 import argparse
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +43,11 @@ def make_tokenizer() -> Any:
 
 def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """1 for the right number, less the farther away the first number is."""
-    words = [completion.split() for completion in completions]
-    guesses = [next((int(word) for word in each if word.isdigit()), -100) for each in words]
+    guesses = [next((int(word) for word in text.split() if word.isdigit()), -100) for text in completions]
     return [1 / (1 + abs(guess - int(right))) for guess, right in zip(guesses, answer, strict=True)]
 
 
-class Trainer(ResumableGRPOTrainer):
-    """One that notes the prompts it trains on, and is killed if asked for."""
-
-    folder: Path
-    die_at: int | None
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        if self.state.global_step == self.die_at:
-            signal.raise_signal(signal.SIGKILL)
-        trained = inputs["prompt_ids"][inputs["completion_mask"].any(dim=1)]  # the others fill the last batch
-        texts = [self.processing_class.decode(tokens, skip_special_tokens=True) for tokens in trained]
-        self.note(self.state.global_step + 1, *(text.split()[0] for text in texts))
-        return super()._compute_loss(model, inputs)
-
-    def note(self, *words: object) -> None:
-        with open(self.folder / f"prompts-{self.args.process_index}.txt", "a") as seen:
-            print(*words, file=seen)
-
-
-def train(folder: Path, die_at: int | None, batch: int) -> None:
+def train(folder: Path, batch: int) -> None:
     args = GRPOConfig(
         output_dir=str(folder / "checkpoints"),
         per_device_train_batch_size=batch,
@@ -79,25 +59,21 @@ def train(folder: Path, die_at: int | None, batch: int) -> None:
         use_cpu=True,
         bf16=False,
         report_to=[],
-        disable_tqdm=True,
     )
     with args.main_process_first():
         make_data(folder / "prompts.parquet")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=1, **sizes))
     ds = midepoch.from_files(folder / "prompts.parquet").shuffle(seed=42)
-    trainer = Trainer(model, reward, args, train_dataset=ds, processing_class=make_tokenizer())
-    trainer.folder, trainer.die_at = folder, die_at
+    more = {"processing_class": make_tokenizer(), "loader_options": {"audit": str(folder / "ledger")}}
+    trainer = ResumableGRPOTrainer(model, reward, args, train_dataset=ds, **more)
     Path(args.output_dir).mkdir(exist_ok=True)
-    last = get_last_checkpoint(args.output_dir)
-    trainer.note("from", 0 if last is None else last.rpartition("-")[2])
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--die-at", type=int, help="be killed in the step after this one")
     parser.add_argument("--batch", type=int, default=8, help="completions of a step on each rank")
     options = parser.parse_args()
-    train(options.folder, options.die_at, options.batch)
+    train(options.folder, options.batch)

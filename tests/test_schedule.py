@@ -187,6 +187,13 @@ def test_weights_that_are_set_apply_from_the_next_batch_to_the_end_of_the_phase(
     assert len(before) + len(after) == 24
     assert sum(after[:8], Counter()) == {"code": 152, "math": 40}  # math has two passes
     assert after[8]["web"] > 0  # the next phase has its own weights
+    assert epoch_ids(loader) == epoch_ids(rows(sources).loader(), epoch=1)  # and so has that phase in the next epoch
+
+
+def epoch_ids(loader: Any, epoch: int | None = None) -> list[list[int]]:
+    if epoch is not None:
+        loader.set_epoch(epoch)
+    return [batch["id"].tolist() for batch in loader]
 
 
 @pytest.mark.parametrize("stop", ["all", "never"])

@@ -163,6 +163,29 @@ def test_a_record_counts_only_if_it_is_complete(files: list[str], tmp_path: Path
         read_run(tmp_path / "run").documents_of_step(1)
 
 
+def test_damaged_documents_are_not_named(files: list[str], tmp_path: Path) -> None:
+    """Records of documents are checked when they are read, so damage of one leaves the steps of others."""
+    loader = mixed(*files).loader(3, provenance=True, audit=tmp_path / "run")
+    seen = [said(batch) for batch in loader]
+    (path,) = (tmp_path / "run").glob("*.documents")
+    content, chunks, at = path.read_bytes(), [], 0
+    while at < len(content):  # a length with the highest bit is the checksum of a step
+        length = int.from_bytes(content[at : at + 4], "little")
+        if length < 1 << 31:
+            chunks.append(range(at, at + 12 + length))
+        at += 16 if length >= 1 << 31 else 12 + length
+    assert at == len(content) and len(chunks) > 1
+    for place in (chunks[0][4], chunks[0][12 + 6], chunks[0][-1]):  # the checksum, a source, the last length
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        run = read_run(tmp_path / "run")
+        with pytest.raises(DataNotFoundError, match="documents of step 1 on rank 0 are not recorded"):
+            run.documents_of_step(1)
+        assert listed(run, run.steps) == seen[-1]
+        assert not [one for one in run.documents_of_row(seen[0][0][2], seen[0][0][1]) or [] if one.step == 1]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_ends_the_records_of_a_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder, traced = DocumentRecorder(), DocumentTable.of_rows(np.arange(5), 0)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
+import midepoch
 from midepoch.checkpoint import CheckpointSaveError, PipelineCheckpoint
-from midepoch.checkpoint.disk import LocalSink
+from midepoch.checkpoint.disk import NO_LOCKS, LocalSink, folder_lock, try_lock
 
 
 def python(script: str, *arguments: str) -> list[Any]:
@@ -111,34 +116,78 @@ def test_a_sigterm_handler_saves_in_the_middle_of_any_save(tmp_path: Path) -> No
     assert len(handled) == moments
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one that comes in a finalizer is lost
+LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (midepoch, torch.distributed.checkpoint))
+
+
+def lines_until_interrupt(run: Callable[[], Any], line: int | None = None) -> int:
+    """Run with an interrupt before one of the lines of ours and of DCP; returns the number of lines that ran.
+
+    A signal at a random moment may also come while C++ code of torch, which allows no exceptions, calls Python: that
+    aborts the process, whatever is saved.
+    """
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(LIBRARIES) or frame.f_code.co_name == "close":
+            return None  # the interpreter closes files of DCP where it can raise nothing
+        if event == "line":
+            if lines == line:
+                raise KeyboardInterrupt
+            lines += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
 @pytest.mark.parametrize("backend", ["files", "dcp"])
-def test_an_interrupt_stays_an_interrupt(backend: str, tmp_path: Path) -> None:
+def test_an_interrupt_stays_an_interrupt_and_keeps_no_lock(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoint = PipelineCheckpoint(tmp_path, backend=backend, keep=1)
     model = torch.nn.Linear(64, 64)
-    checkpoint.save(None, model, step=1)
-    started = time.monotonic()
-    checkpoint.save(None, model, step=1)
-    seconds, moments = time.monotonic() - started, 60
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    interrupts = 0
-    gc.collect()
-    gc.freeze()  # an interrupt in the destructor of a C++ object, which other tests have left, would abort the process
-    try:
-        for number in range(moments):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, seconds * (number + 1) / moments)
-                checkpoint.save(None, model, step=2)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.unfreeze()
-    assert interrupts
+    for _ in range(2):  # the first creates the folder, the second replaces a step, as those below
+        lines = lines_until_interrupt(lambda: checkpoint.save(None, model, step=2))
+    assert lines > 500
+    for line in range(0, lines - 20, lines // 100):
+        with pytest.raises(KeyboardInterrupt):
+            lines_until_interrupt(lambda: checkpoint.save(None, model, step=2), line)
     checkpoint.save(None, model, step=3)
     checkpoint.verify(3)
+    assert checkpoint.steps() == [3]
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("midepoch")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3"]
+
+
+def test_an_interrupt_at_any_line_keeps_no_lock(tmp_path: Path) -> None:
+    def renames() -> None:
+        with folder_lock(tmp_path) as is_locked:
+            assert is_locked and try_lock(tmp_path) is None
+
+    for line in range(lines_until_interrupt(renames)):
+        with pytest.raises(KeyboardInterrupt):
+            lines_until_interrupt(renames, line)
+        lock = try_lock(tmp_path)
+        assert lock is not None and lock is not NO_LOCKS, line
+        lock.release()
+
+
+def test_a_forked_process_that_drops_a_lock_does_not_release_it(tmp_path: Path) -> None:
+    lock = try_lock(tmp_path)
+    if not (child := os.fork()):
+        del lock
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert lock is not None and lock.is_held_here and try_lock(tmp_path) is None
+    lock.release()
+    assert try_lock(tmp_path) is not None
 
 
 def test_a_failed_save_while_an_interrupt_is_handled_is_no_interrupt(

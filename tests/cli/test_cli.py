@@ -6,27 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from commands import call, of_json
 
 import midepoch
 from data import write_parquet
 from midepoch.audit import Ledger
 from midepoch.checkpoint import PipelineCheckpoint
-from midepoch.cli.app import app
-
-
-def call(*arguments: Any) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
-
-
-def of_json(*arguments: Any) -> Any:
-    found = call(*arguments, "--json")
-    assert found.exit_code in (0, 1), found.output
-    return json.loads(found.stdout)
 
 
 @pytest.fixture

@@ -12,32 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner, Result
+from commands import call, of_json, refused
 
 import midepoch
-from midepoch.cli.app import app
 from midepoch.errors import StateError
 from midepoch.stats import Stats
 from midepoch.tools.bench import Trial, advise
 from midepoch.tools.describe import describe, differences
 
 COMMANDS = ["info", "peek", "index", "bench", "inspect", "diff", "verify", "plan", "report", "watch", "audit", "doctor"]
-
-
-def call(*arguments: Any) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
-
-
-def of_json(*arguments: Any) -> Any:
-    found = call(*arguments, "--json")
-    assert found.exit_code in (0, 1), found.output + found.stderr
-    return json.loads(found.stdout)
-
-
-def refused(*arguments: Any) -> str:
-    found = call(*arguments)
-    assert found.exit_code == 2 and not found.stdout, found.output
-    return found.stderr
 
 
 @pytest.fixture

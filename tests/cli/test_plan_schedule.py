@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import commands
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner, Result
 
 from midepoch import Phase, Schedule
-from midepoch.cli.app import app
 from midepoch.cli.picture import phase_widths
 from midepoch.tools.schedule_plan import plan_schedule
 
 pytest.importorskip("yaml")
 
 ROWS = {"web": 400, "code": 100, "math": 20}
-
-
-def call(*arguments: Any) -> Result:
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *map(str, arguments)])
-
-
-def of_json(*arguments: Any) -> Any:
-    found = call(*arguments, "--json")
-    assert found.exit_code in (0, 1), found.output
-    return json.loads(found.stdout)
-
-
-def refused(*arguments: Any) -> str:
-    found = call(*arguments)
-    assert found.exit_code == 2 and not found.stdout, found.output
-    return found.stderr
+call = partial(commands.call, "plan", columns=80)
+of_json, refused = (partial(command, "plan") for command in (commands.of_json, commands.refused))
 
 
 @pytest.fixture

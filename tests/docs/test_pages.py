@@ -208,7 +208,7 @@ def test_restarts_of_torchrun_are_shown_with_the_variable_they_need() -> None:
 
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert variable in Path(dynamic_rendezvous.__file__).read_text(), "torch does not know it any more"
-    texts = [ROOT / page for page in PAGES] + sorted(ROOT.glob("examples/*.py"))
+    texts = [ROOT / page for page in PAGES] + sorted(ROOT.glob("examples/**/*.py"))
     shown = [path for path in texts if re.search(r"--max[-_]restarts", path.read_text())]
     assert ROOT / "docs/distributed.md" in shown
     assert [path.name for path in shown if variable not in path.read_text()] == []

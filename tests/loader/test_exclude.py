@@ -366,3 +366,17 @@ def test_the_ledger_counts_excluded_rows(name: str, open_ds: Callable[[], midepo
 
 def epoch_rows(open_ds: Callable[[], midepoch.Dataset]) -> list[int]:
     return sum(epoch_of(ROWS["weighted"](open_ds()).loader(4)), [])
+
+
+def test_running_far_ahead_is_announced(
+    open_ds: Callable[[], midepoch.Dataset], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outputs of a filter are known only when they are made. Positions are computed, however far ahead."""
+    rows = len(open_ds())
+    assert rows >= 10
+    ds = midepoch.concat([open_ds()] * (1 + 1_200 // rows))
+    loader = ds.filter(lambda row: row["id"] >= 0).loader(1)
+    loader.exclude(steps=range(998, 1_000))
+    assert "runs the pipeline" not in caplog.text
+    loader.exclude(steps=range(1_000, 1_002))
+    assert "runs the pipeline for 1002 steps, up to step 1001" in caplog.text

@@ -14,8 +14,10 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from midepoch.checkpoint import PipelineCheckpoint
 from midepoch.cli.app import app
 from midepoch.errors import CheckpointMismatchError, LeaseError, MidepochError
 from midepoch.loader import lease_channel
+from midepoch.loader.leases import Tracker
 
 ROWS = 4096
 
@@ -353,18 +356,37 @@ def test_a_lease_outlives_its_process_with_an_error(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_thread_that_ends_closes_its_connection(data: str) -> None:
+    loader, results = make(data), []
+    with loader.lease() as items, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        remote = pickle.loads(pickle.dumps(next(items)))
+        thread = threading.Thread(target=lambda: results.append(remote.ack()))
+        thread.start()
+        thread.join()
+        gc.collect()
+    assert results == [True]
+    assert not [str(one.message) for one in warned if issubclass(one.category, ResourceWarning)]
+
+
 def test_a_signal_handler_saves_what_was_acknowledged(data: str) -> None:
-    """States are saved by a handler at random moments, also amid ack() and state_dict() of the same thread."""
-    loader, noted, problems = make(data, 1), [0], []
+    """States are saved by a handler at random moments, also amid ack() and state_dict() of the same thread.
+
+    The handler starts the timer again when it has saved: on a slow machine handlers would else interrupt each other
+    without end.
+    """
+    loader, noted, problems, saves = make(data, 1), [0], [], [0]
 
     def save(_number: int, _frame: Any) -> None:
         acked = noted[0]
         state = loader.state_dict()
         if state["position"] < acked:
             problems.append((state["position"], acked))
+        saves[0] += 1
+        signal.setitimer(signal.ITIMER_REAL, 0.0005)
 
     before = signal.signal(signal.SIGALRM, save)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005)
     try:
         with loader.lease() as items:
             for lease in items:
@@ -377,7 +399,7 @@ def test_a_signal_handler_saves_what_was_acknowledged(data: str) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert not problems
+    assert saves[0] and not problems
     assert loader.position == 1500
 
 
@@ -398,6 +420,49 @@ def test_many_threads_acknowledge_each_lease_once(data: str) -> None:
             loader.state_dict()
     assert counts.sum() == ROWS
     assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("verdicts", [(False, True), (True, False)], ids=["ack first", "reject first"])
+def test_the_ledger_has_the_verdict_of_the_call_that_was_first(
+    data: str, verdicts: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """At every line of one call another one comes between, with the other verdict, and the block is left."""
+    first, second = verdicts
+    code, lines = Tracker.ack.__code__, {line for _, _, line in Tracker.ack.__code__.co_lines() if line}
+    returned: dict[int, list[bool]] = {}
+
+    def between(line: int) -> Any:
+        def trace(frame: Any, event: str, _argument: Any) -> Any:
+            if frame.f_code is code and event == "line" and frame.f_lineno == line:
+                sys.settrace(None)
+                returned[line].append(loader.ack(lease, rejected=second))
+                block.close()
+                next(block.enter_context(loader.lease()))
+            return trace
+
+        return trace
+
+    loader = make(data, 16, audit=str(tmp_path))
+    rejected = 0
+    with ExitStack() as block:
+        next(block.enter_context(loader.lease()))  # stays out, so that the next block continues this one
+        for line in sorted(lines):
+            block.close()
+            items = block.enter_context(loader.lease())
+            _, lease = take(items, 2)
+            returned[line] = []
+            before = sys.gettrace()
+            sys.settrace(between(line))
+            own = loader.ack(lease, rejected=first)
+            sys.settrace(before)
+            loader.state_dict()
+            rejected += first if own else second
+            assert sum([own, *returned[line]]) == 1, (line - code.co_firstlineno, own, returned[line])
+        assert any(returned.values())
+    run = read_run(tmp_path)
+    counts = run.epochs[0].leases
+    assert run.exact and counts is not None
+    assert (counts.acknowledged, counts.rejected) == (16 * len(lines), 16 * rejected)
 
 
 def test_checkpoints_hold_the_leases_of_all_ranks(data: str, tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def hinted_methods(hints: Mapping[str, Hints], only: Collection[str] | None = No
             shown = cls.__name__ if name == "__init__" else f"{cls.__name__}.{name}"
             if inspect.isfunction(method) and method.__module__.partition(".")[0] == __name__.partition(".")[0]:
                 setattr(cls, name, hinted(hints.get(name), shown)(method))
-            elif isinstance(method, classmethod):
-                setattr(cls, name, classmethod(hinted(hints.get(name), shown)(method.__func__)))
+            elif isinstance(method, classmethod | staticmethod):
+                setattr(cls, name, type(method)(hinted(hints.get(name), shown)(method.__func__)))
         return cls
 
     return decorate

@@ -236,6 +236,8 @@ class LaneRun:
             if track is None or track.delivered <= number:
                 continue
             rank = next(rank for rank, other in one.tracks.items() if other is track)
+            if not one.received(rank, number):
+                continue
             for each in self.intervals(one, lane, number, number + 1):
                 each = self._with_groups(one, lane, each, number + 1, later)
                 positions = each.lane.locals(each.first, each.first + each.touched)

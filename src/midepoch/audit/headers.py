@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from midepoch.audit.leases import LeaseSteps, leases_of
 from midepoch.audit.mixes import mix_of
 from midepoch.audit.orders import order_name
 from midepoch.audit.records import VERSION, VERSION_OF_OTHERS, VERSION_OF_POSITIONS
@@ -34,8 +36,14 @@ def header_of(
     sizes: BatchSizes | None,
     planning: Planning | None,
     done: Intervals,
+    leased: LeaseSteps | None,
+    excluded: Mapping[int, Intervals] | None,
 ) -> dict[str, Any]:
-    """Return what all passes record. ``until``: the position at its end, or UNKNOWN. ``done``: what is excluded."""
+    """Return what all passes record.
+
+    ``until``: the position at its end, or UNKNOWN. ``done``: positions that are excluded or acknowledged. ``excluded``:
+    those, or outputs by lane, that are excluded.
+    """
     shard = spec.shard
     header: dict[str, Any] = {
         "midepoch_ledger": VERSION_OF_POSITIONS if spec.has_positions else VERSION_OF_OTHERS,
@@ -64,4 +72,8 @@ def header_of(
         header["excluded"] = excluded_text(spec.excluded)
     if done:
         header |= {"midepoch_ledger": VERSION, "done": done.encode()}
+    if excluded:
+        header["excluded_places"] = {lane: places.encode() for lane, places in excluded.items()}
+    if leased is not None:
+        header |= {"midepoch_ledger": VERSION, "leases": leases_of(cursor, leased)}
     return header

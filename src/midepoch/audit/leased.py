@@ -45,4 +45,4 @@ def _of_rank(one: Generation, rank: int) -> RankPass:
             if amid is None
             else amid.done.remaining(shard.positions(amid.start, amid.done.before(one.made(rank))))
         )
-    return RankPass(shape.start, one.end, shard, shape.global_batch, record, plain, Intervals.decode(shape.done))
+    return RankPass(shape.start, one.end, shard, shape.global_batch, record, plain, one.done, one.excluded_places)

@@ -1,11 +1,11 @@
 """Leases in a ledger: which of them were acknowledged, and the proof that each was once.
 
-A pass of leases has ``leases`` in its first line: what is not delivered after its start, and the steps that it leaves
-out because this rank has acknowledged them. Among its steps are records in angle brackets, written when
-acknowledgements are settled: ``<a3-9,12;0:192-640>``, the steps, and by lane their outputs, or as lane 0 their turns
-(the numbers of their positions among those that the pass delivers). ``r`` instead of ``a``: they were rejected.
-``<u>``: all that were out are returned. An acknowledgement is recorded before it is in a state, so that one without a
-record is in no state either.
+A pass of leases has ``leases`` in its first line: the steps that it leaves out because this rank has acknowledged
+them and, in lanes, what is not delivered after its start (else that is in ``done``). Among its steps are records in
+angle brackets, written when acknowledgements are settled: ``<a3-9,12;0:192-640>``, the steps, and by lane their
+outputs, or as lane 0 their turns (the numbers of their positions among those that the pass delivers). ``r`` instead of
+``a``: they were rejected. ``<u>``: all that were out are returned. An acknowledgement is recorded before it is in a
+state, so that one without a record is in no state either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def leases_of(cursor: Cursor, leased: LeaseSteps) -> dict[str, Any]:
     """Return the field ``leases`` of a pass that begins at a cursor."""
     left_out = leased.left_out
     if cursor.lanes is None:
-        return {"done": cursor.done.encode(), "acked": left_out.encode()}
+        return {"acked": left_out.encode()}
     lanes = {lane: [at.outputs, at.done.encode()] for lane, at in cursor.lanes.by_lane.items()}
     return {"lanes": lanes, "acked": left_out.encode(), "first": leased.first}
 
@@ -75,6 +75,17 @@ class LeaseRecord(NamedTuple):
     acked: Mapping[int, Intervals]
     rejected: Mapping[int, Intervals]
     returned: bool
+    first: int = 0
+    """The number of the first step of the pass, in lanes."""
+
+    @property
+    def reach(self) -> int:
+        """Steps up to the last that was delivered, with those that were left out before it."""
+        return int(self.delivered.stops[-1]) - self.first if self.delivered else 0
+
+    def has(self, step: int) -> bool:
+        """Return True if a step of the pass was delivered. One that was acknowledged before is left out."""
+        return bool(self.delivered.contains(np.array([self.first + step]))[0])
 
     def base(self, start: int) -> dict[int, Intervals]:
         """Return what was acknowledged or excluded before the pass, by lane. Positions are those of lane 0."""
@@ -95,9 +106,9 @@ class LeaseRecord(NamedTuple):
         return {0: Intervals.from_positions(done.remaining(np.concatenate(turns)))} if turns else {}
 
 
-def read_leases(field: Any, record: bytes) -> LeaseRecord | None:
+def read_leases(header: Mapping[str, Any], record: bytes) -> LeaseRecord | None:
     """Return the leases of a pass, or None if it had none."""
-    if field is None:
+    if (field := header.get("leases")) is None:
         return None
     acked: dict[int, list[Intervals]] = {}
     rejected: dict[int, list[Intervals]] = {}
@@ -115,17 +126,18 @@ def read_leases(field: Any, record: bytes) -> LeaseRecord | None:
                 acked.setdefault(int(lane), []).append(_intervals(units))
                 if kind == b"r":
                     rejected.setdefault(int(lane), []).append(_intervals(units))
-    lanes = field.get("lanes")
+    lanes, first = field.get("lanes"), field.get("first", 0)
     if lanes is not None:
         lanes = {int(lane): (int(before), Intervals.decode(text)) for lane, (before, text) in lanes.items()}
     return LeaseRecord(
-        Intervals.decode(field.get("done", "")),
+        Intervals.decode(header.get("done", "")),
         lanes,
-        _steps(delivered, Intervals.decode(field.get("acked", "")), None if lanes is None else field["first"]),
+        _steps(delivered, Intervals.decode(field.get("acked", "")), None if lanes is None else first),
         steps,
         {lane: EMPTY.union(*some) for lane, some in acked.items()},
         {lane: EMPTY.union(*some) for lane, some in rejected.items()},
         returned,
+        first,
     )
 
 
@@ -149,6 +161,8 @@ class RankPass(NamedTuple):
     plain: Intervals | None = None
     done: Intervals = EMPTY
     """Positions that a pass without leases did not deliver."""
+    excluded: Mapping[int, Intervals] = {}
+    """Outputs by lane, or positions as those of lane 0, that are excluded after its start."""
 
 
 class LeaseCounts(NamedTuple):
@@ -167,6 +181,7 @@ class LeaseCounts(NamedTuple):
     returned: int
     repeated: int
     never: int
+    excluded: int
     examples: tuple[int, ...]
     """Some positions, or outputs, that were acknowledged twice or never."""
     kept: Mapping[int, Intervals]
@@ -180,11 +195,12 @@ class LeaseCounts(NamedTuple):
 class LeaseCounter:
     """Counts leases over the passes of all starts, in their order.
 
-    Every start must begin with what was acknowledged before it, or less: else something was skipped. Within a start,
-    nothing may be acknowledged that was so before.
+    Every start must begin with what was acknowledged or excluded before it, or less: else something was skipped. Within
+    a start, nothing may be acknowledged that was so before.
     """
 
     def __init__(self) -> None:
+        self._excluded: dict[int, Intervals] = {}
         self._kept: dict[int, Intervals] = {}
         self._rejected: dict[int, Intervals] = {}
         self._begun: set[int] = set()  # lanes of which the beginning in this start is known
@@ -204,11 +220,11 @@ class LeaseCounter:
             if one.plain is None:
                 self._is_sure = False
             else:
-                self._begin(0, one.done.union(Intervals.of(0, one.start)))
+                self._begin(0, one.done.union(Intervals.of(0, one.start)), one.excluded)
                 self._acknowledge(0, one.plain)
             return
         for lane, base in record.base(one.start).items():
-            self._begin(lane, base)
+            self._begin(lane, base, one.excluded)
         acked = record.places(record.acked, one.start, shard)
         for lane, some in acked.items():
             self._acknowledge(lane, some)
@@ -219,11 +235,15 @@ class LeaseCounter:
         delivered, finished, _ = self._steps.get(shard.index, (EMPTY, EMPTY, one))
         self._steps[shard.index] = (delivered.union(record.delivered), finished.union(record.finished), one)
 
-    def _begin(self, lane: int, base: Intervals) -> None:
+    def _begin(self, lane: int, base: Intervals, excluded: Mapping[int, Intervals]) -> None:
+        before, kept = self._excluded.get(lane, EMPTY), self._kept.get(lane, EMPTY)
+        if lane not in self._begun:
+            before = before.intersection(base)  # a state from before an exclusion takes it back
+        self._excluded[lane] = before.union(excluded.get(lane, EMPTY))
         if lane in self._begun:
             return
         self._begun.add(lane)
-        kept = self._kept.get(lane, EMPTY)
+        base = base.minus(self._excluded[lane].minus(kept))
         self._again += len(kept.minus(base))
         skipped = base.minus(kept) if self._is_sure else EMPTY
         self._never += len(skipped)
@@ -253,6 +273,7 @@ class LeaseCounter:
             left[True],
             self._repeated,
             self._never,
+            sum(len(some.minus(self._kept.get(lane, EMPTY))) for lane, some in self._excluded.items()),
             tuple(self._examples[:10]),
             self._kept,
         )

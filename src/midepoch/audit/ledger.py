@@ -21,7 +21,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -34,13 +34,13 @@ from midepoch.audit.documents import DocumentRecorder
 from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
-from midepoch.audit.leases import LeaseSteps, leases_of
+from midepoch.audit.leases import LeaseSteps
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
-from midepoch.audit.records import LOST, UNKNOWN, VERSION
+from midepoch.audit.records import LOST, UNKNOWN
 from midepoch.audit.starts import attempt_name, new_file
 from midepoch.order import Shard
-from midepoch.order.intervals import EMPTY
+from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.order.sizes import BatchSizes
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.lanes import Share, StepOutputs
@@ -122,6 +122,7 @@ class Ledger:
         planning: Planning | None = None,
         sources: Sequence[str] = (),
         leased: LeaseSteps | None = None,
+        excluded: Mapping[int, Intervals] | None = None,
     ) -> None:
         """Record that a pass begins at a cursor. ``leased``: the steps of its leases, if its batches are leases.
 
@@ -132,7 +133,8 @@ class Ledger:
 
         ``origin``: the cursor of the run before. ``how``: "fresh" for a new loader, "loaded" after a state was loaded,
         "on" if the run continues. ``measured``: the source of figures. ``load``: a state was loaded, and no pass is
-        begun yet. ``sources``: names of the sources, if the documents of steps are recorded.
+        begun yet. ``sources``: names of the sources, if the documents of steps are recorded. ``excluded``: what
+        ``Loader.exclude`` left out, of outputs by lane or of positions as those of lane 0.
         """
         shard, until, done = spec.shard, UNKNOWN, EMPTY
         if end is not None:
@@ -140,7 +142,7 @@ class Ledger:
         self._ends = end is None or until == UNKNOWN  # then the end is recorded when it is reached
         self._rows = (stream_name(spec, self.name), shard.index)
         header: dict[str, Any] = {
-            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning, done),
+            **header_of(spec, cursor, origin, batch_size, last_batch, until, sizes, planning, done, leased, excluded),
             "attempt": self.attempt(shard),
             "stream": self._rows[0],
             "name": self.name,
@@ -150,8 +152,6 @@ class Ledger:
             "time": round(time.time(), 3),
             **{key: value for key, value in (("load", load), ("sources", list(sources))) if value},
         }
-        if leased is not None:
-            header |= {"midepoch_ledger": VERSION, "leases": leases_of(cursor, leased)}
         self._lanes = None
         if end is None:
             numbers = Share.of(spec.lanes, shard).lanes.positions(0, spec.lanes).tolist()

@@ -88,7 +88,7 @@ def mix_of(node: Node) -> dict[str, Any]:
         return {}
     fields: dict[str, Any] = {"names": list(mix.names)}
     if mix.learned is not None:
-        fields |= {"phase": mix.learned[0], "weights": list(mix.learned[1])}
+        fields |= {"phase": mix.learned.phase, "weights": list(mix.learned.weights)}
     if mix.schedule is not None:
         fields["schedule"] = mix.schedule.text
     return {"mix": fields}

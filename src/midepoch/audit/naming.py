@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ class Naming:
 
     folder: Path
     generations: list[Generation]
+    every: list[Generation]
 
     @property
     def _orders(self) -> dict[str, KnownOrder]:
@@ -63,9 +65,23 @@ class Naming:
 
     def _pass_of(self, step: int) -> int:
         """Return the number of the pass with a step."""
+        self._check_ranks()
         if not 1 <= step <= self.steps:
             raise DataNotFoundError(f"there is no step {step}: the run has {self.steps:,} steps.")
         return bisect_right(self._first_steps, step - 1) - 1
+
+    def _check_ranks(self) -> None:
+        """Raise DataNotFoundError if the blocks of leases of one rank do not correspond to those of others."""
+        leased = [one for one in self.every if one.leases and one.shape.ranks > 1]
+        blocks = Counter((one.beginning[:2], one.shape.epoch, rank) for one in leased for rank in one.steps)
+        again = {(start, epoch) for (start, epoch, _), count in blocks.items() if count > 1}
+        for one in leased:
+            alone = one.missing or len(set(one.hows.values())) > 1
+            if alone and (one.beginning[:2], one.shape.epoch) in again:
+                raise DataNotFoundError(
+                    f"epoch {one.shape.epoch}: each rank takes leases at its own pace, and one has left a block and "
+                    "entered another where others have not. So the steps of the ranks have no common numbers."
+                )
 
     def documents_of_step(self, step: int) -> list[Document] | None:
         """Return the documents of a step, rank by rank in the order of the batch, with the tokens of each.
@@ -76,9 +92,10 @@ class Naming:
         one, place = self.generations[number], step - 1 - self._first_steps[number]
         if not one.documents:
             return None
+        self._check_delivered(one, place, step)
         documents: list[Document] = []
         for rank, (records, passed) in sorted(one.documents.items()):
-            if place < one.steps[rank]:
+            if place < one.steps[rank] and one.received(rank, place):
                 if (table := records.of(passed, place)) is None:
                     raise DataNotFoundError(f"the documents of step {step} on rank {rank} are not recorded.")
                 documents += self._documents(one, table, step, rank)
@@ -89,6 +106,7 @@ class Naming:
 
         None if they are not recorded.
         """
+        self._check_ranks()
         if not all(one.documents for one in self.generations):
             return None
         documents: list[Document] = []
@@ -100,7 +118,8 @@ class Naming:
             for rank, (records, passed) in sorted(one.documents.items()):
                 for place in records.steps_with(passed, leaf, row):
                     table = records.of(passed, place)
-                    if table is not None and place < min(one.steps[rank], one.kept_steps):
+                    delivered = place < min(one.steps[rank], one.kept_steps) and one.received(rank, place)
+                    if table is not None and delivered:
                         found = self._documents(one, table, before + place + 1, rank)
                         documents += [each for each in found if (each.source, each.row) == (leaf, row)]
         return sorted(documents)
@@ -114,17 +133,20 @@ class Naming:
     def rows_of_step(self, step: int) -> list[Delivery]:
         """Return the rows of a step, in the order of their positions."""
         number = self._pass_of(step)
-        one = self.generations[number]
+        one, before = self.generations[number], step - 1 - self._first_steps[number]
         if one.lanes:
-            later, place = self.generations[number + 1 :], step - self._first_steps[number]
-            if all(track.recorded < place <= track.delivered for track in one.tracks.values()):
+            self._check_delivered(one, before, step)
+            if all(track.recorded <= before < track.delivered for track in one.tracks.values()):
                 raise DataNotFoundError(
                     f"the rows of step {step} are not recorded: its process ended before they were written. Those of "
                     "the last seconds before a crash may be missing."
                 )
-            return list(self.lanes_of(one).deliveries(one, step - 1 - self._first_steps[number], step, later))
-        positions, ranks = self._positions_of_step(one, step, step - 1 - self._first_steps[number])
-        here = np.array([one.reached(rank) for rank in range(one.shape.ranks)])[ranks] > positions
+            return list(self.lanes_of(one).deliveries(one, before, step, self.generations[number + 1 :]))
+        number = self._number_in_plan(one, step, before)
+        self._check_delivered(one, number, step)
+        positions, ranks = self._positions_of_step(one, number)
+        reached = [one.reached(rank) if one.received(rank, number) else 0 for rank in range(one.shape.ranks)]
+        here = np.array(reached)[ranks] > positions
         positions, ranks = positions[here], ranks[here]
         if one.shape.batches:
             positions, ranks = self._in_batches(one, positions, ranks)
@@ -134,16 +156,33 @@ class Naming:
             for values in zip(positions.tolist(), ranks.tolist(), rows.tolist(), strict=True)
         ]
 
-    @staticmethod
-    def _positions_of_step(one: Generation, step: int, before: int) -> tuple[Int64Array, Int64Array]:
-        """Return the positions of a step of a pass, and their ranks."""
+    def _number_in_plan(self, one: Generation, step: int, before: int) -> int:
+        """Return the number of a step among those that a pass may deliver. Raise DataNotFoundError if it may not."""
         if (amid := one.shape.amid) is None:
-            positions = np.arange(one.shape.after(before), min(one.shape.after(before + 1), one.end, one.until))
-            return positions, positions % one.shape.ranks
+            return before
         wanted = one.shape.first_step + before
         number = amid.numbers.step(wanted)
         if amid.numbers.number(number) != wanted:
-            raise DataNotFoundError(f"step {step} was excluded: its rows were not delivered.")
+            leases = any(other.leases for other in self.generations)
+            reason = "excluded, or acknowledged before a state was loaded" if leases else "excluded"
+            raise DataNotFoundError(f"step {step} was {reason}: its rows were not delivered.")
+        return number
+
+    @staticmethod
+    def _check_delivered(one: Generation, number: int, step: int) -> None:
+        """Raise DataNotFoundError if all ranks had acknowledged a step of a pass before it."""
+        if not any(one.received(rank, number) for rank in one.steps):
+            raise DataNotFoundError(
+                f"step {step} was acknowledged before this block of leases began: its rows were not delivered again. "
+                "They are those of an earlier step."
+            )
+
+    @staticmethod
+    def _positions_of_step(one: Generation, number: int) -> tuple[Int64Array, Int64Array]:
+        """Return the positions of a step of a pass, and their ranks. ``number``: that in its plan."""
+        if (amid := one.shape.amid) is None:
+            positions = np.arange(one.shape.after(number), min(one.shape.after(number + 1), one.end, one.until))
+            return positions, positions % one.shape.ranks
         numbers = np.arange(amid.numbers.begin(number), amid.numbers.begin(number + 1))
         positions = amid.done.remaining(numbers)
         inside = positions < min(one.end, one.until)
@@ -151,6 +190,7 @@ class Naming:
 
     def steps_of_row(self, row: int, source: int = 0) -> list[Delivery]:
         """Return every step that saw a row, epoch by epoch. ``source``: its number, if there are several."""
+        self._check_ranks()
         if self.generations[0].lanes:
             sources = self.order.sources
             if not 0 <= source < len(sources):
@@ -183,6 +223,8 @@ class Naming:
                 start = one.shape.start if amid is None else amid.start
                 if start <= unit < one.reached(rank):
                     step = one.shape.steps_to(unit + 1)
+                    if not one.received(rank, step - 1):
+                        continue
                     if amid is not None:
                         step = amid.numbers.number(step - 1) + 1 - one.shape.first_step
                     deliveries.append(Delivery(self._first_steps[number] + step, epoch, position, rank, row))
@@ -201,6 +243,7 @@ class Naming:
 
     def _seen(self, report: Report | None) -> npt.NDArray[np.bool_]:
         """Return a mask of the rows of the files that were consumed at least once."""
+        self._check_ranks()
         seen = np.zeros(self.order.source.source_rows, dtype=np.bool_)
         done, total = 0, sum(min(one.frontier, one.end) - one.shape.start for one in self.generations)
         for one in self.generations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -74,6 +75,8 @@ class Generation:
     """By rank, the number of the pass in its process."""
     excluded: str = ""
     """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
+    excluded_places: Mapping[int, Intervals] = field(default_factory=dict)
+    """Outputs by lane, or positions as those of lane 0, that ``Loader.exclude`` left out after the start."""
     mix: RecordedMix | None = None
     """The mix, if it has a schedule or weights that were set."""
 
@@ -99,7 +102,13 @@ class Generation:
 
     def made(self, rank: int) -> int:
         """Return the position up to which a rank received its rows, whether the run kept them or not."""
-        return min(self.shape.after(self.steps.get(rank, 0)), self.end)
+        record = self.leases.get(rank)
+        steps = self.steps.get(rank, 0) if record is None or self.lanes else record.reach
+        return min(self.shape.after(steps), self.end)
+
+    def received(self, rank: int, step: int) -> bool:
+        """Return True unless a step of a pass of leases was left out: the rank had acknowledged it before."""
+        return (record := self.leases.get(rank)) is None or record.has(step)
 
     def reached(self, rank: int) -> int:
         """Return the position up to which a rank received the rows that the run kept."""
@@ -220,7 +229,8 @@ def _overtaken(one: Passed, files: dict[str, list[Passed]]) -> bool:
 
 def _is_over(one: Passed) -> bool:
     """Return True if a process delivered the last batch of its epoch."""
-    return one.finished or one.shape.after(one.steps) >= one.end
+    steps = one.steps if one.leases is None or one.lanes else one.leases.reach
+    return one.finished or one.shape.after(steps) >= one.end
 
 
 def _last_time(one: Passed) -> float:
@@ -266,5 +276,6 @@ def _together(shape: Shape, passes: list[Passed], uses: dict[str, int], files: d
         {rank: one.leases for rank, one in of_rank.items() if one.leases is not None},
         {rank: one.beginning[1] for rank, one in of_rank.items()},
         passes[0].excluded,
+        {lane: places for one in passes for lane, places in one.excluded_places.items()},
         passes[0].mix,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +149,8 @@ class Passed:
     """The machine or container of the process."""
     excluded: str = ""
     """Rows of the sources that yield nothing, as text, if positions cannot be computed."""
+    excluded_places: Mapping[int, Intervals] = field(default_factory=dict)
+    """Outputs by lane, or positions as those of lane 0, that ``Loader.exclude`` left out after the start."""
     seen: float | None = None
     """Time of the last step, within a second. None in ledgers of older versions."""
     sources: tuple[str, ...] = ()
@@ -241,10 +244,13 @@ def _passed(header: dict[str, Any], record: bytes, path: Path) -> Passed:
             workers=header.get("workers"),
             space=header.get("space", ""),
             excluded=header.get("excluded", ""),
+            excluded_places={
+                int(lane): Intervals.decode(places) for lane, places in header.get("excluded_places", {}).items()
+            },
             seen=header["time"] + int(header["seen"]) / 1000 if "seen" in header else None,
             sources=tuple(header.get("sources", ())),
             documents=RecordedDocuments(path) if "sources" in header and "cursors" in header else None,
-            leases=read_leases(header.get("leases"), record),
+            leases=read_leases(header, record),
             mix=read_mix(header.get("mix")),
         )
     except (KeyError, ValueError, TypeError, IndexError) as problem:

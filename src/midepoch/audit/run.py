@@ -76,7 +76,8 @@ class Run(Naming):
     """The ledger of a run, read. ``stream`` is one of the loaders that recorded there (``streams``).
 
     Steps are counted from 1 over all starts, as the weights have seen them: a step that was lost in a crash and
-    repeated counts once. Rows are numbers in the dataset before shuffling.
+    repeated counts once, and one that is excluded, or acknowledged before a block of leases, has a number, too. Rows
+    are numbers in the dataset before shuffling.
     """
 
     def __init__(self, folder: Path, generations: list[Generation], stream: str) -> None:
@@ -264,9 +265,10 @@ class Run(Naming):
         done = sum(map(len, counts.kept.values()))
         rows, last = every[-1].rows, every[-1]
         if last.lanes or rows == UNKNOWN:
-            rows = done + (not complete)  # outputs are not known before
-        dropped = rows - last.end if _drops(last, rows - last.end) else 0
-        left = max(0, rows - done - dropped)
+            rows = done + counts.excluded + (not complete)  # outputs are not known before
+        tail = rows - last.end - last.done.count(last.end, rows)
+        dropped = tail if _drops(last, tail) else 0
+        left = max(0, rows - done - counts.excluded - dropped)
         return EpochProof(
             epoch,
             rows,
@@ -277,8 +279,13 @@ class Run(Naming):
             pending=0 if over else left,
             skipped=sum(rows for one in every for of_rank in one.skipped.values() for _, rows in of_rank),
             again=counts.again,
-            steps=sum(sum(one.steps.values()) for one in every),
+            steps=sum(
+                len(one.leases[rank].delivered) if rank in one.leases else steps
+                for one in every
+                for rank, steps in one.steps.items()
+            ),
             examples=counts.examples,
+            excluded=counts.excluded,
             leases=counts,
         )
 

@@ -24,7 +24,6 @@ from midepoch.errors import CheckpointDamagedError
 # Windows has none: attempts of dead processes are then removed by their age.
 fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 
-NO_LOCKS = -1
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _NO_PLAIN_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENAMETOOLONG)
@@ -180,30 +179,58 @@ def signature(path: str) -> tuple[int, ...]:
     return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def try_lock(folder: Path) -> int | None:
-    """Lock a folder. Returns a handle for ``unlock``, NO_LOCKS where locks are not supported, None if it is locked.
+class Lock:
+    """Lock of a folder. Released when nothing refers to it: an interrupt that comes before ``release`` keeps no lock.
 
-    The kernel releases the lock when the process exits for any reason.
+    The kernel releases it when the process exits for any reason.
     """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd, self._thread = fd, threading.get_ident()
+        self._finalizer = None if fd is None else weakref.finalize(self, _unlock_and_close, fd, os.getpid())
+        if self._finalizer is not None:
+            self._finalizer.atexit = False
+
+    @property
+    def is_held_here(self) -> bool:
+        """Whether the current thread holds it."""
+        return self._fd is not None and self._thread == threading.get_ident()
+
+    def acquire(self) -> None:
+        assert self._fd is not None
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        if self._fd is not None and self._finalizer is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile holds it, too
+            fd, self._fd = self._fd, None
+            if self._finalizer.detach():
+                os.close(fd)
+
+
+def _unlock_and_close(fd: int, process: int) -> None:
+    if os.getpid() == process:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+NO_LOCKS = Lock(None)
+
+
+def try_lock(folder: Path) -> Lock | None:
+    """Lock a folder. Returns NO_LOCKS where locks are not supported, None if it is locked."""
     if fcntl is None:
         return NO_LOCKS
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    lock = Lock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC))
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.acquire()
     except OSError as problem:
-        os.close(fd)
+        lock.release()
         return None if isinstance(problem, BlockingIOError) else NO_LOCKS
-    return fd
+    return lock
 
 
-def unlock(fd: int | None) -> None:
-    """Undo ``try_lock``."""
-    if fd is not None and fd != NO_LOCKS:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile holds the same lock
-        os.close(fd)
-
-
-_lock_owners: dict[str, int] = {}  # by folder: the thread of this process that holds its lock
+_held: weakref.WeakValueDictionary[str, Lock] = weakref.WeakValueDictionary()  # by folder: the lock of this process
 
 
 @contextmanager
@@ -212,27 +239,27 @@ def folder_lock(folder: Path) -> Iterator[bool]:
 
     A signal handler that saves may interrupt a save that holds the lock: it does not wait for the code it interrupts.
     """
-    thread, key = threading.get_ident(), str(folder)
-    interrupts = _lock_owners.get(key) == thread
+    key = str(folder)
+    interrupts = (held := _held.get(key)) is not None and held.is_held_here
     limit = time.monotonic() + (0.0 if interrupts else _LOCK_TIMEOUT)
     while (lock := try_lock(folder)) is None and time.monotonic() < limit:
         time.sleep(0.005)
-    if lock is None and not interrupts:
-        _log.warning(
-            "%s: another process has held the lock of the folder for %d s. Continuing without it; check whether a "
-            "process that saves there is stopped.",
-            folder,
-            _LOCK_TIMEOUT,
-        )
-    previous = _lock_owners.get(key)
+    if lock is None:
+        if not interrupts:
+            _log.warning(
+                "%s: another process has held the lock of the folder for %d s. Continuing without it; check whether a "
+                "process that saves there is stopped.",
+                folder,
+                _LOCK_TIMEOUT,
+            )
+        yield False
+        return
     try:
-        if lock is not None:
-            _lock_owners[key] = thread
-        yield lock is not None
+        if lock is not NO_LOCKS:
+            _held[key] = lock
+        yield True
     finally:
-        if lock is not None:
-            _lock_owners.pop(key, None) if previous is None else _lock_owners.update({key: previous})
-        unlock(lock)
+        lock.release()
 
 
 def sync(path: Path) -> None:

@@ -39,7 +39,7 @@ class LocalStore:
         self.path = Path(path).expanduser().absolute()
         self.name = str(self.path)
         self.board: Board = LocalBoard(self.path / ".ranks")
-        self._locks: dict[str, int] = {}
+        self._locks: dict[str, disk.Lock] = {}
         self._manifests: dict[int, tuple[tuple[int, ...], Manifest]] = {}  # by step: signature when read, manifest
 
     def steps(self) -> list[int]:
@@ -151,15 +151,14 @@ class LocalStore:
             return False
         if lock is None:
             return False
-        self._locks[token] = lock
         try:
             os.rename(unlocked, attempt)
-        except BaseException as problem:
-            disk.unlock(self._locks.pop(token))
+        except FileNotFoundError:
+            return False
+        except BaseException:
             disk.remove(unlocked)
-            if isinstance(problem, FileNotFoundError):
-                return False
             raise
+        self._locks[token] = lock
         return True
 
     @contextmanager
@@ -206,12 +205,14 @@ class LocalStore:
         return self.path / f".step_{step}.{secrets.token_hex(8)}.{state}"
 
     def abandon(self, step: int, token: str) -> None:
+        lock = self._locks.pop(token, None)
         attempt = self._attempt(step, token)
         try:
             os.rmdir(attempt)  # empty after a commit
         except OSError:
             shutil.rmtree(attempt, ignore_errors=True)
-        disk.unlock(self._locks.pop(token, None))
+        if lock is not None:
+            lock.release()
 
     def remove(self, step: int, only: Manifest | None = None) -> bool:
         removed = False
@@ -271,11 +272,11 @@ class LocalStore:
 
     def _sweep_attempt(self, step: int, attempt: Path) -> None:
         lock = disk.try_lock(attempt)
-        if lock is None or (lock == disk.NO_LOCKS and time.time() - os.stat(attempt).st_mtime < STALE):
+        if lock is None or (lock is disk.NO_LOCKS and time.time() - os.stat(attempt).st_mtime < STALE):
             return
         gone = self._hidden(step, "gone")
         os.rename(attempt, gone)
-        disk.unlock(lock)
+        lock.release()
         disk.remove(gone)
 
 

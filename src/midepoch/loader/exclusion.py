@@ -21,12 +21,16 @@ from midepoch.pipeline.rows import BundlesHere
 from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
+_MANY_STEPS = 1_000
+"""Steps of a pipeline that may take minutes, if its functions are slow."""
 
 
 class Excluding(Counted):
     """The method of a loader that leaves out what is not to be delivered."""
 
     _counterparts: RankConsistencyCheck | None = None
+    _excluded: tuple[int, Mapping[int, Intervals]] = (0, {})
+    """An epoch, and what ``exclude(steps=…)`` left out of it in this process."""
 
     def exclude(
         self, *, steps: range | None = None, rows: Iterable[int] | Mapping[str | int, Iterable[int]] | None = None
@@ -41,6 +45,9 @@ class Excluding(Counted):
         ``rows``: numbers of rows before shuffling; with several sources, a dict by the name or number of the source.
         They are left out of the rest of this epoch and of every later one.
 
+        If the pipeline changes the number of rows (a filter, ``pack``, ``mix``), excluding steps runs it up to the last
+        of them, which takes as long as delivering these steps.
+
         The state has the exclusion. Call it with the same arguments on all ranks: before iterating, between two
         batches, or after ``load_state_dict``. With batches by ``max_tokens``, it returns the number of batches.
         """
@@ -49,7 +56,16 @@ class Excluding(Counted):
         cursor = self.next_cursor()
         if steps is not None:
             first, stop = _range_of(steps)
+            before = _done_by_lane(cursor)
             cursor, count = self._without_steps(cursor, first, stop)
+            known = self._excluded[1] if self._excluded[0] == cursor.epoch else {}
+            self._excluded = (
+                cursor.epoch,
+                {
+                    lane: done.minus(before.get(lane, EMPTY)).union(known.get(lane, EMPTY))
+                    for lane, done in _done_by_lane(cursor).items()
+                },
+            )
             _log.info("steps %d to %d are excluded: %d %s", first, stop - 1, count, self._counted_unit)
             self._continue_at(cursor, self._spec)
             return count
@@ -58,6 +74,21 @@ class Excluding(Counted):
         _log.info("%d rows are excluded from the next batch on", count)
         self._continue_at(cursor, spec)
         return count
+
+    def excluded_places(self, cursor: Cursor) -> dict[int, Intervals]:
+        """Return what is left out after a cursor, without what is acknowledged, for the ledger.
+
+        Those are outputs by lane, or positions as those of lane 0.
+        """
+        epoch, known = self._excluded
+        found = {
+            lane: known.get(lane, EMPTY).intersection(done)
+            for lane, done in (_done_by_lane(cursor) if epoch == cursor.epoch else {}).items()
+        }
+        if self._spec.excluded and self._spec.has_positions:
+            rows = self._spec.excluded_positions(cursor.epoch).from_(cursor.position)
+            found[0] = rows.union(found.get(0, EMPTY))
+        return {lane: places for lane, places in found.items() if places}
 
     @property
     def _counted_unit(self) -> str:
@@ -112,6 +143,13 @@ class Excluding(Counted):
         counts = options.counts(cursor)
         number = cursor.steps if counts else cursor.position // size
         _check_ahead(first, number)
+        if stop - number > _MANY_STEPS:
+            _log.warning(
+                "exclude(steps=…) runs the pipeline for %d steps, up to step %d: which outputs a step has is known "
+                "only when it is made. Exclude steps shortly before they come.",
+                stop - number,
+                stop - 1,
+            )
         steps = LaneSteps(lanes, options, None, number, counts=True)
         taken = [EMPTY] * len(lanes.numbers)
         count = 0
@@ -146,6 +184,13 @@ class Excluding(Counted):
         before = spec.excluded or (EMPTY,) * len(excluded)
         together = tuple(a.union(b) for a, b in zip(before, excluded, strict=True))
         return replace(spec, excluded=together), sum(map(len, together)) - sum(map(len, before))
+
+
+def _done_by_lane(cursor: Cursor) -> dict[int, Intervals]:
+    """Return what is not delivered after a cursor: outputs by lane, or positions as those of lane 0."""
+    if cursor.lanes is None:
+        return {0: cursor.done}
+    return {lane: at.done for lane, at in cursor.lanes.by_lane.items()}
 
 
 def _with_done(cursor: Cursor, lanes: Lanes, taken: list[Intervals]) -> Cursor:

@@ -116,15 +116,27 @@ def _remove_stale(parent: Path, prefix: str) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-_connections = threading.local()
+class _Connections(threading.local):
+    """The connections of each thread to loaders, by process and address. They are closed with the thread."""
+
+    def __init__(self) -> None:
+        self.open = _Sockets()
+
+
+class _Sockets(dict[tuple[int, str], socket.socket]):
+    def __del__(self) -> None:
+        for connection in self.values():
+            connection.close()
+
+
+_connections = _Connections()
 
 
 @contextmanager
 def _connected(address: str) -> Iterator[socket.socket]:
     """Yield the connection of this thread to a loader. It is closed after an error."""
-    known: dict[tuple[int, str], socket.socket] = _connections.__dict__.setdefault("known", {})
     key = (os.getpid(), address)
-    connection = known.pop(key, None)
+    connection = _connections.open.pop(key, None)
     if connection is None:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -137,7 +149,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
     except BaseException:
         connection.close()
         raise
-    known[key] = connection
+    _connections.open[key] = connection
 
 
 def acknowledge(address: str, number: int, rejected: bool) -> bool:

@@ -4,8 +4,8 @@
 acknowledged. *LeaseBook*: the leases of a loader, over all passes. The state of a loader with leases is the oldest step
 that is not acknowledged, and the later ones that are.
 
-``ack`` may be called by any thread, and by a signal handler. It takes no lock: the step is noted in ``inbox``, and
-removing it from ``out`` decides which of several calls is the first. All else is done by ``settle``.
+``ack`` may be called by any thread, and by a signal handler. It takes no lock: appending to the entry of the step in
+``out`` decides which of several calls is the first. Its verdict is noted in ``inbox``. All else is done by ``settle``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from midepoch._internal.hints import hinted_methods
 from midepoch.audit.leases import record_of
 from midepoch.audit.ledger import Ledger
 from midepoch.loader.lease_channel import Channel, acknowledge
@@ -33,6 +36,7 @@ MOST_NOTED = 256
 _books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
 
 
+@hinted_methods({}, only=("ack", "reject"))
 class Lease:
     """A batch that counts as consumed when it is acknowledged. ``id``: its number, unique in the run.
 
@@ -81,13 +85,14 @@ def _remote_lease(number: int, address: str) -> Lease:
 class Tracker:
     """The leases of a pass on one rank.
 
-    ``first``: the id of the lease of step 0. ``out``: steps that were delivered and are not acknowledged, with what is
-    needed to save them. ``acked``: steps that are acknowledged, without those in ``inbox``.
+    ``first``: the id of the lease of step 0. ``out``: steps that were delivered and are not acknowledged. Each has the
+    cursor after it, and then the verdicts of calls in progress. ``acked``: steps that are acknowledged, without those
+    in ``inbox``.
     """
 
     def __init__(self, first: int, plan: StepPlan | None, start: Cursor, taken: Taken, ledger: Ledger | None) -> None:
         self.first, self.plan, self.start, self._taken, self._ledger = first, plan, start, taken, ledger
-        self.out: dict[int, Any] = {}
+        self.out: dict[int, list[Any]] = {}
         self.inbox: dict[int, tuple[Any, bool]] = {}
         self.acked = EMPTY
         self.delivered = 0
@@ -112,7 +117,7 @@ class Tracker:
 
     def add(self, step: int, cursor: Any) -> None:
         """Note that a step is delivered, and the cursor after it."""
-        self.out[step] = cursor
+        self.out[step] = [cursor]
         self.last, self.delivered = cursor, step + 1
 
     def pass_over(self, step: int, cursor: Any) -> None:
@@ -121,36 +126,44 @@ class Tracker:
         self.inbox[step] = (cursor, False)
 
     def ack(self, step: int, rejected: bool) -> bool:
-        """Acknowledge a step. Return False if it is not out."""
-        cursor = self.out.get(step)
-        if cursor is None:
+        """Acknowledge a step. Return False if it is not out, or if another call was first."""
+        entry = self.out.get(step)
+        if entry is None:
             return False
-        self.inbox[step] = (cursor, rejected)  # before it leaves ``out``: a state always finds it in one of them
+        verdict = (entry[0], rejected)
+        entry.append(verdict)
+        # Every call completes the first one, which may have been interrupted. The step is noted before it leaves
+        # ``out``: a state always finds it in one of them.
+        self.inbox[step] = entry[1]
         if self.returned:
             self.returned.discard(step)
-        return self.out.pop(step, None) is not None
+        self.out.pop(step, None)
+        return entry[1] is verdict
 
     def settle(self) -> None:
         """Add what was acknowledged to ``acked``, and record it in the ledger.
 
-        A signal handler may save a state meanwhile, in this very method. So nothing leaves the inbox before it is in
-        ``acked``, which is replaced only if it is what the new value was computed from. Doing it twice does no harm.
+        A signal handler may save a state meanwhile, in this very method. So nothing is in ``acked`` before it is
+        recorded, and nothing leaves the inbox before it is in ``acked``, which is replaced only if it is what the new
+        value was computed from. Doing it twice does no harm.
         """
         with self._lock:
             noted = dict(self.inbox)
             if not noted:
                 return
-            while True:
-                before = self.acked
-                after = before.union(Intervals.from_positions(noted))
-                if self.acked is before:
-                    self.acked = after
-                    break
+            numbers = np.fromiter(noted, np.int64, len(noted))
+            fresh = numbers[~self.acked.contains(numbers)]  # a call that was late notes a step again
             for kind, flag in (("a", False), ("r", True)):
-                steps = {step: cursor for step, (cursor, rejected) in noted.items() if rejected is flag}
+                steps = {step: noted[step][0] for step in fresh.tolist() if noted[step][1] is flag}
                 units = self._taken.add(steps, recorded=self._ledger is not None) if steps else {}
                 if steps and self._ledger is not None:
                     self._ledger.note(record_of(kind, Intervals.from_positions(steps), units))
+            while True:
+                before = self.acked
+                after = before.union(Intervals.from_positions(fresh))
+                if self.acked is before:
+                    self.acked = after
+                    break
             for step in noted:
                 self.inbox.pop(step, None)
 
@@ -161,9 +174,9 @@ class Tracker:
                 self.settle()
                 oldest = self.acked.after(0)
                 over = oldest == self.delivered
-                at = self.last if over else self.out.get(oldest)
-                if at is not None:
-                    return Frontier(self.acked, oldest, at, over, over and self.ended)
+                entry = [self.last] if over else self.out.get(oldest)
+                if entry is not None:
+                    return Frontier(self.acked, oldest, entry[0], over, over and self.ended)
                 # Acknowledged a moment ago, by another thread.
 
     def cursor(self, *, alone: bool) -> tuple[Cursor, str]:

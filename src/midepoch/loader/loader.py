@@ -355,6 +355,7 @@ class Loader(Leasing):
             load=load,
             sources=self.sources if self._options.provenance else (),
             leased=leased,
+            excluded=self.excluded_places(cursor),
         )
 
     def open(self, cursor: Cursor, plan: StepPlan | None, *, alone: bool = False) -> BatchSource:

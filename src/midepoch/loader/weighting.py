@@ -32,10 +32,11 @@ class Weighting(Excluding):
         mix = self._mix("weights")
         weights: Sequence[float] = mix.current
         if mix.schedule is not None:
-            phase = phase_at(self._spec, self.next_cursor())
+            cursor = self.next_cursor()
+            phase = phase_at(self._spec, cursor)
             weights = [mix.schedule.plan[phase].weights.get(name, 0.0) for name in mix.names]
-            if mix.learned is not None and mix.learned[0] == phase:
-                weights = mix.learned[1]
+            if mix.learned is not None and mix.learned.applies(cursor.epoch, phase):
+                weights = mix.learned.weights
         shares = tuple(weight / sum(weights) for weight in weights)
         return dict(zip(mix.names, shares, strict=True)) if mix.names else shares
 
@@ -49,8 +50,8 @@ class Weighting(Excluding):
         """Change the weights of the mix from the next batch on, for methods that learn them during the run.
 
         ``weights``: by the name of the source (0 if it is not named), or a list. With a schedule, they apply until the
-        phase ends. The state has them, so a resume continues with them. Steps after the mix (shuffle, batch, pack)
-        first deliver the rows that they have drawn with the weights before.
+        phase ends in this epoch. The state has them, so a resume continues with them. Steps after the mix (shuffle,
+        batch, pack) first deliver the rows that they have drawn with the weights before.
 
         Call it at the same step on all ranks. The weights of the first rank to call it apply on all of them.
         """

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from midepoch._internal.hints import hinted_methods
 from midepoch.order.schedule_fields import OPEN as OPEN
 from midepoch.order.schedule_fields import count_of, paths_of, title_of, weights_of
 from midepoch.order.shard import Shard
@@ -24,6 +25,7 @@ STAIRS = 64
 _LENGTHS = ("steps", "rows", "tokens")
 
 
+@hinted_methods({}, only=("__init__",))
 @dataclass(frozen=True)
 class Phase:
     """One phase of a training run.
@@ -92,6 +94,7 @@ class PhasePlan:
         return (self.outputs - self.first_output) // self.global_batch_size
 
 
+@hinted_methods({"__init__": {"weights": "Give each Phase its weights."}})
 @dataclass(frozen=True)
 class Schedule:
     """The plan of a training run in phases. It is a function of the position: the same for any ranks and workers.

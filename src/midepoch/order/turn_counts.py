@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.bijection import hashed
 from midepoch.order.turns import Turns
 
 Int64Array = npt.NDArray[np.int64]
@@ -23,13 +22,13 @@ def count(turns: Turns, stop: int) -> Int64Array:
     spans = (stop if turns.rows is None else min(stop, turns.rows)) // size
     sources = len(turns.weights)
     if exact:
-        found = spans * np.bincount(turns._labels(0, size), minlength=sources)
+        found: Int64Array = spans * turns._counts(np.array([0]), size)[0]
     else:
         found = np.zeros(sources, np.int64)
         for first in range(0, spans, _PIECE):
-            found += _of_spans(turns, first, min(spans, first + _PIECE))
+            found += turns._counts(np.arange(first, min(spans, first + _PIECE)), size).sum(axis=0)
     rest = turns.sources(spans * size, stop)
-    return (found + np.bincount(rest, minlength=sources)).astype(np.int64)
+    return found + np.bincount(rest, minlength=sources)
 
 
 def draw_of(turns: Turns, source: int, number: int) -> int | None:
@@ -51,13 +50,3 @@ def draw_of(turns: Turns, source: int, number: int) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if count(turns, middle)[source] <= number else (low, middle)
     return low
-
-
-def _of_spans(turns: Turns, first: int, last: int) -> Int64Array:
-    """Return the counts in complete spans whose counts are rounded, as ``Turns._labels`` rounds them."""
-    size = turns._size[0]
-    offsets = (hashed(np.arange(first, last), turns._keys[1]) >> np.uint64(11)).astype(np.float64) / 2.0**53
-    bounds = np.floor(np.round(np.cumsum(turns._shares) * size, 9) + offsets[:, None]).astype(np.int64)
-    bounds[:, -1] = size
-    found: Int64Array = np.diff(np.minimum(bounds, size), axis=1, prepend=0).sum(axis=0)
-    return found

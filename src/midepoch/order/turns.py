@@ -80,18 +80,19 @@ class Turns:
         keys = hashed(np.arange(begin, begin + (last - first) * length), self._keys[0]).reshape(-1, length)
         order = np.argsort(keys, axis=1)  # no two keys are equal: the hash is a bijection
         if exact and length == size:
-            return self._labels(0, size)[order]
-        return np.take_along_axis(self._span_labels(np.arange(first, last), length), order, axis=1)
+            labels: Int64Array = self._labels(np.array([0]), size)[0]
+            return labels[order]
+        return np.take_along_axis(self._labels(np.arange(first, last), length), order, axis=1)
 
-    def _span_labels(self, numbers: Int64Array, length: int) -> Int64Array:
-        """Return the sources of spans in ascending order: systematic sampling, with one random offset for each span."""
+    def _labels(self, numbers: Int64Array, length: int) -> Int64Array:
+        """Return the sources of spans in ascending order."""
+        counts = self._counts(numbers, length)
+        return np.repeat(np.tile(np.arange(counts.shape[1]), len(numbers)), counts.reshape(-1)).reshape(-1, length)
+
+    def _counts(self, numbers: Int64Array, length: int) -> Int64Array:
+        """Return the count of each source in spans: systematic sampling, with one random offset for each span."""
         offsets = (hashed(numbers, self._keys[1]) >> np.uint64(11)) / 2.0**53
         bounds = np.floor(np.round(np.cumsum(self._shares) * length, 9) + offsets[:, None]).astype(np.int64)
         bounds[:, -1] = length
-        counts = np.diff(bounds, axis=1, prepend=0)
-        return np.repeat(np.tile(np.arange(counts.shape[1]), len(numbers)), counts.reshape(-1)).reshape(-1, length)
-
-    def _labels(self, number: int, length: int) -> Int64Array:
-        """Return the sources of one span in ascending order."""
-        labels: Int64Array = self._span_labels(np.array([number]), length)[0]
-        return labels
+        counts: Int64Array = np.diff(np.minimum(bounds, length), axis=1, prepend=0)  # an offset may round to 1
+        return counts

@@ -72,6 +72,6 @@ def describe(node: Node) -> dict[str, Any]:
     if isinstance(base, Mix):
         more = {"weights": list(base.weights)} | ({"names": list(base.names)} if base.names else {})
         more |= {"schedule": base.schedule.text} if base.schedule is not None else {}
-        more |= {"learned": [base.learned[0], list(base.learned[1])]} if base.learned is not None else {}
+        more |= {"learned": [*base.learned[:2], list(base.learned.weights)]} if base.learned is not None else {}
     more |= {"arguments": node.arguments} if node.arguments else {}
     return {"pipeline": node.text, **more, "parts": [describe(part) for part in base.parts]}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from midepoch.order import Weighted
 from midepoch.order.budget import Budget
@@ -21,13 +22,25 @@ from midepoch.transforms.packing import PackSpec
 STOPS = ("first", "all", "never")
 
 
+class Learned(NamedTuple):
+    """Weights that were set during the run. With a schedule, they apply in one phase of one epoch."""
+
+    epoch: int
+    phase: int
+    weights: tuple[float, ...]
+
+    def applies(self, epoch: int, phase: int) -> bool:
+        """Return True for the phase of a schedule in which they apply."""
+        return (epoch, phase) == (self.epoch, self.phase)
+
+
 @dataclass(frozen=True, eq=False)
 class Mix:
     """Outputs of several flows, interleaved by their weights.
 
     ``schedule``: weights by position; then ``weights`` are those of the first phase. ``tokens``: the column whose
     tokens the schedule counts, and the tokens that are added to each row. ``learned``: weights that were set during
-    the run, and the number of the phase in which they apply (0 without a schedule).
+    the run.
     """
 
     parts: tuple[Node, ...]
@@ -37,7 +50,7 @@ class Mix:
     names: tuple[str, ...] = ()
     schedule: Schedule | None = None
     tokens: tuple[str, int] | None = None
-    learned: tuple[int, tuple[float, ...]] | None = None
+    learned: Learned | None = None
 
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
@@ -52,7 +65,7 @@ class Mix:
     @property
     def current(self) -> tuple[float, ...]:
         """The weights, or those that were set during the run."""
-        return self.weights if self.learned is None else self.learned[1]
+        return self.weights if self.learned is None else self.learned.weights
 
     def most_passes(self, number: int) -> int | None:
         """Return the most passes over a part, or None if a schedule does not limit them."""

@@ -46,15 +46,17 @@ class Setting(NamedTuple):
     rows: int | None
 
 
-def setting(mix: Mix, segments: Segments, clock: int, position: int, spent: Sequence[bool]) -> Setting | None:
+def setting(
+    mix: Mix, segments: Segments, epoch: int, clock: int, position: int, spent: Sequence[bool]
+) -> Setting | None:
     """Return the weights that apply at a position of a stretch of draws, or None if nothing is left to draw from."""
     assert mix.schedule is not None
     number = segments.at(clock)
     if number is None:
         return None
     weights = segments.weights[number]
-    if mix.learned is not None and mix.learned[0] == segments.phases[number]:
-        weights = mix.learned[1]
+    if mix.learned is not None and mix.learned.applies(epoch, segments.phases[number]):
+        weights = mix.learned.weights
     weights = tuple(0.0 if over else weight for weight, over in zip(weights, spent, strict=True))
     if not any(weights):
         return None
@@ -147,7 +149,7 @@ class Scheduled:
             if held is not None:
                 found: Setting | None = Setting(tuple(held[1]), held[2] if held[2] >= 0 else None)
             else:
-                found = setting(self._mix, self._segments, self._clock, self._position, spent)
+                found = setting(self._mix, self._segments, self._epoch, self._clock, self._position, spent)
             if found is None:
                 self._warn(segment)
                 return False

@@ -10,6 +10,7 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order.budget import Budget
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.cursor import Cursor, PlannedAt
+from midepoch.state.format import json_in
 
 
 def done_text(cursor: Cursor) -> str:
@@ -29,13 +30,14 @@ def done_of_all(first: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -
 
 def done_in_lanes(text: str) -> dict[int, Intervals]:
     """Return the outputs of each lane that are done."""
-    try:
-        found = json.loads(text or "{}")
-        if not all(lane.isdecimal() and isinstance(each, str) for lane, each in found.items()):
-            raise ValueError("lanes")
-    except (ValueError, AttributeError, RecursionError):
-        raise StateError(f"the state is damaged: 'done' is {text!r:.40}.") from None
-    return {int(lane): Intervals.decode(each) for lane, each in found.items()}
+    return sets_by_lane(json_in(text or "{}", dict, "done"), "done")
+
+
+def sets_by_lane(texts: Any, name: str) -> dict[int, Intervals]:
+    """Return the sets of outputs that a field has as {lane: text}."""
+    if not isinstance(texts, dict) or not all(k.isdecimal() and isinstance(text, str) for k, text in texts.items()):
+        raise StateError(f"the state is damaged: {name!r} is {texts!r:.40}.")
+    return {int(lane): Intervals.decode(text) for lane, text in texts.items()}
 
 
 def changed_mix() -> CheckpointMismatchError:

@@ -32,6 +32,7 @@ from typing import Any
 from midepoch._internal.checks import LARGEST
 from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Order, Selection, Shuffle, Weighted
+from midepoch.pipeline.open import is_count
 
 VERSION = 1
 KEY = "midepoch"
@@ -66,15 +67,29 @@ def check_allow(allow: Collection[str]) -> None:
         raise ValueError(f"allow takes a list of names from {', '.join(sorted(CAUSES))}, got {allow!r}")
 
 
+def json_in(text: str, kind: type, name: str) -> Any:
+    """Return the JSON of a field. Raise StateError unless it is a list, or a dict, as ``kind`` says."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
+    return value
+
+
 def changes_in(text: str) -> list[str]:
     """Return the changes recorded in a state."""
-    try:
-        changes = json.loads(text or "[]")
-    except (ValueError, RecursionError):
-        changes = None
-    if not isinstance(changes, list):
-        raise StateError(f"the state is damaged: 'changes' is {text!r:.40}.")
-    return [str(one) for one in changes]
+    return [str(one) for one in json_in(text or "[]", list, "changes")]
+
+
+def flow_in(text: str) -> list[Any]:
+    """Return the lanes in the field ``flow``: [lane, outputs, 1 if it has ended, its cursor] for each."""
+    entries: list[Any] = json_in(text, list, "flow")
+    for entry in entries:
+        if not (isinstance(entry, list) and len(entry) == 4 and all(map(is_count, entry[:3])) and entry[2] in (0, 1)):
+            raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
+    return entries
 
 
 def order_of(belongs: Mapping[str, Any], selection: Selection, weights: Any = None) -> Order:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from midepoch.errors import CheckpointMismatchError
 from midepoch.order import Shard
 from midepoch.pipeline.cursor import At, Cursor
-from midepoch.pipeline.node import Mix, Node
+from midepoch.pipeline.node import Learned, Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import Found, LaneContext, changed_mix
 from midepoch.state.matching import through
@@ -23,7 +23,7 @@ def with_weights(
     """
     before = spec.node.base
     assert isinstance(before, Mix)
-    mix = replace(before, learned=(phase, weights))
+    mix = replace(before, learned=Learned(cursor.epoch, phase, weights))
     found = [Found(part, number, lambda at, *_: at) for number, part in enumerate(mix.parts)]
 
     def convert(at: At, need: int | None, of: LaneContext) -> At:

@@ -20,7 +20,8 @@ from midepoch.errors import CheckpointMismatchError, StateError
 from midepoch.order import Shard
 from midepoch.order.intervals import EMPTY, Intervals
 from midepoch.pipeline.open import is_count
-from midepoch.state.format import apart
+from midepoch.state.done import done_in_lanes, sets_by_lane
+from midepoch.state.format import apart, flow_in, json_in
 
 State = Mapping[str, Any]
 
@@ -133,7 +134,7 @@ def _shared(states: Sequence[State], leased: Sequence[Leased | None], ranks: Seq
             if before is None or (outputs, -ended) < (before[1], -before[2]):
                 lanes[lane] = [lane, outputs, ended, cursor]
         own = leased[rank]
-        excluded = _texts(_json(states[rank]["done"] or "{}", dict, "done"), "done")
+        excluded = done_in_lanes(states[rank]["done"])
         for given in (excluded, own.outputs or {} if own is not None else {}):
             for lane, some in given.items():
                 done[lane] = done.get(lane, EMPTY).union(some)
@@ -149,41 +150,22 @@ def _shared(states: Sequence[State], leased: Sequence[Leased | None], ranks: Seq
 
 
 def _entries(state: State) -> list[Any]:
-    entries = _json(state["flow"] or "[]", list, "flow")
-    for entry in entries:
-        if not (isinstance(entry, list) and len(entry) == 4 and all(map(is_count, entry[:3]))):
-            raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
-    return list(entries)
+    """Return the lanes of a state, possibly none."""
+    return flow_in(state["flow"] or "[]")
 
 
 def _leased(state: State) -> Leased | None:
     text = state["leased"]
     if not text:
         return None
-    fields = _json(text, list, "leased")
+    fields = json_in(text, list, "leased")
     try:
         if len(fields) == 3:
             rank, ranks, outputs = fields
-            return Leased(Shard(rank, ranks), outputs=_texts(outputs, "leased"))
+            return Leased(Shard(rank, ranks), outputs=sets_by_lane(outputs, "leased"))
         rank, ranks, turn, turns = fields
         if is_count(turn):
             return Leased(Shard(rank, ranks), turn, Intervals.decode(turns))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         pass
     raise StateError(f"the state is damaged: 'leased' is {text!r:.40}.")
-
-
-def _texts(texts: Any, name: str) -> dict[int, Intervals]:
-    if not all(lane.isdecimal() and isinstance(text, str) for lane, text in texts.items()):
-        raise StateError(f"the state is damaged: {name!r} is {texts!r:.40}.")
-    return {int(lane): Intervals.decode(text) for lane, text in texts.items()}
-
-
-def _json(text: str, kind: type, name: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, kind):
-        raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
-    return value

@@ -122,7 +122,7 @@ class Matched:
             return self._scheduled(spec, base, saved, found, kept, where)
         learned, changed = learned_in(saved, len(parts)), before != now or not kept
         weights = before if isinstance(before, list) and len(before) == len(parts) else None
-        weights = weights if learned is None else list(learned[1])
+        weights = weights if learned is None else list(learned.weights)
         if changed:
             self._note_mix(weights, now, same, len(parts), where)
         else:

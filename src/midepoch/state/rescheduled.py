@@ -10,7 +10,7 @@ from typing import Any
 from midepoch.errors import StateError
 from midepoch.order.schedule import OPEN, Schedule
 from midepoch.pipeline.cursor import At
-from midepoch.pipeline.node import Mix
+from midepoch.pipeline.node import Learned, Mix
 from midepoch.pipeline.passes import ENDED
 from midepoch.pipeline.scheduled import EVENTS, Setting, is_held, setting
 from midepoch.state.changing import Found, LaneContext, are_weights, entry_of, refused
@@ -34,15 +34,16 @@ def saved_mix(base: Mix, saved: Mapping[str, Any]) -> Mix | None:
     return replace(base, names=tuple(names), weights=weights, schedule=schedule, learned=learned)
 
 
-def learned_in(saved: Mapping[str, Any], parts: int) -> tuple[int, tuple[float, ...]] | None:
-    """Return the weights that were set during the run, and their phase, from the description of a mix."""
+def learned_in(saved: Mapping[str, Any], parts: int) -> Learned | None:
+    """Return the weights that were set during the run from the description of a mix."""
     learned = saved.get("learned")
     if learned is None:
         return None
-    whole = isinstance(learned, list) and len(learned) == 2 and isinstance(learned[0], int)
-    if not whole or not isinstance(learned[1], list) or len(learned[1]) != parts or not are_weights(learned[1]):
-        raise StateError(f"the state is damaged: the weights of its mix are {learned!r:.60}.")
-    return learned[0], tuple(map(float, learned[1]))
+    match learned:
+        case [int(epoch), int(phase), list(weights)] if len(weights) == parts and are_weights(weights):
+            return Learned(epoch, phase, tuple(map(float, weights)))
+        case _:
+            raise StateError(f"the state is damaged: the weights of its mix are {learned!r:.60}.")
 
 
 def changed_schedule(
@@ -83,7 +84,7 @@ def changed_schedule(
 def _setting(mix: Mix, entries: Sequence[At], at: At, of: LaneContext) -> Setting | None:
     assert mix.schedule is not None
     spent = [entry[0] >= (mix.most_passes(number) or ENDED) for number, entry in enumerate(entries)]
-    return setting(mix, mix.schedule.segments(mix.names, of.lane), at[3], at[0], spent)
+    return setting(mix, mix.schedule.segments(mix.names, of.lane), of.epoch, at[3], at[0], spent)
 
 
 def _segment(mix: Mix, clock: int, of: LaneContext) -> int | None:

@@ -21,7 +21,19 @@ from midepoch.pipeline.planned import changed_budget
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.state.changing import LaneContext
 from midepoch.state.done import changed_batches, changed_mix, done_in_lanes, done_of_all, done_text
-from midepoch.state.format import CAUSES, FIELDS, KEY, OF_ONE_RANK, VERSION, apart, changes_in, check_allow, parse
+from midepoch.state.format import (
+    CAUSES,
+    FIELDS,
+    KEY,
+    OF_ONE_RANK,
+    VERSION,
+    apart,
+    changes_in,
+    check_allow,
+    flow_in,
+    json_in,
+    parse,
+)
 from midepoch.state.leased import combined
 from midepoch.state.matching import CHECKED, Matched
 
@@ -180,7 +192,7 @@ def _described(found: Mapping[str, Any], spec: PipelineSpec) -> dict[str, Any]:
         cause = f"{CAUSES['pipeline']}. Its position means nothing in this pipeline, so the field cannot be allowed"
         raise CheckpointMismatchError("pipeline", found["pipeline"], spec.node.text, cause)
     if found["parts"]:
-        described: dict[str, Any] = _json(found["parts"], dict, "parts")
+        described: dict[str, Any] = json_in(found["parts"], dict, "parts")
         return described
     return {name: found[name] for name in ("data", *CHECKED)}
 
@@ -243,7 +255,7 @@ def planned_in(found: Mapping[str, Any]) -> PlannedAt | None:
     """Return where batches by a budget of tokens are, or None if the state has none."""
     if not found["planned"]:
         return None
-    listed = _json(found["planned"], list, "planned")
+    listed = json_in(found["planned"], list, "planned")
     good = len(listed) == 2 and is_count(listed[0]) and isinstance(listed[1], list)
     if good and all(isinstance(leg, list) and len(leg) == 3 for leg in listed[1]):
         legs = tuple((text, done, checksum) for text, done, checksum in listed[1])
@@ -288,25 +300,13 @@ def _is_at_end(one: Mapping[str, Any]) -> bool:
     return bool((one["position"] if at is None else at.start) == one["rows"])
 
 
-def _json(text: str, kind: type, name: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, kind):
-        raise StateError(f"the state is damaged: {name!r} is {text!r:.40}.")
-    return value
-
-
 def _lanes(found: Mapping[str, Any]) -> Cursor:
     """Return the cursor that a state has in its lanes."""
     if found["lanes"] > _MOST_LANES:
         raise StateError(f"the state is damaged: 'lanes' is {found['lanes']}.")
     lanes: dict[int, LaneCursor] = {}
     done = done_in_lanes(found["done"])
-    for entry in _json(found["flow"], list, "flow"):
-        if not (isinstance(entry, list) and len(entry) == 4 and all(map(_is_count, entry[:3])) and entry[2] in (0, 1)):
-            raise StateError(f"the state is damaged: 'flow' has {entry!r:.60}.")
+    for entry in flow_in(found["flow"]):
         if entry[0] >= found["lanes"] or entry[0] in lanes:
             raise StateError(f"the state is damaged: lane {entry[0]} of {found['lanes']}.")
         left = done.pop(entry[0], EMPTY).from_(entry[1])
@@ -323,10 +323,6 @@ def _lanes(found: Mapping[str, Any]) -> Cursor:
         raise StateError("the state is damaged: its lanes are not those that it names.")
     at = LaneCursors(lanes, known) if lanes else None
     return Cursor(found["epoch"], found["position"], at, dropped=found["dropped"])
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]], free: set[str], what: str) -> None:
