@@ -93,6 +93,7 @@ class Scheduled:
         self._segments = mix.schedule.segments(mix.names, lane)
         self._by_tokens = mix.schedule.unit == "tokens"
         self._growing = Growing(_TIMES if self._by_tokens else 1)
+        self._mean = 1.0  # tokens in a row, of the last chunk
         self._parts = [
             Part(number, mix, open_part, start[2][number][2], epoch, lane, *part) for number, part in enumerate(parts)
         ]
@@ -133,6 +134,8 @@ class Scheduled:
         chunk = self._chunk(draws, sources, stretches, items, clocks) if cut else None
         start, position, self._number, self._turns = stretches[bisect_right(stretches, cut, key=_start) - 1]
         self._position = position + cut - start
+        if clocks is not None:
+            self._mean = max(1.0, (int(clocks[-1]) - self._clock) / cut)
         self._clock += cut if clocks is None else int(clocks[-1]) - self._clock
         if is_spent:
             self._end_part(int(sources[cut]))
@@ -145,9 +148,10 @@ class Scheduled:
         size = self._growing.next()
         found = [Stretch(0, self._position, self._number, self._turns)]
         if self._by_tokens or self._held is not None:
-            ends = [] if self._by_tokens else [self._segments.stops[segment] - self._clock]
-            ends += [] if self._held is None else [self._held[0] - self._position]
-            return found, min(size, *ends, OPEN)
+            left = self._segments.stops[segment] - self._clock
+            # Rows after the end of the segment are given back: in short phases with 64 segments, most of the work.
+            size = min(size, 1 + int(left / self._mean) if self._by_tokens else left)
+            return found, size if self._held is None else min(size, self._held[0] - self._position)
         while (end := self._segments.stops[segment] - self._clock) < size:
             following = self._segments.at(self._clock + end)
             number = 0 if following is None else following << EVENTS
