@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -178,16 +176,26 @@ def test_an_interrupt_at_any_line_keeps_no_lock(tmp_path: Path) -> None:
         lock.release()
 
 
+FORKING = """
+import gc, json, os, sys
+from pathlib import Path
+from midepoch.checkpoint.disk import try_lock
+
+folder = Path(sys.argv[1])
+lock = try_lock(folder)
+if not (child := os.fork()):
+    del lock
+    gc.collect()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+found = [lock.is_held_here, try_lock(folder) is None]
+lock.release()
+print(json.dumps([*found, try_lock(folder) is not None]))
+"""
+
+
 def test_a_forked_process_that_drops_a_lock_does_not_release_it(tmp_path: Path) -> None:
-    lock = try_lock(tmp_path)
-    if not (child := os.fork()):
-        del lock
-        gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert lock is not None and lock.is_held_here and try_lock(tmp_path) is None
-    lock.release()
-    assert try_lock(tmp_path) is not None
+    assert python(FORKING, str(tmp_path)) == [True, True, True]
 
 
 def test_a_failed_save_while_an_interrupt_is_handled_is_no_interrupt(
