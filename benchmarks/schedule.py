@@ -44,7 +44,7 @@ def cases(folder: Path) -> dict[str, Loaders]:
     by_tokens = Schedule([Phase("main", WEIGHTS, tokens=TOKENS, sequence_length=2048)])
     growing = Schedule(
         [
-            Phase("short", WEIGHTS, tokens=3 * 2**22, sequence_length=2048),
+            Phase("short", WEIGHTS, tokens=3 * 2**22, sequence_length=2048, global_batch_size=4),
             Phase("main", tokens=TOKENS, sequence_length=4096),
         ]
     )
@@ -58,7 +58,7 @@ def cases(folder: Path) -> dict[str, Loaders]:
         ),
         "packed by tokens, two lengths": lambda: (
             plain(of_docs).pack(4096).loader(4),
-            mixed(of_docs, growing).pack().loader(4),
+            mixed(of_docs, growing).pack().loader(),
         ),
     }
 

@@ -27,6 +27,7 @@ class PhaseSizes:
         self._sizes = [(phase.global_batch_size or 0) // ranks for phase in schedule.plan]
         self._ends = np.array([schedule.lengths(Shard(lane, count))[0] for lane in lanes.numbers], np.int64)
         self._by_step = BatchSizes.of(schedule.batch_sizes(ranks))
+        self._last: tuple[int, int, int, list[bool] | None] = (0, 0, 0, None)
 
     @property
     def step(self) -> int:
@@ -34,7 +35,20 @@ class PhaseSizes:
         return self._by_step.step_at(int(self._lanes.outputs.sum()) // self._shards)
 
     def next(self) -> tuple[int, int]:
-        """Return the size of the next batch, and the outputs of its phase that are left and not done."""
+        """Return the size of the next batch, and the outputs of its phase that are left and not done.
+
+        They are counted again only when the batch might be the last of its phase, or another lane has ended: that
+        takes a tenth of the time of a batch.
+        """
+        size, left, total, live = self._last
+        now = int(self._lanes.outputs.sum())
+        if live == self._lanes.live and (left := left - (now - total)) >= size * self._shards:
+            return size, left
+        size, left = self._count()
+        self._last = size, left, now, list(self._lanes.live)
+        return size, left
+
+    def _count(self) -> tuple[int, int]:
         live = np.flatnonzero(self._lanes.live)
         outputs = self._lanes.outputs[live]
         ended = (self._ends[live] <= outputs[:, None]).sum(axis=1)
