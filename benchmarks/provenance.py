@@ -145,11 +145,16 @@ def recorded_bytes(make: Make, folder: Path, batches: int = 4000) -> float | Non
     return found[0].stat().st_size / count if found else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slices", type=int, default=200, help="pairs of slices of 20 batches")
+def arguments(about: str | None, slices: int) -> argparse.Namespace:
+    """The arguments of a command that measures pairs of slices: how many, and of which cases."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slices", type=int, default=slices, help=f"pairs of slices of {SLICE} batches")
     parser.add_argument("--only", default="", help="only the cases with this in their names")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__, 200)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         columns = ("a batch", "delivered", "read", "with ledger", "documents", "bytes", "ledger")

@@ -8,14 +8,13 @@ them. Beside it is that of the best slice. The bar: 2 %.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import midepoch
-from benchmarks.provenance import documents, forever, in_turn, rows
+from benchmarks.provenance import arguments, documents, forever, in_turn, rows
 from midepoch import Phase, Schedule
 
 BAR = 0.02
@@ -70,10 +69,7 @@ def compared(loaders: tuple[midepoch.Loader, midepoch.Loader], slices: int) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slices", type=int, default=300, help="pairs of slices of 20 batches")
-    parser.add_argument("--only", default="", help="only the cases with this in their names")
-    args = parser.parse_args()
+    args = arguments(__doc__, 300)
     with tempfile.TemporaryDirectory() as name:
         print(f"{'':34} {'plain mix':>10} {'schedule':>10} {'best':>8}")
         for case, make in cases(Path(name)).items():

@@ -73,7 +73,7 @@ def explained(
     unknown = [] if takes_any else [key for key in kwargs if key not in parameters]
     if unknown:
         first = unknown[0]
-        hint = hints.get(first) or _nearest(first, parameters, "{}=") or f"It takes {_listed(parameters)}."
+        hint = hints.get(first) or nearest(first, parameters, "{}=") or f"It takes {_listed(parameters)}."
         return f"{name}() has no argument {first!r}. {hint}"
     positional = [key for key, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
     takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
@@ -98,11 +98,12 @@ def explained(
 
 def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> AttributeError:
     """Return the error for an attribute that does not exist."""
-    hint = "" if name.startswith("_") else hints.get(name) or _nearest(name, names, "{}")
+    hint = "" if name.startswith("_") else hints.get(name) or nearest(name, names, "{}")
     return AttributeError(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}")
 
 
-def _nearest(name: str, names: Iterable[str], form: str) -> str:
+def nearest(name: str, names: Iterable[str], form: str) -> str:
+    """Return "Did you mean …?" with the nearest of some names, or "" if none is near."""
     public = [each for each in names if not each.startswith("_")]
     by_case = {each.lower(): each for each in public}
     found = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.6)

@@ -11,6 +11,7 @@ from typing import Any
 from midepoch.distributed import rendezvous
 from midepoch.errors import WorldError
 from midepoch.loader.exclusion import Excluding
+from midepoch.order.schedule import shares
 from midepoch.pipeline.cursor import Cursor
 from midepoch.pipeline.node import Mix
 from midepoch.state.learned import phase_at, with_weights
@@ -37,8 +38,8 @@ class Weighting(Excluding):
             weights = [mix.schedule.plan[phase].weights.get(name, 0.0) for name in mix.names]
             if mix.learned is not None and mix.learned.applies(cursor.epoch, phase):
                 weights = mix.learned.weights
-        shares = tuple(weight / sum(weights) for weight in weights)
-        return dict(zip(mix.names, shares, strict=True)) if mix.names else shares
+        found = shares(weights)
+        return dict(zip(mix.names, found, strict=True)) if mix.names else found
 
     @property
     def phase(self) -> str | None:

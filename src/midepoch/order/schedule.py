@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import cached_property
 from os import PathLike, fspath
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch._internal.hints import hinted_methods
+from midepoch._internal.hints import hinted_methods, nearest
 from midepoch.order.schedule_fields import OPEN as OPEN
 from midepoch.order.schedule_fields import count_of, paths_of, title_of, weights_of
 from midepoch.order.shard import Shard
@@ -380,9 +379,10 @@ def _from_dict(kind: Any, given: Any, what: str) -> Any:
         raise TypeError(f"{what} is a dict with {', '.join(names)}, got {given!r:.60}")
     unknown = [str(name) for name in given if name not in names]
     if unknown:
-        near = get_close_matches(unknown[0], names, 1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{what} has no field {unknown[0]!r}. {hint}Its fields are {', '.join(names)}.")
+        hint = nearest(unknown[0], names, "{!r}")
+        raise ValueError(
+            f"{what} has no field {unknown[0]!r}. {hint}{' ' if hint else ''}Its fields are {', '.join(names)}."
+        )
     missing = [name for name in names[:1] if name not in given]
     if missing:
         raise ValueError(f"{what} needs {missing[0]!r}, got {', '.join(map(str, given)) or 'nothing'}.")
