@@ -94,6 +94,10 @@ def test_weights_in_a_phase_and_a_changed_schedule(sources: dict[str, Any], tmp_
     assert run.exact and run.steps == 22 and len(run.streams) == 1
     assert run.weight_changes == [WeightChange(7, 0, 60, "main", {"web": 0.1, "code": 0.9})]
     assert shown(tmp_path) == ["weights from step 7 on (epoch 0, position 60, phase main): web 10.0 %, code 90.0 %"]
+    take(second, 5)  # of the next epoch, in which the schedule has its own weights
+    run = read_run(tmp_path)
+    assert len(run.weight_changes) == 1 and run.generations[-1].mix is not None
+    assert run.generations[-1].mix.weights_at(45) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(

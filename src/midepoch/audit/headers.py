@@ -67,7 +67,7 @@ def header_of(
         header |= {"batches": planning.budget.text, "planned": planned}
     if planning is not None or sizes is not None:
         header["midepoch_ledger"] = VERSION_OF_OTHERS
-    header |= mix_of(spec.node)
+    header |= mix_of(spec.node, cursor.epoch)
     if spec.excluded and not spec.has_positions:
         header["excluded"] = excluded_text(spec.excluded)
     if done:

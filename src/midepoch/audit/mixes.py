@@ -81,13 +81,16 @@ class RecordedMix:
         return WeightChange(step, epoch, position, phase, dict(zip(names, weights, strict=True)))
 
 
-def mix_of(node: Node) -> dict[str, Any]:
-    """Return the field of a header for the mix, if it has a schedule or weights that were set."""
+def mix_of(node: Node, epoch: int) -> dict[str, Any]:
+    """Return the field of a header for the mix, if it has a schedule or weights that were set.
+
+    With a schedule, weights apply only in the epoch in which they were set.
+    """
     mix = node.base
     if not isinstance(mix, Mix) or (mix.learned is None and mix.schedule is None):
         return {}
     fields: dict[str, Any] = {"names": list(mix.names)}
-    if mix.learned is not None:
+    if mix.learned is not None and (mix.schedule is None or mix.learned.epoch == epoch):
         fields |= {"phase": mix.learned.phase, "weights": list(mix.learned.weights)}
     if mix.schedule is not None:
         fields["schedule"] = mix.schedule.text
