@@ -232,6 +232,23 @@ def test_weights_of_the_script_apply_again_when_they_are_changed(
     assert {source_of(int(number)) for number in next(changed)["id"]} == {"code"}
 
 
+def test_weights_that_are_set_stay_if_another_phase_is_changed_at_a_resume(sources: Sources) -> None:
+    loader = rows(sources).loader()
+    for _ in range(8):
+        next(loader)
+    loader.set_weights({"math": 1, "code": 1})
+    next(loader)
+    state, rest = loader.state_dict(), [next(loader)["id"].tolist() for _ in range(7)]
+    warm_up, main, anneal = BY_ROWS.phases
+    edited = rows(sources, replace(BY_ROWS, phases=[warm_up, main, replace(anneal, steps=3)])).loader()
+    edited.load_state_dict(state)
+    assert [next(edited)["id"].tolist() for _ in range(7)] == rest
+    own = rows(sources, replace(BY_ROWS, phases=[warm_up, replace(main, weights={"web": 1}), anneal])).loader()
+    own.load_state_dict(state)
+    assert own.weights == {"web": 1, "code": 0, "math": 0}
+    assert {source_of(int(number)) for number in next(own)["id"]} == {"web"}
+
+
 def test_the_future_of_a_schedule_may_be_changed_at_a_resume(sources: Sources) -> None:
     steps = whole(rows(sources))
     warm_up, main, anneal = BY_ROWS.phases

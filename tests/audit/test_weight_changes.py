@@ -96,8 +96,10 @@ def test_weights_in_a_phase_and_a_changed_schedule(sources: dict[str, Any], tmp_
     assert shown(tmp_path) == ["weights from step 7 on (epoch 0, position 60, phase main): web 10.0 %, code 90.0 %"]
     take(second, 5)  # of the next epoch, in which the schedule has its own weights
     run = read_run(tmp_path)
-    assert len(run.weight_changes) == 1 and run.generations[-1].mix is not None
-    assert run.generations[-1].mix.weights_at(45) == (0.5, 0.5)
+    assert len(run.weight_changes) == 1
+    before, after = (one.mix for one in run.generations[-2:])
+    assert before is not None and before.weights_at(80) == (0.1, 0.9)  # only another phase was changed
+    assert after is not None and after.weights_at(45) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(

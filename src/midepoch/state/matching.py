@@ -17,7 +17,7 @@ from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Concat, Mix, Node, Zip
 from midepoch.state import format as states
 from midepoch.state.changing import Convert, Found, LaneContext, SourceRemoved, changed_mix, needed, refused
-from midepoch.state.rescheduled import changed_schedule, learned_in, saved_mix
+from midepoch.state.rescheduled import changed_schedule, learned_in, learned_with, saved_mix
 
 _log = logging.getLogger("midepoch")
 
@@ -139,9 +139,10 @@ class Matched:
         before = saved_mix(base, saved)
         if before is None or before.schedule is None:
             raise mismatch("schedule", saved.get("schedule"), base.schedule.text, where)
-        if kept and before.schedule.text == base.schedule.text:
-            base = replace(base, learned=before.learned)
-        else:
+        is_same = kept and before.schedule.text == base.schedule.text
+        if kept:
+            base = replace(base, learned=learned_with(base.schedule, before))
+        if not is_same:
             change = f"{where}mix: the schedule was changed" + ("" if kept else ", and its sources")
             self._changes.append(change)
             self.mixed = True

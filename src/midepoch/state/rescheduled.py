@@ -46,6 +46,16 @@ def learned_in(saved: Mapping[str, Any], parts: int) -> Learned | None:
             raise StateError(f"the state is damaged: the weights of its mix are {learned!r:.60}.")
 
 
+def learned_with(schedule: Schedule, before: Mix) -> Learned | None:
+    """Return the weights that were set during the run, unless a changed schedule has others for their phase."""
+    learned = before.learned
+    if learned is None or before.schedule is None or learned.phase >= len(schedule.plan):
+        return None
+    old, new = before.schedule.plan[learned.phase], schedule.plan[learned.phase]
+    same = (old.name, old.weights, old.final_weights) == (new.name, new.weights, new.final_weights)
+    return learned if same else None
+
+
 def changed_schedule(
     base: Mix, before: Mix, found: Sequence[Found], at: At, need: int | None, of: LaneContext, where: str
 ) -> At:
