@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
+import os
 import signal
 from itertools import islice
 from pathlib import Path
@@ -187,6 +190,26 @@ def test_damaged_documents_are_not_named(files: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("how", ["no such call", "no such file system", "no mapping"])
+def test_files_that_cannot_be_mapped_are_written_to(
+    how: str, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    loader = mixed(*files).loader(4, provenance=True, audit=tmp_path / "run")
+    with monkeypatch.context() as patch:
+        if how == "no such call":
+            patch.delattr(os, "posix_fallocate")
+        else:
+            patch.setattr(*((os, "posix_fallocate") if how == "no such file system" else (mmap, "mmap")), refuse)
+        seen = [said(batch) for batch in islice(loader, 9)]
+    assert loader.ledger is not None and loader.ledger._pages is None
+    run = read_run(tmp_path / "run")
+    assert run.steps == 9 and not run.problems
+    assert [listed(run, step) for step in range(1, 10)] == seen
+
+
 def test_a_full_disk_ends_the_records_of_a_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder, traced = DocumentRecorder(), DocumentTable.of_rows(np.arange(5), 0)
     (tmp_path / "y.documents").symlink_to("/dev/full")

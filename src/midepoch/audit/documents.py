@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from midepoch.audit.mapped import mapped_room
 from midepoch.transforms.provenance import DocumentTable, PieceTable
 
 _log = logging.getLogger("midepoch")
@@ -96,8 +97,7 @@ def decoded(payload: bytes) -> DocumentTable:
 class DocumentRecorder:
     """The file of one process, beside its ledger.
 
-    It is mapped: a store into memory takes a tenth of the time of a system call, and survives the death of the process
-    as well. A write that fails ends the records of a pass.
+    A write that fails ends the records of a pass.
     """
 
     def __init__(self) -> None:
@@ -152,13 +152,9 @@ class DocumentRecorder:
         self._end = end
 
     def _grow(self, end: int) -> None:
-        """Allocate space on disk, and map it. A file that cannot be mapped is written to."""
+        """Allocate space on disk, and map it."""
         first, room = self._end // _GRANULE * _GRANULE, -(-(end + _ROOM) // _GRANULE) * _GRANULE
-        os.posix_fallocate(self._file, self._end, room - self._end)  # else a full disk would be a fatal signal later
-        try:
-            self._pages = mmap.mmap(self._file, room - first, offset=first)
-        except (OSError, ValueError):
-            self._pages = None
+        self._pages = mapped_room(self._file, self._end, room, first)
         self._mapped, self._room = first, room
 
     def trim(self) -> None:

@@ -35,6 +35,7 @@ from midepoch.audit.figures import Figures, Measured
 from midepoch.audit.headers import Ending, header_of
 from midepoch.audit.lanes import LaneRecorder
 from midepoch.audit.leases import LeaseSteps
+from midepoch.audit.mapped import mapped_room
 from midepoch.audit.orders import save_order, stream_name
 from midepoch.audit.planned import MOST_ROWS, save_lengths
 from midepoch.audit.records import LOST, UNKNOWN
@@ -356,17 +357,9 @@ class Ledger:
         self._close()
 
     def _grow(self, end: int) -> None:
-        """Allocate more space, on disk and mapped.
-
-        A store into memory takes a tenth of the time of a system call, and survives the death of the process as well.
-        Files that cannot be mapped are written to.
-        """
+        """Allocate more space, on disk and mapped."""
         room = -(-end // _PAGE) * _PAGE
-        os.posix_fallocate(self._file, self._room, room - self._room)  # else a full disk would be a fatal signal later
-        try:
-            self._pages = mmap.mmap(self._file, room)
-        except (OSError, ValueError):
-            self._pages = None
+        self._pages = mapped_room(self._file, self._room, room)
         self._room = room
 
     def _close(self) -> None:
