@@ -15,7 +15,7 @@ from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
 from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
-from midepoch.transforms.provenance import DOCUMENTS
+from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
 
 _log = logging.getLogger("midepoch")
 _warned = False
@@ -39,10 +39,13 @@ def named(batch: Batch, kind: str, options: Options) -> Batch:
 
 def added(batch: Batch, options: Options) -> dict[str, Any] | None:
     """Return the columns of provenance as numpy arrays, or None if there are none."""
-    if not options.provenance:
-        return None
+    return arrays_of(batch.traced, options) if options.provenance else None
+
+
+def arrays_of(traced: DocumentTable, options: Options) -> dict[str, Any]:
+    """Return the columns of provenance as numpy arrays."""
     packed = options.provenance == PACKED
-    arrays = batch.traced.arrays(packed)
+    arrays = traced.arrays(packed)
     return {DOCUMENTS: arrays} if packed else arrays
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch.loader.collation import added, arranged, collated, completed, marked, named
+from midepoch.loader.collation import added, arranged, arrays_of, collated, completed, marked, named
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.provenance import PACKED, DocumentIds, RowsAhead
 from midepoch.pipeline.chunk import Bunches, Items, RowRefs, materialize
@@ -75,11 +75,11 @@ class Presenter:
 
     def _traced(self, columns: Any, traced: DocumentTable, genuine: int) -> Presented:
         """Return a batch with the columns of provenance: tensors that are made ahead or later, or numpy arrays."""
-        packed = self._options.provenance == PACKED
         if self._format != "torch":
-            arrays = traced.arrays(packed)
-            more: dict[str, Any] = {DOCUMENTS: arrays} if packed else arrays
+            more = arrays_of(traced, self._options)
+        elif self._options.provenance == PACKED:
+            more = {DOCUMENTS: DocumentIds(traced)}
         else:
-            more = {DOCUMENTS: DocumentIds(traced)} if packed else self._ahead.take(traced)
+            more = self._ahead.take(traced)
         value = completed(columns, self._format, self._options, more)
         return Presented(value, traced.slice(0, genuine))
