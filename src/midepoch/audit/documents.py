@@ -3,8 +3,8 @@
 There are two kinds of records. A record of documents has many sequences that were packed together, and is written
 before the first step that has some of them. It begins with 12 bytes: the length of what follows, its CRC-32, and the
 number of the pass. The number of documents and two bytes of format follow, then columns of integers: sources (2 bytes,
-with a bit for the first document of a sequence) and rows (4 bytes, more from 2**32 on). Packed documents also have first
-tokens and lengths (4 bytes each). So a document takes 14 bytes, and a row 6.
+with a bit for the first document of a sequence) and rows (4 bytes, more from 2**32 on). Packed documents also have
+first tokens and lengths (4 bytes each). So a document takes 14 bytes, and a row 6.
 
 The record of a step is 16 bytes, written before the step: a checksum with the highest bit set, the number of the step
 in the pass, and the first and last of its sequences in the record of documents before it. A step with sequences of two

@@ -132,7 +132,7 @@ class Excluding(Counted):
     def _without_outputs(self, cursor: Cursor, first: int, stop: int) -> tuple[Cursor, int]:
         """Return a cursor in lanes without the steps, and the number of outputs in them on this rank.
 
-        Which outputs a step has is known only when it is made, so the pipeline runs ahead, up to the last of the steps.
+        The outputs of a step are known only after it is made, so the pipeline runs ahead, up to the last of the steps.
         """
         spec, options = self._spec, self._options
         if not cursor.begun:
@@ -145,8 +145,8 @@ class Excluding(Counted):
         _check_ahead(first, number)
         if stop - number > _MANY_STEPS:
             _log.warning(
-                "exclude(steps=…) runs the pipeline for %d steps, up to step %d: which outputs a step has is known "
-                "only when it is made. Exclude steps shortly before they come.",
+                "exclude(steps=…) runs the pipeline for %d steps, up to step %d: the outputs of a step are known only "
+                "after it is made. Exclude steps shortly before they are delivered.",
                 stop - number,
                 stop - 1,
             )
