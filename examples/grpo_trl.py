@@ -3,7 +3,7 @@
 A generation is used for two optimizer steps here. The checkpoint after the first of them holds the prompts of that step
 as done: a resume generates completions for the others again, and then continues with new prompts.
 
-python examples/grpo_trl.py run                 # kill it at any time (kill -9) after its first checkpoint, at step 3
+python examples/grpo_trl.py run                 # kill it at any time (kill -9)
 python examples/grpo_trl.py run                 # resumes
 torchrun --nproc-per-node 2 examples/grpo_trl.py run --batch 4     # or on two ranks, with the same prompts per step
 midepoch audit run/ledger                       # each prompt was acknowledged once
@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
 
 import midepoch
+from midepoch.integrations.transformers import last_checkpoint
 from midepoch.integrations.trl import ResumableGRPOTrainer
 
 PROMPTS, GENERATIONS = 40, 4
@@ -68,7 +68,7 @@ def train(folder: Path, batch: int) -> None:
     more = {"processing_class": make_tokenizer(), "loader_options": {"audit": str(folder / "ledger")}}
     trainer = ResumableGRPOTrainer(model, reward, args, train_dataset=ds, **more)
     Path(args.output_dir).mkdir(exist_ok=True)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: goes on in mid-epoch at the very next row, without reading what it has seen.
+"""Hugging Face Trainer: resumes in mid-epoch at the next row, without reading what it has seen.
 
 python examples/transformers_trainer.py run --die-at 47      # or under torchrun
 python examples/transformers_trainer.py run
@@ -13,10 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 import midepoch
-from midepoch.integrations.transformers import ResumableTrainer
+from midepoch.integrations.transformers import ResumableTrainer, last_checkpoint
 
 ROWS, BATCH, EPOCHS, EVERY = 500, 16, 2, 10
 
@@ -64,7 +63,7 @@ def train(folder: Path, die_at: int | None) -> None:
     trainer = Trainer(model, args, train_dataset=ds)
     trainer.folder, trainer.die_at = folder, die_at
     Path(args.output_dir).mkdir(exist_ok=True)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
 
 
 if __name__ == "__main__":

@@ -150,6 +150,8 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointSaveError, match="is a file: name the folder"):
         PipelineCheckpoint(tmp_path / "file").save(step=1)
+    with pytest.raises(CheckpointError, match=r"/file is a file: name the folder"):
+        PipelineCheckpoint(tmp_path / "file" / "steps").restore_latest()
 
 
 def test_a_read_only_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

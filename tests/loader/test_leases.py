@@ -191,6 +191,21 @@ def items_waits(loader: midepoch.Loader) -> None:
         time.sleep(0.001)
 
 
+def test_misuse_is_named(data: str) -> None:
+    loader = make(data)
+    items = loader.lease()
+    for use in (items.join, lambda: items.out, lambda: next(items)):
+        with pytest.raises(RuntimeError, match="leases are taken in a with block"):
+            use()
+    with items:
+        for wrong in ("7", None, True, 1.0):
+            with pytest.raises(TypeError, match=r"ack\(\) takes a lease or its id"):
+                loader.ack(wrong)  # type: ignore[arg-type]
+        assert loader.ack(np.int64(next(items).id))
+    with pytest.raises(RuntimeError, match="this with block was left"):
+        next(items)
+
+
 def test_waiting_ends_with_an_error_if_nobody_acknowledges(data: str) -> None:
     loader = make(data)
     with loader.lease(max_out=1, timeout=0.05) as items:
@@ -198,7 +213,7 @@ def test_waiting_ends_with_an_error_if_nobody_acknowledges(data: str) -> None:
         stop = threading.Event()
         other = threading.Thread(target=stop.wait)
         other.start()
-        with pytest.raises(TimeoutError, match="1 leases are out"):
+        with pytest.raises(TimeoutError, match="1 lease is out"):
             next(items)
         stop.set()
         other.join()

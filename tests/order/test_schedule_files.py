@@ -151,6 +151,15 @@ def test_files_that_hold_no_value(tmp_path: Path) -> None:
         Schedule.load(tmp_path / "nothing.yaml")
     with pytest.raises(ValueError, match=r"expected a file that ends with .yaml, .yml, .json, got .*run.toml"):
         Schedule.load(tmp_path / "run.toml")
+    (tmp_path / "run.json").write_text("\n")
+    with pytest.raises(ValueError, match=r"run.json is empty\. Write it again"):
+        Schedule.load(tmp_path / "run.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ValueError, match=r"folder.json is a folder\. Pass the path of a file"):
+        Schedule.load(tmp_path / "folder.json")
+    (tmp_path / "run.json").write_text('{"phases": [{"na')
+    with pytest.raises(ValueError, match=r"line 1: not JSON: Unterminated string\. .* truncated, write it again"):
+        Schedule.load(tmp_path / "run.json")
     (tmp_path / "run.json").write_text('{"phases":\n [,]}')
     with pytest.raises(ValueError, match=r"run.json, line 2: not JSON: "):
         Schedule.load(tmp_path / "run.json")

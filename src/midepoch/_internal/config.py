@@ -19,6 +19,7 @@ _YAML = (".yaml", ".yml")
 _SUFFIXES = (*_YAML, ".json")
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 """Numbers such as 1e9, which YAML 1.1 takes for text."""
+_CORRECT = "Correct that line; if the file is truncated, write it again."
 
 
 def read(path: str | os.PathLike[str]) -> Any:
@@ -31,8 +32,12 @@ def read(path: str | os.PathLike[str]) -> Any:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataNotFoundError(f"there is no file {file}. Check the path.") from None
+    except IsADirectoryError:
+        raise ValueError(f"{file} is a folder. Pass the path of a file.") from None
     except UnicodeDecodeError as problem:
-        raise ValueError(f"{file} is not UTF-8 text: {problem.reason} at byte {problem.start:,}.") from None
+        raise ValueError(
+            f"{file} is not UTF-8 text: {problem.reason} at byte {problem.start:,}. Save it as UTF-8."
+        ) from None
     return _from_yaml(text, file) if file.suffix.lower() in _YAML else _from_json(text, file)
 
 
@@ -79,10 +84,14 @@ def _from_json(text: str, file: Path) -> Any:
             raise ValueError(f"{file}: {twice!r} occurs twice in one object. Remove one of them.")
         return found
 
+    if not text.strip():
+        raise ValueError(f"{file} is empty. Write it again, or restore it from a copy.")
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as problem:
-        raise ValueError(f"{file}, line {problem.lineno}: not JSON: {problem.msg}.") from None
+        raise ValueError(
+            f"{file}, line {problem.lineno}: not JSON: {problem.msg.removesuffix(' starting at')}. {_CORRECT}"
+        ) from None
 
 
 def _from_yaml(text: str, file: Path) -> Any:
@@ -92,8 +101,8 @@ def _from_yaml(text: str, file: Path) -> Any:
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
-        hint = " Indent with spaces, not with tabs." if "'\\t'" in (problem.problem or "") else ""
-        raise ValueError(f"{file}{line}: not YAML: {problem.problem or problem.context}.{hint}") from None
+        hint = "Indent with spaces, not with tabs." if "'\\t'" in (problem.problem or "") else _CORRECT
+        raise ValueError(f"{file}{line}: not YAML: {problem.problem or problem.context}. {hint}") from None
     except yaml.YAMLError as problem:
         raise ValueError(f"{file}: not YAML: {problem}") from None
 

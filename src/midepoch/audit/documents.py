@@ -1,10 +1,10 @@
 """The documents of each step, recorded in a binary file beside the ledger of a process.
 
-There are two kinds of records. The documents of many sequences that were packed together are written before the first
-step that has some of them: 12 bytes (the length of what follows, its CRC-32, the number of the pass), the number of
-documents and two bytes of format, and columns of integers: sources (2 bytes, with a bit for the first document of a
-sequence), rows (4 bytes, more from 2**32 on) and, of packed documents, first tokens and lengths (4 bytes each). So a
-document takes 14 bytes, and a row 6.
+There are two kinds of records. A record of documents has many sequences that were packed together, and is written
+before the first step that has some of them. It begins with 12 bytes: the length of what follows, its CRC-32, and the
+number of the pass. The number of documents and two bytes of format follow, then columns of integers: sources (2 bytes,
+with a bit for the first document of a sequence) and rows (4 bytes, more from 2**32 on). Packed documents also have
+first tokens and lengths (4 bytes each). So a document takes 14 bytes, and a row 6.
 
 The record of a step is 16 bytes, written before the step: a checksum with the highest bit set, the number of the step
 in the pass, and the first and last of its sequences in the record of documents before it. A step with sequences of two
@@ -39,7 +39,7 @@ _STEP = struct.Struct("<IIII")
 _IS_STEP = _CONTINUED = 1 << 31
 _COUNTS = struct.Struct("<IBB")
 _ROOM = 1 << 16
-"""Bytes by which the file grows at least. Those that are not used are zeros, until it is closed."""
+"""Least number of bytes by which the file grows. Unused bytes are zeros, and are cut off when it is closed."""
 _ROWS, _PACKED = 0, 1
 _BEGINS = np.int16(-(1 << 15))
 """The bit of a source that marks the first document of a sequence."""
@@ -49,7 +49,7 @@ class Document(NamedTuple):
     """A document of a step: its tokens ``start`` to ``stop``, from ``offset`` on in a sequence.
 
     ``sequence``: number of the row in the batch of this rank. ``stop``: None if rows are not packed. ``source``,
-    ``name``: number and name of the source. ``place``: the file of the row, and its number there, in words.
+    ``name``: number and name of the source. ``place``: a description of the file of the row, and its number there.
     """
 
     step: int
@@ -79,7 +79,7 @@ def encoded(table: DocumentTable) -> bytes:
 
 
 def decoded(payload: bytes) -> DocumentTable:
-    """Return the documents of some bytes."""
+    """Return the documents that ``encoded`` made into bytes."""
     count, kind, width = _COUNTS.unpack_from(payload)
     at = _COUNTS.size
     sources = np.frombuffer(payload, "<i2", count, at)
@@ -209,7 +209,7 @@ class RecordedDocuments:
 
     @cached_property
     def _steps(self) -> Mapping[tuple[int, int], tuple[_Recorded, ...]]:
-        """By pass and step, its sequences. A later record counts."""
+        """The sequences of each step, by pass and step. The last record of a step counts."""
         found: dict[tuple[int, int], tuple[_Recorded, ...]] = {}
         at, size = 0, len(self._bytes)
         parts: list[_Recorded] = []
@@ -263,7 +263,7 @@ class RecordedDocuments:
 def documents_of(
     table: DocumentTable, step: int, epoch: int, rank: int, names: Sequence[str], place: Callable[[int, int], str]
 ) -> Iterator[Document]:
-    """Yield the documents of a step of one rank. ``place``: where a row of a source is, in words."""
+    """Yield the documents of a step of one rank. ``place``: returns a description of the place of a row."""
     lengths = np.maximum(table.columns[3], 0).astype(np.int64)
     offsets = np.cumsum(lengths) - lengths
     for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):

@@ -14,8 +14,8 @@ from midepoch.order.intervals import Intervals
 def count_leases(passes: Sequence[Generation]) -> LeaseCounts:
     """Count the leases of an epoch. ``passes``: all of its passes.
 
-    Ranks go at their own pace, so their passes correspond only in this: each start of the run, and each load of a
-    state, begins another stretch on all ranks.
+    Each rank takes leases at its own pace. Their passes are matched by stretches: each start of the run, and each load
+    of a state, begins another stretch on all ranks.
     """
     of_rank: dict[tuple[tuple[int, int], int], list[tuple[int, str, RankPass]]] = defaultdict(list)
     for one in passes:

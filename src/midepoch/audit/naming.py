@@ -97,7 +97,10 @@ class Naming:
         for rank, (records, passed) in sorted(one.documents.items()):
             if place < one.steps[rank] and one.received(rank, place):
                 if (table := records.of(passed, place)) is None:
-                    raise DataNotFoundError(f"the documents of step {step} on rank {rank} are not recorded.")
+                    raise DataNotFoundError(
+                        f"the documents of step {step} on rank {rank} are not recorded: their file is missing or "
+                        "damaged. Restore the .documents files of the run from a copy."
+                    )
                 documents += self._documents(one, table, step, rank)
         return documents
 

@@ -182,7 +182,9 @@ class KnownOrder:
                 arrays = {key: stored[key] for key in stored.files}
             return {**arrays, "about": json.loads(arrays["about"].tobytes())}
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as problem:
-            raise StateError(f"{self._path} cannot be read, so rows cannot be identified: {problem}") from None
+            raise StateError(
+                f"{self._path} cannot be read, so rows cannot be identified: {problem}. Restore it from a copy."
+            ) from None
 
     @property
     def about(self) -> dict[str, Any]:

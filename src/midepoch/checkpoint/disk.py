@@ -1,4 +1,4 @@
-"""Files and folders of a local disk: durable writes, plain files, locks."""
+"""Files and folders of a local disk: durable writes, reads of regular files, locks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LocalSink:
             self._syncing = self._thread.submit(_sync_and_close, os.dup(self._fd))
 
     def settle(self) -> None:
-        """Wait for the sync in the background; raises its error, which a later sync may not report again."""
+        """Wait for the sync in the background. Raises its error, which a later sync may not report again."""
         if self._syncing is not None:
             self._syncing.result()
 
@@ -105,7 +105,7 @@ class LocalSink:
 
 
 def _sync_and_close(fd: int) -> None:
-    """Sync a descriptor of its own: Ctrl-C may interrupt the wait for it, and close the file, while it runs."""
+    """Sync and close a duplicate descriptor: Ctrl-C may close the original one while the sync runs."""
     try:
         os.fsync(fd)
     finally:
@@ -128,28 +128,28 @@ def create_file(path: Path) -> Iterator[LocalSink]:
 
 @contextmanager
 def open_file(folder: Path, name: str) -> Iterator[LocalSource]:
-    """Open a plain file of a folder; CheckpointDamagedError if it is anything else or lies outside."""
+    """Open a regular file of a folder. Raises CheckpointDamagedError if it is not one, or is outside of the folder."""
     path = folder / name
     if os.path.realpath(path.parent) != os.path.join(os.path.realpath(folder), os.path.dirname(name)).rstrip("/"):
-        raise CheckpointDamagedError(f"{name} lies outside of its step")
+        raise CheckpointDamagedError(f"{name} is outside of the folder of its step")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_FOLLOW | _BINARY)
     except OSError as problem:
         if problem.errno in _NO_PLAIN_FILE:
-            raise CheckpointDamagedError(f"{name} is no plain file ({problem.strerror})") from None
+            raise CheckpointDamagedError(f"{name} is not a regular file ({problem.strerror})") from None
         if problem.errno in _UNREADABLE:
             raise CheckpointDamagedError(f"{name} cannot be read ({problem.strerror})") from None
         raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointDamagedError(f"{name} is no plain file")
+            raise CheckpointDamagedError(f"{name} is not a regular file")
         yield LocalSource(fd)
     finally:
         os.close(fd)
 
 
 def verify_and_reopen(source: Source, sums: Checksums, name: str) -> Source:
-    """Verify a file and return it for reads after ``source`` is closed; an object from a copy on this machine.
+    """Verify a file, and return it for reads after ``source`` is closed. An object is copied to this machine.
 
     Raises CheckpointDamagedError.
     """
@@ -180,7 +180,7 @@ def signature(path: str) -> tuple[int, ...]:
 
 
 class Lock:
-    """Lock of a folder. Released when nothing refers to it: an interrupt that comes before ``release`` keeps no lock.
+    """Lock of a folder. It is released when nothing refers to it, also after an interrupt before ``release``.
 
     The kernel releases it when the process exits for any reason.
     """
@@ -235,9 +235,9 @@ _held: weakref.WeakValueDictionary[str, Lock] = weakref.WeakValueDictionary()  #
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool]:
-    """Lock for renames in a folder, held by one process at a time; False after a timeout.
+    """Lock for renames in a folder, held by one process at a time. Yields False after a timeout.
 
-    A signal handler that saves may interrupt a save that holds the lock: it does not wait for the code it interrupts.
+    A signal handler that saves may interrupt a save that holds the lock. It does not wait for that save.
     """
     key = str(folder)
     interrupts = (held := _held.get(key)) is not None and held.is_held_here

@@ -77,7 +77,8 @@ class LocalStore:
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            raise CheckpointError(f"{self.name} is a file: name the folder that holds the steps.") from None
+            file = next((path for path in (self.path, *self.path.parents) if path.is_file()), self.path)
+            raise CheckpointError(f"{file} is a file: name the folder that holds the steps.") from None
         if manifests.NAME in names:
             raise CheckpointError(f"{self.name} is a step itself: name the folder around it, {self.path.parent}.")
         return names

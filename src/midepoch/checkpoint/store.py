@@ -65,7 +65,7 @@ class Store(Protocol):
         """Raises CheckpointNotFoundError, CheckpointDamagedError, or CheckpointError if it is of a newer version."""
 
     def source(self, manifest: Manifest, name: str) -> AbstractContextManager[Source]:
-        """Open a file of a step; CheckpointDamagedError if it is missing or no plain file."""
+        """Open a file of a step. Raises CheckpointDamagedError if it is missing or not a regular file."""
 
     def sizes(self, manifest: Manifest) -> dict[str, int]:
         """Return the sizes of the files of a step that exist, without reading them."""

@@ -6,6 +6,7 @@ trainer.train(resume_from_checkpoint=True)
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointDamagedError
@@ -29,6 +31,31 @@ STATE_FILE = "midepoch.json"
 """File in every ``checkpoint-N`` with the position in the data."""
 
 _log = logging.getLogger("midepoch")
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Return the last complete ``checkpoint-N`` in the output folder of a Trainer, or None if there is none.
+
+    A save that was killed leaves an incomplete one, without the Trainer's state, which is written last.
+    """
+    found = {}
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if number.isdecimal() and path.is_dir():
+            found[int(number)] = path
+    for _, path in sorted(found.items(), reverse=True):
+        if _is_json(path / TRAINER_STATE_NAME):
+            return str(path)
+        _log.warning("%s is incomplete: its save was interrupted. The checkpoint before it is used.", path)
+    return None
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class ResumableTraining:
@@ -61,7 +88,7 @@ class ResumableTraining:
         self: Any, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *rest: Any, **named: Any
     ) -> Any:
         if resume_from_checkpoint is True:  # True if there is none: the Trainer reports it
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
         self._before = None
         self._checkpoint = None if isinstance(resume_from_checkpoint, bool | None) else str(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *rest, **named)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Leaving out steps or rows that come: ``Loader.exclude``."""
+"""Leaving out steps or rows that are not delivered yet: ``Loader.exclude``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from midepoch.pipeline.spec import PipelineSpec
 
 _log = logging.getLogger("midepoch")
 _MANY_STEPS = 1_000
-"""Steps of a pipeline that may take minutes, if its functions are slow."""
+"""Steps above which a warning is logged: running them may take minutes, if functions of the pipeline are slow."""
 
 
 class Excluding(Counted):
-    """The method of a loader that leaves out what is not to be delivered."""
+    """The method of a loader that leaves out steps or rows."""
 
     _counterparts: RankConsistencyCheck | None = None
     _excluded: tuple[int, Mapping[int, Intervals]] = (0, {})
@@ -52,7 +52,7 @@ class Excluding(Counted):
         batches, or after ``load_state_dict``. With batches by ``max_tokens``, it returns the number of batches.
         """
         if (steps is None) == (rows is None):
-            raise TypeError("exclude() takes either steps= or rows=.")
+            raise TypeError("exclude() takes either steps= or rows=. Pass one of them.")
         cursor = self.next_cursor()
         if steps is not None:
             first, stop = _range_of(steps)
@@ -76,9 +76,9 @@ class Excluding(Counted):
         return count
 
     def excluded_places(self, cursor: Cursor) -> dict[int, Intervals]:
-        """Return what is left out after a cursor, without what is acknowledged, for the ledger.
+        """Return what is excluded after a cursor, for the ledger: outputs by lane, or positions under lane 0.
 
-        Those are outputs by lane, or positions as those of lane 0.
+        Acknowledged leases are not part of it.
         """
         epoch, known = self._excluded
         found = {
@@ -105,7 +105,7 @@ class Excluding(Counted):
         return Cursor(at.epoch + 1, steps=at.steps) if self._is_over(at) else at
 
     def _continue_at(self, cursor: Cursor, spec: PipelineSpec) -> None:
-        """Continue at a cursor, with a spec, in which something that comes has changed."""
+        """Continue at a cursor, with a spec that differs in what is not delivered yet."""
         raise NotImplementedError
 
     def _without_steps(self, cursor: Cursor, first: int, stop: int) -> tuple[Cursor, int]:
@@ -132,7 +132,7 @@ class Excluding(Counted):
     def _without_outputs(self, cursor: Cursor, first: int, stop: int) -> tuple[Cursor, int]:
         """Return a cursor in lanes without the steps, and the number of outputs in them on this rank.
 
-        Which outputs a step has is known only when it is made, so the pipeline runs ahead, up to the last of the steps.
+        The outputs of a step are known only after it is made, so the pipeline runs ahead, up to the last of the steps.
         """
         spec, options = self._spec, self._options
         if not cursor.begun:
@@ -145,8 +145,8 @@ class Excluding(Counted):
         _check_ahead(first, number)
         if stop - number > _MANY_STEPS:
             _log.warning(
-                "exclude(steps=…) runs the pipeline for %d steps, up to step %d: which outputs a step has is known "
-                "only when it is made. Exclude steps shortly before they come.",
+                "exclude(steps=…) runs the pipeline for %d steps, up to step %d: the outputs of a step are known only "
+                "after it is made. Exclude steps shortly before they are delivered.",
                 stop - number,
                 stop - 1,
             )
@@ -168,7 +168,7 @@ class Excluding(Counted):
         return _with_done(beginning, lanes, taken)._replace(steps=cursor.steps), count
 
     def _without_rows(self, cursor: Cursor, rows: Any) -> tuple[PipelineSpec, int]:
-        """Return the spec without some rows, and how many they are that were not excluded before."""
+        """Return the spec without some rows, and the number of rows that were not excluded before."""
         spec = self._spec
         if self._options.planning is not None:
             raise ValueError(
@@ -187,7 +187,7 @@ class Excluding(Counted):
 
 
 def _done_by_lane(cursor: Cursor) -> dict[int, Intervals]:
-    """Return what is not delivered after a cursor: outputs by lane, or positions as those of lane 0."""
+    """Return what is not delivered after a cursor: outputs by lane, or positions under lane 0."""
     if cursor.lanes is None:
         return {0: cursor.done}
     return {lane: at.done for lane, at in cursor.lanes.by_lane.items()}

@@ -5,7 +5,7 @@ acknowledged. *LeaseBook*: the leases of a loader, over all passes. The state of
 that is not acknowledged, and the later ones that are.
 
 ``ack`` may be called by any thread, and by a signal handler. It takes no lock: appending to the entry of the step in
-``out`` decides which of several calls is the first. Its verdict is noted in ``inbox``. All else is done by ``settle``.
+``out`` decides which of several calls is the first. Its verdict is noted in ``inbox``. ``settle`` does the rest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Remote:
         return acknowledge(self._address, number, rejected)
 
     def address(self) -> str:
-        """Return where the loader is reached."""
+        """Return the address of the loader."""
         return self._address
 
 
@@ -107,7 +107,7 @@ class Tracker:
 
     @property
     def held(self) -> int:
-        """The number of leases that are being worked on."""
+        """The number of leases that are out, without those that were returned."""
         return len(self.out) - len(self.returned)
 
     @property
@@ -143,9 +143,9 @@ class Tracker:
     def settle(self) -> None:
         """Add what was acknowledged to ``acked``, and record it in the ledger.
 
-        A signal handler may save a state meanwhile, in this very method. So nothing is in ``acked`` before it is
-        recorded, and nothing leaves the inbox before it is in ``acked``, which is replaced only if it is what the new
-        value was computed from. Doing it twice does no harm.
+        A signal handler may save a state while this method runs. So a step is recorded before it is in ``acked``, and
+        is in ``acked`` before it leaves the inbox. ``acked`` is replaced only if it did not change meanwhile. A second
+        call is harmless.
         """
         with self._lock:
             noted = dict(self.inbox)
@@ -185,18 +185,18 @@ class Tracker:
 
 
 class LeaseBook:
-    """The leases of a loader. Ids are consecutive, from a random number on: those of other runs are not ours."""
+    """The leases of a loader. Ids are consecutive, from a random number on: ids of other runs are unknown here."""
 
     def __init__(self) -> None:
         self.tracker: Tracker | None = None
         self.open = False
-        """True in a block in which leases are taken."""
+        """True while a ``with`` block of ``lease()`` is open."""
         self._next = secrets.randbits(30) << 32
         self._past: list[range] = []  # of complete passes
         self._channel: Channel | None = None
         self._inherited: tuple[Tracker | None, Channel | None] = (None, None)  # of the process that was forked
         self.wake: threading.Event | None = None
-        """Set by the next acknowledgement, if somebody waits for it."""
+        """Set by the next acknowledgement, if a thread waits for it."""
         _books.add(self)
 
     def begin(
@@ -300,7 +300,7 @@ class Waiting:
         self._book, self._what, self._timeout = book, what, timeout
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Wait. Raises TimeoutError after the timeout, and RuntimeError if nobody could ever acknowledge."""
+        """Wait. Raises TimeoutError after the timeout, and RuntimeError if nothing could acknowledge."""
         if reached():
             return
         began = time.monotonic()
@@ -311,12 +311,13 @@ class Waiting:
                 if not self._book.is_shared and not _has_other_threads():
                     raise RuntimeError(
                         f"{self._what}, this is the only thread, and no other process has a lease: none could be "
-                        "acknowledged. Acknowledge leases before you take the next one, or raise max_out."
+                        "acknowledged. Acknowledge leases before this call, or in another thread or process."
                     )
                 left = None if self._timeout is None else began + self._timeout - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(
-                        f"{self._what}, and none was acknowledged within {self._timeout:g} s. Raise timeout."
+                        f"{self._what}, after {self._timeout:g} s of waiting. Raise timeout, or check that leases "
+                        "are acknowledged."
                     )
                 wake.wait(1.0 if left is None else min(left, 1.0))
                 wake.clear()

@@ -1,10 +1,12 @@
-"""Taking leases: the block in which a loader delivers them, and the methods of a loader for it."""
+"""``Loader.lease``: the iterator over leases, and the methods of a loader that deal with them."""
 
 from __future__ import annotations
 
 import math
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from midepoch._internal.checks import integer
 from midepoch.audit.leases import RETURNED, LeaseSteps
@@ -59,7 +61,7 @@ class LeaseItems:
             self._loader.leave_leases(self._pass, self._tracker)
 
     def resume(self, tracker: Tracker) -> tuple[Cursor, RemainingSteps | None]:
-        """Continue a pass that was left: its steps that are not acknowledged. Return its start, and its plan if any."""
+        """Return the start of the steps that are not acknowledged, and their plan if there is one."""
         tracker.settle()
         if tracker.plan is not None:
             self._acked = tracker.acked
@@ -78,14 +80,15 @@ class LeaseItems:
         return self
 
     def __next__(self) -> Lease:
-        if not self._entered or not self._book.open:
-            raise RuntimeError("leases are taken in a with block. Use: with loader.lease() as items.")
+        self._check_entered()
+        if not self._book.open:
+            raise RuntimeError("this with block was left. Call lease() again.")
         check_continues(None, self._book.tracker is not self._tracker)
         tracker = self._tracker
         if len(tracker.inbox) >= MOST_NOTED:
             tracker.settle()
         if self._max_out is not None and tracker.held >= self._max_out:
-            self._wait(f"{tracker.held} leases are out (max_out={self._max_out})", self._max_out)
+            self._wait(f"{_count(tracker.held)} out (max_out={self._max_out})", self._max_out)
         if self._noted < self._pass.delivered:  # an interrupt came before it was noted
             self._note(self._noted, lost=True)
         for batch in self._pass:  # not next(): an interrupt on its return would lose the batch
@@ -99,7 +102,7 @@ class LeaseItems:
     def _note(self, number: int, *, empty: bool = False, lost: bool = False) -> int | None:
         """Enter a batch of the pass in the tracker. Return its step, or None if it is acknowledged already."""
         if not self._tracker.delivered and self._pass.start is not self._tracker.start:
-            self._tracker = self._loader.track(self._pass)  # nothing was left where it was to begin
+            self._tracker = self._loader.track(self._pass)  # it began at the next epoch: nothing was left of this one
         tracker, delivered = self._tracker, self._loader.delivered
         step = self._first + number
         if self._acked and tracker.plan is not None:
@@ -120,7 +123,8 @@ class LeaseItems:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until no lease is out. Raises TimeoutError after ``timeout`` seconds."""
-        self._wait(f"{self._tracker.held} leases are out", 1, timeout)
+        self._check_entered()
+        self._wait(f"{_count(self._tracker.held)} out", 1, timeout)
 
     def _wait(self, what: str, fewer: int, timeout: float | None = None) -> None:
         tracker = self._tracker
@@ -130,7 +134,16 @@ class LeaseItems:
     @property
     def out(self) -> int:
         """The number of leases that are out."""
+        self._check_entered()
         return self._tracker.held
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise RuntimeError("leases are taken in a with block. Use: with loader.lease() as items.")
+
+
+def _count(leases: int) -> str:
+    return "1 lease is" if leases == 1 else f"{leases:,} leases are"
 
 
 class Leasing(Weighting):
@@ -160,7 +173,7 @@ class Leasing(Weighting):
         if max_out is not None:
             max_out = integer(max_out, "lease(max_out=…)", 1)
         if timeout is not None and not (isinstance(timeout, (int, float)) and 0 <= timeout < math.inf):
-            raise ValueError(f"timeout must be a number of seconds, or None for any time, got {timeout!r}")
+            raise ValueError(f"timeout must be a number of seconds, or None for no limit, got {timeout!r}")
         return LeaseItems(self, max_out, timeout)  # type: ignore[arg-type]
 
     def ack(self, lease: Lease | int, *, rejected: bool = False) -> bool:
@@ -168,7 +181,10 @@ class Leasing(Weighting):
 
         ``rejected``: count it as rejected. Raises ValueError if the lease is unknown.
         """
-        return self.leases.ack(lease.id if isinstance(lease, Lease) else lease, rejected)
+        number = lease.id if isinstance(lease, Lease) else lease
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise TypeError(f"ack() takes a lease or its id, got {lease!r:.60}. Pass the lease, or lease.id.")
+        return self.leases.ack(int(number), rejected)
 
     def track(self, batches: Pass) -> Tracker:
         """Begin the leases of a pass."""
@@ -183,7 +199,7 @@ class Leasing(Weighting):
         return self.leases.begin(plan, batches.start, spec.shard, share, batches.ledger)
 
     def begin_leases(self, items: LeaseItems) -> tuple[Pass, Tracker]:
-        """Return a pass of leases: the rest of one that was left, or a new one."""
+        """Return a pass of leases, and its tracker: the rest of a pass whose block was left, or a new pass."""
         tracker = self.leases.tracker
         if tracker is not None and (tracker.complete or (not tracker.out and self._spec.shard.count == 1)):
             self.end_leases()
@@ -193,7 +209,7 @@ class Leasing(Weighting):
             batches.leased = items.steps
             return batches, self.track(batches)
         start, plan = items.resume(tracker)
-        tracker.ended = False  # until this pass has come to the end
+        tracker.ended = False  # until this pass ends
         batches = self._begin_pass(Start(start), tracker.start)
         batches.leased = items.steps
         if plan is not None:
@@ -211,7 +227,10 @@ class Leasing(Weighting):
         self._left = None
 
     def end_leases(self) -> None:
-        """Continue without leases, at what is acknowledged. Raises RuntimeError on one of several ranks."""
+        """Continue without leases, at what is acknowledged.
+
+        Raises RuntimeError if a block is open, or if one of several ranks has leases left.
+        """
         tracker = self.leases.tracker
         if tracker is None:
             return

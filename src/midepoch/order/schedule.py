@@ -1,4 +1,4 @@
-"""The plan of a training run as one value: phases with weights, sequence lengths and batch sizes; most passes."""
+"""The plan of a training run as one value: phases with weights, sequence lengths and batch sizes, and max_passes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase with all that it takes over from the phases before it, and its place in the run.
+    """A phase with the values that it keeps from the phases before it, and its position in the run.
 
     ``start`` and ``stop`` are in the unit of the schedule. ``outputs``: the rows (or sequences) before its end, over
     the whole run, if they are known.
@@ -96,9 +96,9 @@ class PhasePlan:
 @hinted_methods({"__init__": {"weights": "Give each Phase its weights."}})
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of a training run in phases. It is a function of the position: the same for any ranks and workers.
+    """The plan of a training run in phases. It depends only on the position, not on ranks or workers.
 
-    ``max_passes``: the most passes over a source, by its name. After them, the other sources take its share.
+    ``max_passes``: the most passes over a source, by its name. After that, the other sources take over its share.
     ``sources``: paths of the sources, for ``midepoch plan --schedule``.
 
     schedule = Schedule(
@@ -239,7 +239,7 @@ class Schedule:
 
     @staticmethod
     def from_dict(given: Any) -> Schedule:
-        """Return the schedule of a dict as ``to_dict`` makes it. Raises TypeError or ValueError if it is none."""
+        """Return the schedule of a dict as ``to_dict`` makes it. Raises TypeError or ValueError if it is not valid."""
         schedule: Schedule = _from_dict(Schedule, given, "a schedule")
         return schedule
 
@@ -265,7 +265,7 @@ class Schedule:
 
     @cached_property
     def text(self) -> str:
-        """The schedule as JSON, except for the paths of its sources. A state has it."""
+        """The schedule as JSON, without the paths of its sources, as a state stores it."""
         given = self.to_dict()
         given.pop("sources", None)
         return json.dumps(given, separators=(",", ":"))

@@ -146,7 +146,10 @@ class Matched:
             change = f"{where}mix: the schedule was changed" + ("" if kept else ", and its sources")
             self._changes.append(change)
             self.mixed = True
-            _log.warning("the state is resumed with another mix: %s", change)
+            _log.warning(
+                "the state is resumed with another mix: %s. If that is not intended, use the schedule of the state.",
+                change,
+            )
         return replace(spec, base=base), lambda at, need, of: changed_schedule(base, before, found, at, need, of, where)
 
     def _note_mix(self, before: Any, now: Any, same: Sequence[int | None], count: int, where: str) -> None:
