@@ -222,7 +222,7 @@ def _make_dataset(source: Source, selection: Selection | None = None, *, on_erro
     filtered = source.access is not None and source.access.filter is not None
     where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")
     if not source.rows and not filtered:
-        raise DataNotFoundError(f"there are no rows in {where}.")
+        raise DataNotFoundError(f"there are no rows in {where}. Check the path, and the program that wrote the data.")
     order = Order(Selection.of_ranges([(0, source.rows)]) if selection is None else selection)
     if not len(order):
         _log.warning("the dataset is empty: the %s leaves no row of %s", "filter" if filtered else "split", where)

@@ -166,7 +166,7 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         contents = f"it contains only {others}" if others else "it is empty"
         raise DataNotFoundError(
             f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}."
-            f"{_other_reader([each.path for each in visible])}"
+            f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
     return typed
 
