@@ -330,6 +330,25 @@ def test_a_source_that_ends_with_its_phase_ends_there_after_a_resume_too(sources
         assert [*delivered, *resumed] == expected
 
 
+def test_phases_in_rows_without_a_source_that_has_ended_are_the_same_after_a_resume(sources: Sources) -> None:
+    schedule = Schedule(
+        [
+            Phase("first", {"math": 1}, rows=20),
+            Phase("then", {"math": 1e6, "web": 1, "code": 1}, rows=20),  # its first draw finds that math has ended
+            Phase("last", {"math": 1, "web": 1, "code": 1}, rows=20),
+        ],
+        max_passes={"math": 1},
+    )
+    expected = [batch["id"].tolist() for batch in rows(sources, schedule).loader(4)]
+    assert [source_of(number) for number in chain(*expected)].count("math") == 20
+    for step in range(len(expected)):
+        loader = rows(sources, schedule).loader(4)
+        delivered = [next(loader)["id"].tolist() for _ in range(step)]
+        resumed = rows(sources, schedule).loader(4)
+        resumed.load_state_dict(loader.state_dict())
+        assert [*delivered, *(batch["id"].tolist() for batch in resumed)] == expected
+
+
 WRONG: dict[str, tuple[Callable[[Sources], Any], str]] = {
     "no names": (lambda s: midepoch.mix(list(s.values()), BY_ROWS), "sources by name"),
     "unknown source": (
