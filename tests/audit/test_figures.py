@@ -102,7 +102,7 @@ def test_processes_of_this_machine_are_known_to_be_gone() -> None:
 def test_a_ledger_that_is_not_mapped_dates_its_last_step(
     numbers: Numbers, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(95, "Operation not supported")
 
     loader = numbers(0, 40).with_format("numpy").loader(2, audit=Ledger(tmp_path, attempt="1"))

@@ -312,14 +312,14 @@ def acknowledge_all(source: Any, results: Any) -> None:
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_other_processes_acknowledge(data: str, start: str) -> None:
     context: Any = multiprocessing.get_context(start)
-    loader, source, results = make(data), context.SimpleQueue(), context.SimpleQueue()
+    loader, source, results = make(data), context.SimpleQueue(), context.Queue()
     with loader.lease() as items:
         leases = take(items, 6)
-        worker = context.Process(target=acknowledge_all, args=(source, results))
+        worker = context.Process(target=acknowledge_all, args=(source, results), daemon=True)
         worker.start()
         for lease in leases[:5]:
             source.put(lease)
-            assert results.get() == (True, True, False)
+            assert results.get(timeout=60) == (True, True, False)
         assert loader.state_dict()["position"] == 40
         source.put(None)
         worker.join()
