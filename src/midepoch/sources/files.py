@@ -34,6 +34,8 @@ _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
 }
+_OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx",)}
+"""Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
@@ -41,6 +43,11 @@ _BUILDERS = {
     **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "'imagefolder', data_dir=…"),
     **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg"), "'audiofolder', data_dir=…"),
+}
+_TOKEN_READERS = {
+    ".idx": "midepoch.from_megatron(prefix)",
+    ".bin": "midepoch.from_megatron(prefix) for files of Megatron, or midepoch.from_tokens(path, length, dtype='uint16')",
+    **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
 }
 """Files that are not tables: the arguments of ``load_dataset`` that read them."""
 
@@ -64,8 +71,10 @@ def check_format(given: str | None) -> str | None:
     return name
 
 
-def format_of(path: str) -> str | None:
-    """Return the format that a file name indicates, or None."""
+def format_of(path: str, wanted: str | None = None) -> str | None:
+    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
+    if wanted in _OF_TOKENS:
+        return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")
     if "." + suffix in COMPRESSIONS:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
@@ -94,7 +103,7 @@ def find_files(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
         store = store or of
-        entries += _expand(store, path, text, wanted)
+        entries += expand(store, path, text, wanted)
     assert store is not None
     return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
 
@@ -134,11 +143,12 @@ def _not_a_path(given: Any) -> str:
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
-def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+    """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
-    named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
+    named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
         return [entry]
@@ -157,9 +167,9 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return [entry]
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
-    formats = [format_of(each.path) for each in visible]
+    formats = [format_of(each.path, wanted) for each in visible]
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
-    if not typed and wanted:
+    if not typed and wanted in FORMATS:
         typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
@@ -173,6 +183,9 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
 
 def _other_reader(paths: list[str]) -> str:
     """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
+    suffixes = {os.path.splitext(path)[1].lower() for path in paths}
+    if reader := next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None):
+        return f" For tokens, use {reader}."
     arguments = {_BUILDERS.get(os.path.splitext(path)[1].lower()) for path in paths} - {None}
     return f" Use midepoch.load_dataset({arguments.pop()}, split='train')." if len(arguments) == 1 else ""
 
