@@ -191,9 +191,10 @@ class Blocks:
             if not is_damage(problem, file.size):
                 raise
             path = self._source.files[number].path
+            what = f"the record batch at byte {offset} of {path}" if self._format is None else f"a block of {path}"
             raise CorruptBlockError(
-                f"the record batch at byte {offset} of {path} (rows {starts[block]} to {starts[block + 1] - 1} of the "
-                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to leave it out.'
+                f"{what} (rows {starts[block]} to {starts[block + 1] - 1} of the data) cannot be read: {problem}. "
+                'Restore the file, or pass on_error="skip" to leave it out.'
             ) from None
         mapped = _is_mapped(batch, [file, *(pa.py_buffer(slab.room) for slab in list(self._slabs.values())[-2:])])
         self._keep(block, batch, mapped)

@@ -46,7 +46,7 @@ _BUILDERS = {
 }
 _TOKEN_READERS = {
     ".idx": "midepoch.from_megatron(prefix)",
-    ".bin": "midepoch.from_megatron(prefix) for files of Megatron, or midepoch.from_tokens(path, length, dtype='uint16')",
+    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
     **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
 }
 """Files that are not tables: the arguments of ``load_dataset`` that read them."""

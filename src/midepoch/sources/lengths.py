@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from midepoch._internal.progress import shown
 from midepoch.errors import ColumnError, FormatError
-
 from midepoch.sources.damage import changed, removed
 from midepoch.sources.index import IndexedFile, default_index_dir
 from midepoch.sources.length_blocks import (

@@ -49,7 +49,7 @@ class TokensFormat(NoStatistics):
         found.decoded_bytes = float(rows * row)
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         assert block.end is not None
         with store.open(block.entry) as file:
             dtype, _, _ = _layout(store.name(block.entry.path), file.read_at, file.size, self._dtype)
