@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import pyarrow.fs as fs
@@ -80,6 +81,17 @@ def format_of(path: str, wanted: str | None = None) -> str | None:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
         return named if named in ("csv", "jsonl") else None
     return _SUFFIXES.get(dot + suffix)
+
+
+def _formats(paths: list[str], wanted: str | None) -> list[str | None]:
+    """Return the format of each path. Ten thousand files usually have one suffix, which is looked at once."""
+    suffixes = [path.rpartition(".")[2] for path in paths]
+    plain = {suffix: "." + suffix.lower() not in COMPRESSIONS for suffix in set(suffixes)}
+    known = {suffix: format_of("x." + suffix, wanted) for suffix in plain}
+    return [
+        known[suffix] if plain[suffix] and "/" not in suffix else format_of(path, wanted)
+        for path, suffix in zip(paths, suffixes, strict=True)
+    ]
 
 
 def find_files(
@@ -166,8 +178,8 @@ def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entr
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return [entry]
-    visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
-    formats = [format_of(each.path, wanted) for each in visible]
+    visible = sorted(_all_visible(found, path), key=itemgetter(0))  # by path
+    formats = _formats([each.path for each in visible], wanted)
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
     if not typed and wanted in FORMATS:
         typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
@@ -245,12 +257,21 @@ def _walk(folder: str) -> list[Entry]:
             continue  # a link to a parent, or to a folder already visited
         seen.add((stat.st_dev, stat.st_ino))
         for entry in entries:
-            if entry.is_dir():
-                (links if entry.is_symlink() else todo).append(entry.path)
-            elif entry.is_file():
+            if entry.is_file():
                 about = entry.stat()
                 found.append(Entry(entry.path, about.st_size, about.st_mtime_ns))
+            elif entry.is_dir():
+                (links if entry.is_symlink() else todo).append(entry.path)
     return found
+
+
+def _all_visible(found: list[Entry], root: str) -> list[Entry]:
+    """Return the visible files. Usually all of them are, which one search shows."""
+    start = len(root)
+    names = "\n".join(["/" + entry[0][start:] for entry in found]) + "\n"
+    if not any(sign in names for sign in ("/.", "/_", ".crc\n")):
+        return found
+    return [entry for entry in found if _visible(entry.path, root)]
 
 
 def _visible(path: str, root: str) -> bool:
