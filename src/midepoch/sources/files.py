@@ -84,7 +84,7 @@ def format_of(path: str, wanted: str | None = None) -> str | None:
 
 
 def _formats(paths: list[str], wanted: str | None) -> list[str | None]:
-    """Return the format of each path. Ten thousand files usually have one suffix, which is looked at once."""
+    """Return the format of each path. Ten thousand files usually have one suffix, which is resolved a single time."""
     suffixes = [path.rpartition(".")[2] for path in paths]
     plain = {suffix: "." + suffix.lower() not in COMPRESSIONS for suffix in set(suffixes)}
     known = {suffix: format_of("x." + suffix, wanted) for suffix in plain}

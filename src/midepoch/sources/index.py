@@ -232,7 +232,7 @@ def serialise(index: Index) -> bytes:
     names = ["offset", "start", "end"][: len(arrays)]
     table = pa.Table.from_arrays(columns, names=names).replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
+    with pa.ipc.new_stream(sink, table.schema) as writer:  # a file would contain the metadata twice
         writer.write_table(table, max_chunksize=max(1, table.num_rows))
     return bytes(sink.getvalue())
 
@@ -241,7 +241,7 @@ def read_index(path: Path) -> Index | None:
     """Return the index in a file, or None if it is missing, damaged or of another version."""
     try:
         with pa.memory_map(str(path)) as mapped:
-            table = pa.ipc.open_file(mapped).read_all()
+            table = pa.ipc.open_stream(mapped).read_all()
         metadata = table.schema.metadata
         header, stored = json.loads(metadata[b"midepoch"]), metadata.get(b"midepoch_files", b"")
         if header["version"] != VERSION:
