@@ -17,8 +17,9 @@ from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
 
-FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl")
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "tar")
 _ALIASES = {"feather": "arrow", "ipc": "arrow", "json": "jsonl", "ndjson": "jsonl", "tsv": "csv"}
+_ALIASES |= {"webdataset": "tar", "wds": "tar"}
 _SUFFIXES = {
     ".arrow": "arrow",
     ".arrows": "arrow",
@@ -33,8 +34,10 @@ _SUFFIXES = {
     ".json": "jsonl",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".tar": "tar",
+    ".tgz": "tar",
 }
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".tgz": "gzip"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
 _BUILDERS = {
@@ -67,9 +70,9 @@ def check_format(given: str | None) -> str | None:
 def format_of(path: str) -> str | None:
     """Return the format that a file name indicates, or None."""
     stem, dot, suffix = path.lower().rpartition(".")
-    if "." + suffix in COMPRESSIONS:
+    if "." + suffix in COMPRESSIONS and "." + suffix not in _SUFFIXES:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
-        return named if named in ("csv", "jsonl") else None
+        return named if named in ("csv", "jsonl", "tar") else None
     return _SUFFIXES.get(dot + suffix)
 
 

@@ -16,6 +16,7 @@ _MODULES = {
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
     "jsonl": ("json_lines", "JsonFormat"),
+    "tar": ("tar_shards", "TarFormat"),
 }
 
 
