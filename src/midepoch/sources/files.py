@@ -13,6 +13,7 @@ import pyarrow.fs as fs
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
+from midepoch.sources.braces import spelled_out
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
@@ -40,6 +41,8 @@ _SUFFIXES = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".tgz": "gzip"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
+_FEW = 16
+"""Number of paths up to which each is looked at, instead of the listing of their folder."""
 _BUILDERS = {
     **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "'imagefolder', data_dir=…"),
@@ -124,6 +127,8 @@ def check_path(given: Any) -> str:
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given))
     refuse_lost_slash(given)
+    if path.startswith("pipe:"):
+        raise ValueError(f"commands are not run, got {path[:60]!r}. Pass the address itself, for example s3://….")
     return path
 
 
@@ -145,6 +150,8 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
     entry = _stat(store, path) if named else None
     if entry is not None:
         return [entry]
+    if (spelled := spelled_out(path)) is not None:
+        return _all_of(store, spelled, given, wanted)
     folder = _existing(store, path)
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
@@ -168,10 +175,34 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         contents = f"it contains only {others}" if others else "it is empty"
         raise DataNotFoundError(
-            f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}."
+            f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON lines or tar'} files in {name}: {contents}."
             f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
     return typed
+
+
+def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
+    """Return the files of paths in order. Many of them are found by one listing of each folder."""
+    listed: dict[str, Entry] = {}
+    if len(paths) > _FEW and not any(map(_GLOB.search, paths)) and not paths[0].startswith(("http://", "https://")):
+        for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
+            listed |= _in_folder(store, folder, set(paths))
+    return [
+        entry
+        for path in paths
+        for entry in ([listed[path]] if path in listed else _expand(store, path, given, wanted))
+    ]
+
+
+def _in_folder(store: Store, folder: str, wanted: set[str]) -> dict[str, Entry]:
+    if not store.local:
+        return {entry.path: entry for entry in store.list(folder) if entry.path in wanted}
+    try:
+        found = [entry for entry in os.scandir(folder or "/") if entry.path in wanted and entry.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    stats = [(entry.path, entry.stat()) for entry in found]
+    return {path: Entry(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats}
 
 
 def _other_reader(paths: list[str]) -> str:

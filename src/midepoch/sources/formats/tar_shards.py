@@ -28,7 +28,7 @@ from midepoch.sources.stores import Entry, Store
 
 _log = logging.getLogger("midepoch")
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 8 << 20
 LOCAL_GAP, REMOTE_GAP = 32 << 10, 1 << 20
 """Bytes between two requested members that are worth a separate read."""
 KEY = "__key__"
@@ -42,7 +42,7 @@ _NAMED_SAMPLES = 10
 
 
 class TarFormat(NoStatistics):
-    """Format whose blocks are about 4 MB of samples. Only the ranges of the requested columns are read."""
+    """Format whose blocks are about 8 MB of samples. Only the ranges of the requested columns are read."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
         name = store.name(entry.path)
