@@ -13,14 +13,13 @@ _MOST = 10_000_000
 def spelled_out(path: str) -> list[str] | None:
     """Return all paths that the braces stand for, in order. None if there are none: ``{x}`` is an ordinary name."""
     pieces = _pieces(path)
-    if all(len(alternatives) == 1 for alternatives in pieces):
-        return None
     count = 1
     for alternatives in pieces:
         count *= len(alternatives)
     if count > _MOST:
         raise ValueError(f"{path!r} stands for {count:,} paths. Check the numbers in its braces.")
-    return list(map("".join, product(*pieces)))
+    paths = list(map("".join, product(*pieces)))
+    return None if paths == [path] else paths
 
 
 def _pieces(path: str) -> list[list[str]]:

@@ -166,7 +166,7 @@ class _Shard:
     def _finish(self) -> None:
         """Add the current sample to the block, or start the next block with it."""
         sample, self._sample = self._sample, None
-        if sample is None or self._is_bad(sample):
+        if sample is None or not sample.columns or self._is_bad(sample):
             return
         if not sample.is_whole:
             self._skipped.append(_shown(sample.key))
