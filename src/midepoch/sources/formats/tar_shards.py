@@ -52,6 +52,8 @@ class TarFormat(NoStatistics):
                 shard.add(item)
             if isinstance(reader, Stream) and reader.damage is not None:
                 shard.add(Damage(reader.damage))
+            elif not archive.end and not reader.at(0, 1):
+                shard.add(Damage("it is empty"))
             elif not shard.is_damaged and not archive.is_marked:
                 _log.warning("%s has no end mark: if it was cut, its last sample is incomplete", name)
         found = shard.finished()
@@ -204,8 +206,6 @@ class _Shard:
             _log.warning("%s: skipped %d damaged samples: %s%s", self._name, len(self._skipped), listed, more)
         if self._links:
             _log.warning("%s: ignored %d links, which are not files", self._name, self._links)
-        if self.is_damaged and not rows:
-            raise FormatError(f"{self._name}: not a tar archive: no sample can be read. Copy or download it again.")
         used = [number for number, count in enumerate(self._counts) if count]
         kinds = [pa.large_binary() if self._largest[number] > _LARGE else pa.binary() for number in used]
         fields = [pa.field(self._columns[number], kind) for number, kind in zip(used, kinds, strict=True)]
