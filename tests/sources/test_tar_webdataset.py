@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,8 +37,7 @@ def outcome(read: Any, *paths: Path) -> Any:
     try:
         return read(*paths)
     except (ValueError, FormatError) as problem:
-        assert "duplicate" in str(problem) or "several files" in str(problem)
-        return "duplicate"
+        return "duplicate" if re.search("duplicate|several files", str(problem)) else problem
 
 
 def test_random_archives(tmp_path: Path) -> None:

@@ -188,9 +188,7 @@ def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> l
         for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
             listed |= _in_folder(store, folder, set(paths))
     return [
-        entry
-        for path in paths
-        for entry in ([listed[path]] if path in listed else _expand(store, path, given, wanted))
+        entry for path in paths for entry in ([listed[path]] if path in listed else _expand(store, path, given, wanted))
     ]
 
 

@@ -168,7 +168,11 @@ class _Text:
                 position += len(data)
                 yield data
         except (OSError, pa.ArrowException) as problem:
-            if not is_damage(problem) or compression(self._entry.path) is None or not can_be_fetched(self._store, self._entry):
+            if (
+                not is_damage(problem)
+                or compression(self._entry.path) is None
+                or not can_be_fetched(self._store, self._entry)
+            ):
                 raise
             if not self._salvage:
                 raise FormatError(

@@ -110,9 +110,11 @@ def _member(reader: Reader, start: int) -> tuple[Member, int, bool] | None:
         header = _header(reader, header.offset + _padded(header.size))
         if header is None:
             raise _DamageError("a header is missing after the extended header", start)
-    is_sparse = header.kind == ord("S") or any(key.startswith(b"GNU.sparse.") for key in pax)
-    name = pax.get(b"GNU.sparse.name", pax.get(b"path", header.name))
-    size = _pax_size(pax[b"size"], start) if b"size" in pax else header.size
+    name, size, is_sparse = header.name, header.size, header.kind == ord("S")
+    if pax:
+        name = pax.get(b"GNU.sparse.name", pax.get(b"path", name))
+        size = _pax_size(pax[b"size"], start) if b"size" in pax else size
+        is_sparse = is_sparse or any(key.startswith(b"GNU.sparse.") for key in pax)
     if header.kind in _WITHOUT_CONTENTS or _is_folder(header):
         is_link = header.kind in b"12"
         return Member(name if is_link else b"", header.offset, 0, is_link=is_link), header.offset, True
@@ -162,6 +164,10 @@ def _text(field: bytes) -> bytes:
 
 def _number(field: bytes) -> int | None:
     """Return a number in octal digits or, for large ones, in base 256."""
+    try:
+        return int(field.rstrip(b"\0 "), 8)
+    except ValueError:
+        pass
     if field[0] & 0x80:
         value = int.from_bytes(field[1:], "big")
         return value if field[0] == 0x80 else -1
@@ -231,12 +237,12 @@ def _after_sparse_map(reader: Reader, header: _Header) -> int:
 
 def _ends(reader: Reader, offset: int, size: int) -> tuple[bytes, bool]:
     """Return the first and the last bytes of contents, and True if all of them exist."""
-    head = reader.at(offset, min(size, BLOCK))
-    if size <= BLOCK:
-        return head, len(head) == size
-    tail_size = min(BLOCK, size - BLOCK)
-    tail = reader.at(offset + size - tail_size, tail_size)
-    return head + tail, len(tail) == tail_size
+    if size <= 2 * BLOCK:
+        whole = reader.at(offset, size)
+        return whole, len(whole) == size
+    head = reader.at(offset, BLOCK)
+    tail = reader.at(offset + size - BLOCK, BLOCK)
+    return head + tail, len(tail) == BLOCK
 
 
 def _next_header(reader: Reader, offset: int) -> int | None:

@@ -16,7 +16,7 @@ from midepoch.sources.stores import Entry, OpenFile, Store
 
 _LOCAL = (4 << 10, 32 << 10, 1 << 20)
 _REMOTE = (64 << 10, 1 << 20, 8 << 20)
-"""The smallest read, the gap that is worth a separate read (to a store, a request takes as long as 1 MB), the largest."""
+"""The smallest read, the gap that is worth a separate read, and the largest read. A request takes as long as 1 MB."""
 _STREAM = 64 << 10  # a read that meets damage loses its bytes
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"\x04\x22\x4d\x18": ".lz4"}
 _XZ = b"\xfd7zXZ"
@@ -95,5 +95,5 @@ def _refuse_packed(name: str, head: bytes) -> None:
     for magic, suffix in _PACKED.items():
         if head.startswith(magic):
             raise FormatError(
-                f"{name}: its contents are compressed, but its name does not say so. Rename it to end with .tar{suffix}."
+                f"{name}: its contents are compressed, but its name does not say so. Rename it to .tar{suffix}."
             )

@@ -54,8 +54,14 @@ class MemberTable:
         """Return the table of some members, and of all samples."""
         if chosen.all():
             return self
-        arrays = [each[chosen] for each in (self.samples, self.columns, self.offsets, self.sizes, self.is_sparse)]
-        return MemberTable(self.keys, *arrays)
+        return MemberTable(
+            self.keys,
+            self.samples[chosen],
+            self.columns[chosen],
+            self.offsets[chosen],
+            self.sizes[chosen],
+            self.is_sparse[chosen],
+        )
 
 
 def packed(samples: Sequence[Sample]) -> bytes:
@@ -73,9 +79,16 @@ def packed(samples: Sequence[Sample]) -> bytes:
     sizes = np.array([size for sample in samples for size in sample.sizes], np.int64)
     first = int(offsets[0])
     counts = [len(sample.columns) for sample in samples]
-    numbers = [[len(samples), len(columns), first], counts, list(map(len, keys)), columns, sizes, offsets - _usual(first, sizes)]
+    numbers = [
+        [len(samples), len(columns), first],
+        counts,
+        list(map(len, keys)),
+        columns,
+        sizes,
+        offsets - _usual(first, sizes),
+    ]
     data = np.concatenate([np.asarray(each, np.int64) for each in numbers]).tobytes() + b"".join(keys)
-    return len(data).to_bytes(8, "little") + pa.compress(data, codec="zstd", asbytes=True)
+    return len(data).to_bytes(8, "little") + bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
 def _usual(first: int, sizes: Int64Array) -> Int64Array:
