@@ -1,4 +1,4 @@
-"""Tar shards beside the `webdataset` package: reading in order, opening, resuming, single rows. `python -m benchmarks.tars`.
+"""Tar shards beside `webdataset`: reading in order, opening, resuming, single rows. `python -m benchmarks.tars`.
 
 Both read the same shards in one process, in turn, to dicts of bytes. Rows of midepoch are read without its cache of
 blocks: every pass opens the dataset again.
@@ -82,8 +82,8 @@ def in_order(folder: Path) -> list[Measured]:
                 times[each].append(time.perf_counter() - start)
         assert len(totals) == 1
         theirs, ours = (np.array(times[each]) for each in contenders)
-        print(f"{name}: webdataset {theirs.min():.3f} s, midepoch {ours.min():.3f} s; medians {np.median(theirs):.3f} and "
-              f"{np.median(ours):.3f} s; {totals.pop() / 1e6 / ours.min():,.0f} MB/s")  # fmt: skip
+        print(f"{name}: webdataset {theirs.min():.3f} s, midepoch {ours.min():.3f} s; medians {np.median(theirs):.3f} "
+              f"and {np.median(ours):.3f} s; {totals.pop() / 1e6 / ours.min():,.0f} MB/s")  # fmt: skip
         measured.append(Measured(f"{name} samples in order, time × webdataset's", "×", 0.5, ours.min() / theirs.min()))
     return measured
 
