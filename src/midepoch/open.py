@@ -50,10 +50,11 @@ def from_files(
     validate: bool = True,
     on_error: str = "raise",
 ) -> Dataset:
-    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), or a folder.
+    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), braces, or a folder.
 
-    Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
-    ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by path; a list keeps its order.
+    Arrow, Parquet, ORC, CSV, JSON lines, and tar shards of WebDataset (text and tar also compressed), on a local disk,
+    in an object store (``s3://``, ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by
+    path. A list keeps its order, and so do braces (``shard-{000..146}.tar``).
     Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
     decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
     if it is given, in ``cache_dir``.

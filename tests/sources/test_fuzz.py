@@ -15,6 +15,7 @@ import pytest
 import midepoch
 from midepoch.errors import DataChangedError, MidepochError
 from midepoch.sources.arrow_ipc import scan
+from tar_files import write_tar
 
 TABLE = pa.table(
     {
@@ -31,6 +32,9 @@ def write(path: Path, kind: str) -> None:
         pq.write_table(TABLE, path, row_group_size=40, write_page_checksum=True, compression="none")
     elif kind == "orc":
         po.write_table(TABLE, path)
+    elif kind == "tar":
+        files = [(f"{r['id']:03d}.{name}", str(r[name]).encode()) for r in TABLE.to_pylist() for name in ("id", "text")]
+        write_tar(path, files)
     elif kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in TABLE.to_pylist()))
     else:
@@ -39,7 +43,7 @@ def write(path: Path, kind: str) -> None:
         )
 
 
-KINDS = ["parquet", "orc", "jsonl", "csv"]
+KINDS = ["parquet", "orc", "jsonl", "csv", "tar"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +59,7 @@ def test_truncated_files(kind: str, tmp_path: Path) -> None:
         except MidepochError as problem:
             named = path.name in str(problem) or "no rows" in str(problem)
         else:  # text that was cut behind a row is a shorter file, and nobody can know
-            assert kind in ("jsonl", "csv")
+            assert kind in ("jsonl", "csv", "tar")
             named = [row["id"] for row in found[:-1]] == [row["id"] for row in expected[: len(found) - 1]]
         assert named
 

@@ -14,12 +14,14 @@ import pyarrow.fs as fs
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
+from midepoch.sources.braces import spelled_out
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
 
-FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl")
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "tar")
 _ALIASES = {"feather": "arrow", "ipc": "arrow", "json": "jsonl", "ndjson": "jsonl", "tsv": "csv"}
+_ALIASES |= {"webdataset": "tar", "wds": "tar"}
 _SUFFIXES = {
     ".arrow": "arrow",
     ".arrows": "arrow",
@@ -34,12 +36,16 @@ _SUFFIXES = {
     ".json": "jsonl",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".tar": "tar",
+    ".tgz": "tar",
 }
 _OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
 """Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".tgz": "gzip"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
+_FEW = 16
+"""Number of paths up to which each is looked at, instead of the listing of their folder."""
 _BUILDERS = {
     **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "'imagefolder', data_dir=…"),
@@ -77,9 +83,9 @@ def format_of(path: str, wanted: str | None = None) -> str | None:
     if wanted in _OF_TOKENS:
         return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")
-    if "." + suffix in COMPRESSIONS:
+    if "." + suffix in COMPRESSIONS and "." + suffix not in _SUFFIXES:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
-        return named if named in ("csv", "jsonl") else None
+        return named if named in ("csv", "jsonl", "tar") else None
     return _SUFFIXES.get(dot + suffix)
 
 
@@ -142,6 +148,8 @@ def check_path(given: Any) -> str:
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given))
     refuse_lost_slash(given)
+    if path.startswith("pipe:"):
+        raise ValueError(f"commands are not run, got {path[:60]!r}. Pass the address itself, for example s3://….")
     return path
 
 
@@ -164,6 +172,8 @@ def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entr
     entry = _stat(store, path) if named else None
     if entry is not None:
         return [entry]
+    if (spelled := spelled_out(path)) is not None:
+        return _all_of(store, spelled, given, wanted)
     folder = _existing(store, path)
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
@@ -187,10 +197,32 @@ def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entr
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         contents = f"it contains only {others}" if others else "it is empty"
         raise DataNotFoundError(
-            f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}."
+            f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON lines or tar'} files in {name}: {contents}."
             f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
     return typed
+
+
+def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
+    """Return the files of paths in order. Many of them are found by one listing of each folder."""
+    listed: dict[str, Entry] = {}
+    if len(paths) > _FEW and not any(map(_GLOB.search, paths)) and not paths[0].startswith(("http://", "https://")):
+        for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
+            listed |= _in_folder(store, folder, set(paths))
+    return [
+        entry for path in paths for entry in ([listed[path]] if path in listed else expand(store, path, given, wanted))
+    ]
+
+
+def _in_folder(store: Store, folder: str, wanted: set[str]) -> dict[str, Entry]:
+    if not store.local:
+        return {entry.path: entry for entry in store.list(folder) if entry.path in wanted}
+    try:
+        found = [entry for entry in os.scandir(folder or "/") if entry.path in wanted and entry.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    stats = [(entry.path, entry.stat()) for entry in found]
+    return {path: Entry(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats}
 
 
 def _other_reader(paths: list[str]) -> str:

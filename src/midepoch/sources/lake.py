@@ -1,4 +1,4 @@
-"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, and Arrow files in a store.
+"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, tar, and Arrow files in a store.
 
 It is built once: footers (for text, all rows) are scanned in parallel, types are unified, and the rows that pass the
 filter are counted, so that a position means the same row on every machine.

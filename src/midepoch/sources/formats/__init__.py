@@ -18,6 +18,7 @@ _MODULES = {
     "jsonl": ("json_lines", "JsonFormat"),
     "megatron": ("megatron", "MegatronFormat"),
     "tokens": ("tokens", "TokensFormat"),
+    "tar": ("tar_shards", "TarFormat"),
 }
 
 
