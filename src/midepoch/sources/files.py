@@ -12,12 +12,13 @@ import pyarrow.fs as fs
 
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
 
-FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl")
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", *manifests.FORMATS)
 _ALIASES = {"feather": "arrow", "ipc": "arrow", "json": "jsonl", "ndjson": "jsonl", "tsv": "csv"}
 _SUFFIXES = {
     ".arrow": "arrow",
@@ -47,11 +48,12 @@ _BUILDERS = {
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files in order, with their store and format."""
+    """Files in order, with their store and format. ``listed``: they are manifests, which name the data files."""
 
     store: Store
     format: str
     entries: tuple[Entry, ...]
+    listed: bool = False
 
 
 def check_format(given: str | None) -> str | None:
@@ -84,7 +86,7 @@ def find_files(
     """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
     given = paths_of(paths)
     wanted = check_format(format)
-    store, entries = None, []
+    store, entries, kinds = None, [], dict[str | None, str]()
     for text in given:
         of, path = resolve(text, storage_options, filesystem, retry)
         if store is not None and of.identity != store.identity:
@@ -94,8 +96,15 @@ def find_files(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
         store = store or of
-        entries += _expand(store, path, text, wanted)
+        kind, found = _expand(store, path, text, wanted)
+        entries += found
+        kinds.setdefault(kind, store.name(path))
     assert store is not None
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
+        raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
+    if (kind := next(iter(kinds))) is not None:
+        return DataFiles(store, kind, tuple(entries), listed=True)
     return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
 
 
@@ -134,14 +143,20 @@ def _not_a_path(given: Any) -> str:
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
-def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[str | None, list[Entry]]:
+    """Return the files of a path. If a manifest names them: its format, and the manifest alone."""
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
     named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
-        return [entry]
+        kind, entry = manifests.of_file(store, entry, wanted) or (None, entry)
+        return kind, [entry]
+    if store.local and (entry := _stat(store, f"{path.rstrip('/')}/{manifests.NAME}")) is not None:
+        kind, entry = manifests.of_file(store, entry, wanted) or (None, entry)  # without a listing of the folder
+        if kind is not None:
+            return kind, [entry]
     folder = _existing(store, path)
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
@@ -149,14 +164,16 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
-        return sorted(found, key=lambda each: each.path)
+        return None, sorted(found, key=lambda each: each.path)
     found = _below(store, path)
     if not found and not store.is_folder(path):
         entry = None if named else _stat(store, path)
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
-        return [entry]
+        return None, [entry]
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
+    if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
+        return manifest[0], [manifest[1]]
     formats = [format_of(each.path) for each in visible]
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
     if not typed and wanted:
@@ -168,7 +185,7 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
             f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}."
             f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
-    return typed
+    return None, typed
 
 
 def _other_reader(paths: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -77,6 +77,27 @@ class Format(Protocol):
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
         """Return True if statistics prove that no row of the block passes the filter, which uses these columns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file that a manifest names, and what the manifest says about it."""
+
+    entry: Entry
+    about: dict[str, Any]
+
+
+@runtime_checkable
+class ListedFormat(Protocol):
+    """A format whose files are named by a manifest. Its blocks are decoded as those of any ``Format``."""
+
+    def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
+        """Return the data files of all manifests, in order. Raise DataNotFoundError if one is missing."""
+        ...
+
+    def scan_member(self, store: Store, member: Member) -> Scanned:
+        """Find all blocks of one file. May be called again after a failure of the store."""
         ...
 
 
