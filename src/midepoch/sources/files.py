@@ -37,6 +37,7 @@ _SUFFIXES = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
+_WITH_NUMBER = re.compile(r"litdata\[[1-9][0-9]*\]")
 _GLOB = re.compile(r"[*?\[]")
 _BUILDERS = {
     **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
@@ -61,7 +62,7 @@ def check_format(given: str | None) -> str | None:
     if given is None:
         return None
     name = _ALIASES.get(str(given).lower(), str(given).lower())
-    if name not in FORMATS:
+    if name not in FORMATS and not _WITH_NUMBER.fullmatch(name):
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}")
     return name
 
@@ -104,7 +105,7 @@ def find_files(
         listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
         raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
     if (kind := next(iter(kinds))) is not None:
-        return DataFiles(store, kind, tuple(entries), listed=True)
+        return DataFiles(store, wanted or kind, tuple(entries), listed=True)
     return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
 
 

@@ -70,7 +70,7 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
 
     The manifest may be in the folder or in one folder below it, as for splits. Raise FormatError if there are several.
     """
-    if wanted is not None and wanted not in FORMATS:
+    if not _may_be(wanted):
         return None
     top = folder.rstrip("/")
     named = [entry for entry in found if is_manifest(entry.path)]
@@ -91,15 +91,24 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
     return _checked(store, *kinds[0], wanted) if kinds else None
 
 
+def _base(form: str) -> str:
+    """Return the name of a format without its argument."""
+    return form.partition("[")[0]
+
+
+def _may_be(wanted: str | None) -> bool:
+    return wanted is None or _base(wanted) in FORMATS
+
+
 def _checked(store: Store, kind: str, entry: Entry, wanted: str | None) -> tuple[str, Entry]:
-    if wanted not in (None, kind):
+    if wanted is not None and _base(wanted) != kind:
         raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
     return kind, entry
 
 
 def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry] | None:
     """Return a file and its format if it is a manifest, else None."""
-    if not is_manifest(entry.path) or wanted not in (None, *FORMATS):
+    if not is_manifest(entry.path) or not _may_be(wanted):
         return None
     kind = manifest_format(store, entry)
     return None if kind is None else _checked(store, kind, entry, wanted)

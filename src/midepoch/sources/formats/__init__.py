@@ -21,11 +21,13 @@ _MODULES = {
 }
 
 
-@lru_cache(maxsize=len(_MODULES))
+@lru_cache(maxsize=64)
 def format_named(name: str) -> Format:
-    """Return the format with a name of ``files.FORMATS``."""
-    module, class_name = _MODULES[name]
-    format_: Format = getattr(import_module(f"{__name__}.{module}"), class_name)()
+    """Return the format with a name of ``files.FORMATS``, which may have a number as argument: ``litdata[2048]``."""
+    base, _, argument = name.partition("[")
+    module, class_name = _MODULES[base]
+    make = getattr(import_module(f"{__name__}.{module}"), class_name)
+    format_: Format = make(int(argument[:-1])) if argument else make()
     return format_
 
 

@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
+from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
 from midepoch.sources.formats.mds_encodings import Encoding, encoding_of
-from midepoch.sources.formats.records import BadSampleError, Int64Array, Values, columns_of, cut
-from midepoch.sources.formats.shards import Shard, beginning, contents_of
+from midepoch.sources.formats.records import Int64Array, Values, columns_of, cut, naming
+from midepoch.sources.formats.shards import (
+    Shard,
+    beginning,
+    contents_of,
+    damaged_offset,
+    footer_parts,
+    offsets_in,
+    packed_footer,
+)
 from midepoch.sources.manifests import files_beside, inside, read_manifest
 from midepoch.sources.stores import Entry, Store
 
@@ -46,7 +54,9 @@ class MdsFormat(NoStatistics):
         table = 4 * (samples + 2)
         with store.open(entry) as file:
             head = beginning(file, shard, table + 2 * _PROBE, name)
-            offsets = _offsets(head, samples, shard.size, name)
+            offsets = offsets_in(head, samples, name)
+            if offsets[-1] != shard.size:
+                raise damaged_offset(name, samples - 1)
             probe = int(offsets[0]) + _PROBE
             whole = int(offsets[min(1, samples)]) if any(encoding_of(e).kind is None for e in about["encodings"]) else 0
             if len(head) < min(max(probe, whole), shard.size):
@@ -61,11 +71,12 @@ class MdsFormat(NoStatistics):
         digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
         digest.update(head[:probe])
         found.fingerprint = digest.hexdigest()
-        found.footer = _footer(about, offsets)
+        kept = {key: about[key] for key in ("names", "encodings", "sizes", "samples", "bytes", "codec")}
+        found.footer = packed_footer(kept, offsets)
         return found
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
-        about, offsets = _footer_parts(block.footer)
+        about, offsets = footer_parts(block.footer)
         first, stop = block.offset, about["samples"] if block.end is None else block.end
         begin, end = int(offsets[first]), int(offsets[stop])
         shard = Shard(block.entry, about["codec"], about["bytes"])
@@ -74,22 +85,16 @@ class MdsFormat(NoStatistics):
             data = contents_of(file, shard, begin, end, name)
         encodings = dict(zip(about["names"], map(encoding_of, about["encodings"]), strict=True))
         own = [column for column in columns if column in encodings]
-        try:
+        with naming(name, first):
             values = dict(
                 zip(encodings, columns_of(data, offsets[first : stop + 1] - begin, about["sizes"]), strict=True)
             )
-        except BadSampleError as problem:
-            raise CorruptBlockError(f"{name}: sample {first + problem.number}: {problem.reason}.") from None
-        arrays = [_decoded(name, first, column, encodings[column], values[column]) for column in own]
-        return pa.table(arrays, names=own)
+        return pa.table([_decoded(name, first, each, encodings[each], values[each]) for each in own], names=own)
 
 
 def _decoded(name: str, first: int, column: str, encoding: Encoding, values: Values) -> pa.Array:
-    try:
+    with naming(name, first, column):
         return encoding.decode(values)
-    except BadSampleError as problem:
-        text = f"{name}: sample {first + problem.number}, column {column!r}: {problem.reason}."
-        raise CorruptBlockError(text) from None
 
 
 def _members(store: Store, manifest: Entry) -> list[Member]:
@@ -160,49 +165,13 @@ def _chosen(
     raise DataNotFoundError(f"{names} does not exist, but {manifest} names it. Copy or download the shard.")
 
 
-def _offsets(head: bytes, samples: int, size: int, name: str) -> Int64Array:
-    table = 4 * (samples + 2)
-    if len(head) < table:
-        raise FormatError(f"{name}: {size} bytes are too few for {samples} samples. Copy or download it again.")
-    count = int.from_bytes(head[:4], "little")
-    if count != samples:
-        raise FormatError(f"{name}: it has {count} samples, its index.json says {samples}. Copy or download it again.")
-    offsets = np.frombuffer(head, "<u4", samples + 1, 4).astype(np.int64)
-    wrong = np.flatnonzero(np.diff(offsets) < 0)
-    if len(wrong) or offsets[0] < table or offsets[-1] != size:
-        number = int(wrong[0]) if len(wrong) else 0 if offsets[0] < table else samples - 1
-        raise FormatError(f"{name}: the offset of sample {number} is damaged. Copy or download it again.")
-    return offsets
-
-
 def _schema(name: str, about: dict[str, Any], offsets: Int64Array, head: bytes) -> pa.Schema:
     encodings = [encoding_of(encoding) for encoding in about["encodings"]]
     kinds = [encoding.kind for encoding in encodings]
     if about["samples"] and None in kinds:
         data = np.frombuffer(head, np.uint8)[int(offsets[0]) : int(offsets[1])]
-        try:
+        with naming(name, 0):
             values = columns_of(data, offsets[:2] - offsets[0], about["sizes"])
-        except BadSampleError as problem:
-            raise FormatError(f"{name}: sample 0: {problem.reason}. Copy or download it again.") from None
         for i, encoding in enumerate(encodings):
             kinds[i] = kinds[i] or _decoded(name, 0, about["names"][i], encoding, values[i]).type
     return pa.schema(list(zip(about["names"], (kind or pa.null() for kind in kinds), strict=True)))
-
-
-def _footer(about: dict[str, Any], offsets: Int64Array) -> bytes:
-    """Return all that the decoding of a block needs. The offsets of samples of one size are two numbers."""
-    steps = np.diff(offsets)
-    uniform = len(steps) > 0 and bool((steps == steps[0]).all())
-    kept = {key: about[key] for key in ("names", "encodings", "sizes", "samples", "bytes", "codec")}
-    kept["uniform"] = [int(offsets[0]), int(steps[0])] if uniform else None
-    text = json.dumps(kept).encode()
-    return len(text).to_bytes(4, "little") + text + (b"" if uniform else offsets.astype("<u4").tobytes())
-
-
-def _footer_parts(footer: bytes) -> tuple[dict[str, Any], Int64Array]:
-    length = int.from_bytes(footer[:4], "little")
-    about = json.loads(footer[4 : 4 + length])
-    if about["uniform"] is not None:
-        start, step = about["uniform"]
-        return about, start + step * np.arange(about["samples"] + 1, dtype=np.int64)
-    return about, np.frombuffer(footer, "<u4", about["samples"] + 1, 4 + length).astype(np.int64)

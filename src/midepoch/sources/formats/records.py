@@ -5,7 +5,8 @@ A column of a block is an array of ranges. It is gathered into one Arrow buffer,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from midepoch._native.ranges import copy_ranges
+from midepoch.errors import CorruptBlockError
 
 Bytes = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
@@ -28,6 +30,16 @@ class BadSampleError(ValueError):
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(number, reason)
         self.number, self.reason = number, reason
+
+
+@contextmanager
+def naming(name: str, first: int, column: str | None = None) -> Iterator[None]:
+    """Convert BadSampleError to CorruptBlockError with the file, the sample and the column."""
+    try:
+        yield
+    except BadSampleError as problem:
+        where = f"sample {first + problem.number}" + (f", column {column!r}" if column is not None else "")
+        raise CorruptBlockError(f"{name}: {where}: {problem.reason}.") from None
 
 
 @dataclass(frozen=True, eq=False)
