@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -133,9 +133,7 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     store, report = found.store, progress or _quiet
     items: Sequence[Any] = found.entries
     if found.listed:
-        listing = format_named(found.format)
-        assert isinstance(listing, ListedFormat)
-        items = listing.members(store, found.entries)
+        items = cast(ListedFormat, format_named(found.format)).members(store, found.entries)
     entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
     scan_one = partial(_scanned, store, found.format, request.skip_damage)
@@ -188,9 +186,10 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
 
 
 def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -> Scanned:
-    format_: Any = format_named(form)
+    format_ = format_named(form)
     if isinstance(item, Member):
-        return store.persist(item.entry.path, "indexed", lambda: format_.scan_member(store, item))
+        listing = cast(ListedFormat, format_)
+        return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
     return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -88,7 +88,6 @@ class Member:
     about: dict[str, Any]
 
 
-@runtime_checkable
 class ListedFormat(Protocol):
     """A format whose files are named by a manifest. Its blocks are decoded as those of any ``Format``."""
 

@@ -85,11 +85,13 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
             filename, samples, size, dim = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], chunk["dim"]
             about = {**common, "samples": int(samples), "bytes": int(size), "dim": None if dim is None else int(dim)}
         except (KeyError, TypeError, ValueError) as problem:
-            raise FormatError(f"{name}: its chunk {number} is described wrongly: {problem!r}. Write it again.") from None
+            text = f"{name}: its chunk {number} is described wrongly: {problem!r}. Write it again."
+            raise FormatError(text) from None
         packed = codec is not None and f".{codec}." in filename
         plain = filename.replace(f".{codec}", "") if packed else filename
-        files = [(inside(store, manifest, plain), None)]
-        files += [(inside(store, manifest, filename), codec.partition(":")[0])] if packed and codec is not None else []
+        files: list[tuple[str, str | None]] = [(inside(store, manifest, plain), None)]
+        if packed and codec is not None:
+            files.append((inside(store, manifest, filename), codec.partition(":")[0]))
         described.append((about, files))
         paths += [path for path, _ in files]
     present = files_beside(store, manifest, paths)

@@ -92,7 +92,8 @@ class Chunk:
         step = self.about["block"] * self._token_type.itemsize
         if (self.about["dim"] or 0) * self._token_type.itemsize != end - start:
             raise FormatError(f"{self.name}: it does not have the {self.about['dim']} tokens of its index.json.")
-        return start + step * np.arange((end - start) // step + 1, dtype=np.int64)
+        blocks: Int64Array = start + step * np.arange((end - start) // step + 1, dtype=np.int64)
+        return blocks
 
     def described(self, offsets: Int64Array, firsts: Sequence[int], **kept: Any) -> Scanned:
         """Return the scan of blocks that begin with these samples."""
@@ -148,12 +149,10 @@ class Chunk:
         with naming(self.name, first):
             leaves = columns_of(data, offsets, [None] * len(self.about["leaves"]))
         encodings = [leaf_encoding(text) for text in self.about["leaves"]]
-
-        def decode(name: str, leaf: int) -> pa.Array:
+        arrays = {}
+        for name in columns:
             with naming(self.name, first, name):
-                return encodings[leaf].decode(leaves[leaf])
-
-        arrays = {name: self._tree[name].array(lambda leaf, name=name: decode(name, leaf)) for name in columns}
+                arrays[name] = self._tree[name].array(lambda leaf: encodings[leaf].decode(leaves[leaf]))
         return pa.table(arrays)
 
     def _tokens(self, values: Values) -> pa.Array:
@@ -256,9 +255,7 @@ class ArrowChunk:
         scan.rows = np.diff([*scan.offsets, scan.stop]).tolist()
         scan.fingerprint, scan.decoded_bytes = found.fingerprint, float(self._length)
         about = {key: self._chunk.about[key] for key in ("codec", "arrow", "leaves", "spec")}
-        scan.footer = packed(
-            {**about, "layout": "arrow", "batches": rows.tolist(), "samples": len(found.rows)}, ends
-        )
+        scan.footer = packed({**about, "layout": "arrow", "batches": rows.tolist(), "samples": len(found.rows)}, ends)
         return scan
 
     def decoded(self, block: Block, ends: Int64Array, columns: Sequence[str]) -> pa.Table:

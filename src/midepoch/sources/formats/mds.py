@@ -109,7 +109,8 @@ def _members(store: Store, manifest: Entry) -> list[Member]:
         try:
             abouts.append(_about(store, manifest, shard))
         except (KeyError, TypeError, AttributeError, ValueError) as problem:
-            raise FormatError(f"{name}: its shard {number} is described wrongly: {problem!r}. Write it again.") from None
+            text = f"{name}: its shard {number} is described wrongly: {problem!r}. Write it again."
+            raise FormatError(text) from None
     present = files_beside(store, manifest, [path for _, files in abouts for path, _, _ in files])
     return [_chosen(store, name, present, about, files) for about, files in abouts]
 

@@ -104,7 +104,7 @@ def _dynamic(values: Values, dtype: np.dtype[Any] | None) -> pa.Array:
     for width in np.unique(widths).tolist():
         rows = widths == width
         shapes[rows] = integers(values.data, values.starts[rows], axes, f"<u{width}")
-    first_true((shapes < 0).any(axis=1), lambda _: "its array has an impossible shape")
+    first_true(shapes.min(axis=1, initial=0) < 0, lambda _: "its array has an impossible shape")
     return arrays(values.without(axes * widths), dtype, shapes)
 
 

@@ -102,7 +102,8 @@ def integers(data: Bytes, starts: Int64Array, count: int, dtype: str) -> Int64Ar
     size = np.dtype(dtype).itemsize * count
     if not size or not len(starts):
         return np.zeros((len(starts), count), np.int64)
-    return data[starts[:, None] + np.arange(size)].view(dtype).astype(np.int64)
+    found: Int64Array = data[starts[:, None] + np.arange(size)].view(dtype).astype(np.int64)
+    return found
 
 
 def gathered(values: Values) -> Bytes:

@@ -36,10 +36,8 @@ def beginning(file: OpenFile, shard: Shard, size: int, name: str) -> bytes:
 
 def contents_of(file: OpenFile, shard: Shard, begin: int, end: int, name: str) -> Bytes:
     """Return a range of the contents. A compressed file is decompressed up to its end."""
-    if shard.codec is None:
-        data = file.read_at(end - begin, begin)
-    else:
-        data = _decompressed(file, shard, end, name)[begin:]
+    plain = shard.codec is None
+    data = file.read_at(end - begin, begin) if plain else _decompressed(file, shard, end, name)[begin:]
     if len(data) != end - begin:
         raise CorruptBlockError(f"{name}: its contents end {end - begin - len(data)} bytes too early.")
     return np.frombuffer(data, np.uint8)
