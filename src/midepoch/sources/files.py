@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import pyarrow.fs as fs
@@ -35,14 +36,21 @@ _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
 }
+_OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
+"""Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
-_WITH_NUMBER = re.compile(r"litdata\[[1-9][0-9]*\]")
+_WITH_NUMBER = re.compile(r"litdata:[1-9][0-9]*")
 _GLOB = re.compile(r"[*?\[]")
 _BUILDERS = {
     **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "'imagefolder', data_dir=…"),
     **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg"), "'audiofolder', data_dir=…"),
+}
+_TOKEN_READERS = {
+    ".idx": "midepoch.from_megatron(prefix)",
+    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
+    **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
 }
 """Files that are not tables: the arguments of ``load_dataset`` that read them."""
 
@@ -67,13 +75,26 @@ def check_format(given: str | None) -> str | None:
     return name
 
 
-def format_of(path: str) -> str | None:
-    """Return the format that a file name indicates, or None."""
+def format_of(path: str, wanted: str | None = None) -> str | None:
+    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
+    if wanted in _OF_TOKENS:
+        return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")
     if "." + suffix in COMPRESSIONS:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
         return named if named in ("csv", "jsonl") else None
     return _SUFFIXES.get(dot + suffix)
+
+
+def _formats(paths: list[str], wanted: str | None) -> list[str | None]:
+    """Return the format of each path. Ten thousand files usually have one suffix, which is resolved a single time."""
+    suffixes = [path.rpartition(".")[2] for path in paths]
+    plain = {suffix: "." + suffix.lower() not in COMPRESSIONS for suffix in set(suffixes)}
+    known = {suffix: format_of("x." + suffix, wanted) for suffix in plain}
+    return [
+        known[suffix] if plain[suffix] and "/" not in suffix else format_of(path, wanted)
+        for path, suffix in zip(paths, suffixes, strict=True)
+    ]
 
 
 def find_files(
@@ -144,12 +165,17 @@ def _not_a_path(given: Any) -> str:
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
+def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+    """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
+    return _expand(store, path, given, wanted)[1]
+
+
 def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[str | None, list[Entry]]:
     """Return the files of a path. If a manifest names them: its format, and the manifest alone."""
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
-    named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
+    named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
         kind, entry = manifests.of_file(store, entry, wanted) or (None, entry)
@@ -172,12 +198,12 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[st
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return None, [entry]
-    visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
+    visible = sorted(_all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
         return manifest[0], [manifest[1]]
-    formats = [format_of(each.path) for each in visible]
+    formats = _formats([each.path for each in visible], wanted)
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
-    if not typed and wanted:
+    if not typed and wanted in FORMATS:
         typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
@@ -191,6 +217,9 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[st
 
 def _other_reader(paths: list[str]) -> str:
     """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
+    suffixes = {os.path.splitext(path)[1].lower() for path in paths}
+    if reader := next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None):
+        return f" For tokens, use {reader}."
     arguments = {_BUILDERS.get(os.path.splitext(path)[1].lower()) for path in paths} - {None}
     return f" Use midepoch.load_dataset({arguments.pop()}, split='train')." if len(arguments) == 1 else ""
 
@@ -250,12 +279,21 @@ def _walk(folder: str) -> list[Entry]:
             continue  # a link to a parent, or to a folder already visited
         seen.add((stat.st_dev, stat.st_ino))
         for entry in entries:
-            if entry.is_dir():
-                (links if entry.is_symlink() else todo).append(entry.path)
-            elif entry.is_file():
+            if entry.is_file():
                 about = entry.stat()
                 found.append(Entry(entry.path, about.st_size, about.st_mtime_ns))
+            elif entry.is_dir():
+                (links if entry.is_symlink() else todo).append(entry.path)
     return found
+
+
+def _all_visible(found: list[Entry], root: str) -> list[Entry]:
+    """Return the visible files. Usually all of them are, which one search shows."""
+    start = len(root)
+    names = "\n".join(["/" + entry[0][start:] for entry in found]) + "\n"
+    if not any(sign in names for sign in ("/.", "/_", ".crc\n")):
+        return found
+    return [entry for entry in found if _visible(entry.path, root)]
 
 
 def _visible(path: str, root: str) -> bool:

@@ -24,7 +24,7 @@ from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
 from midepoch.sources.formats import Block, ListedFormat, Member, Scanned, format_named
-from midepoch.sources.index import Index, IndexedFile, default_index_dir, read_index, serialise, usable
+from midepoch.sources.index import Index, IndexedFile, IndexedFiles, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.sources.spread import for_all
@@ -77,13 +77,12 @@ def open_lake(
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
     index = _opened(request, index_dir, force, validate, progress)
-    for file in index.files:
-        if file.broken:
-            more = ", …" if file.broken > len(file.broken_lines) else ""
-            _log.warning(
-                "%s: skipped %d line%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
-                "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
-            )  # fmt: skip
+    for file in index.files.with_broken_lines:
+        more = ", …" if file.broken > len(file.broken_lines) else ""
+        _log.warning(
+            "%s: skipped %d line%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
+            "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
+        )  # fmt: skip
     return index
 
 
@@ -124,9 +123,8 @@ def _with(index: Index, footers: Footers) -> Index:
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
-    now = [(entry.path, entry.size, entry.mtime_ns) for entry in found.entries]
-    files = index.files[: len(now)] if found.listed else index.files  # a manifest stands for the files that it names
-    return [(file.path, file.size, file.mtime_ns) for file in files] == now
+    files = index.files.part(0, len(found.entries)) if found.listed else index.files  # a manifest stands for its files
+    return files.are(found.entries)
 
 
 def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
@@ -156,15 +154,15 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
         work = list(zip(entries, scans, values, strict=True))
         counts = for_all(counter.count, work, lambda done: report(len(entries) + done, total))
         kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
-    files = tuple(
+    manifests = found.entries if found.listed else ()
+    named = [
         IndexedFile(
             entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
             scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
         )
         for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
-    )  # fmt: skip
-    manifests = found.entries if found.listed else ()
-    files = (*(IndexedFile(*each[:3], 0, 0, found.format) for each in manifests), *files)
+    ]  # fmt: skip
+    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, found.format) for each in manifests), *named])
     pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
     ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]

@@ -93,7 +93,7 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
 
 def _base(form: str) -> str:
     """Return the name of a format without its argument."""
-    return form.partition("[")[0]
+    return form.partition(":")[0]
 
 
 def _may_be(wanted: str | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from midepoch.sources.formats.base import Block, Format, ListedFormat, Member, Scanned, Scratch
+from midepoch.sources.formats.base import Block, Format, InPlace, ListedFormat, Member, Scanned, Scratch
 
 _MODULES = {
     "arrow": ("ipc", "ArrowFormat"),
@@ -18,17 +18,18 @@ _MODULES = {
     "jsonl": ("json_lines", "JsonFormat"),
     "mds": ("mds", "MdsFormat"),
     "litdata": ("litdata", "LitDataFormat"),
+    "megatron": ("megatron", "MegatronFormat"),
+    "tokens": ("tokens", "TokensFormat"),
 }
 
 
 @lru_cache(maxsize=64)
 def format_named(name: str) -> Format:
-    """Return the format with a name of ``files.FORMATS``, which may have a number as argument: ``litdata[2048]``."""
-    base, _, argument = name.partition("[")
-    module, class_name = _MODULES[base]
-    make = getattr(import_module(f"{__name__}.{module}"), class_name)
-    format_: Format = make(int(argument[:-1])) if argument else make()
+    """Return the format with a name of ``files.FORMATS``. Arguments follow after colons: ``tokens:uint16:1024``."""
+    stem, *arguments = name.split(":")
+    module, class_name = _MODULES[stem]
+    format_: Format = getattr(import_module(f"{__name__}.{module}"), class_name)(*arguments)
     return format_
 
 
-__all__ = ["Block", "Format", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]
+__all__ = ["Block", "Format", "InPlace", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -97,6 +97,26 @@ class ListedFormat(Protocol):
 
     def scan_member(self, store: Store, member: Member) -> Scanned:
         """Find all blocks of one file. May be called again after a failure of the store."""
+        ...
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """A format whose blocks can be views of mapped files."""
+
+    def view(
+        self,
+        file: pa.Buffer,
+        beside: Callable[[], pa.Buffer],
+        block: Block,
+        schema: pa.Schema,
+        room: Callable[[int], Any],
+    ) -> pa.RecordBatch:
+        """Return a block of a mapped file. Raise ValueError or ``pa.ArrowException`` if it is damaged.
+
+        ``beside`` maps the entry before the file. ``room`` returns memory for a number of bytes, as an array, for what
+        the file does not contain.
+        """
         ...
 
 

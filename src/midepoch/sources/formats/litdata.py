@@ -29,8 +29,8 @@ class LitDataFormat(NoStatistics):
     tokens.
     """
 
-    def __init__(self, block_size: int | None = None) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: str = "") -> None:
+        self._block_size = int(block_size) if block_size else None
 
     def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
         return [member for manifest in manifests for member in _members(store, manifest, self._block_size)]
