@@ -127,6 +127,8 @@ def find_files(
         raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
     if (kind := next(iter(kinds))) is not None:
         return DataFiles(store, wanted or kind, tuple(entries), listed=True)
+    if wanted == "litdata":  # its ParquetLoader
+        wanted = None
     return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
 
 
@@ -178,12 +180,11 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[st
     named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
-        kind, entry = manifests.of_file(store, entry, wanted) or (None, entry)
-        return kind, [entry]
-    if store.local and (entry := _stat(store, f"{path.rstrip('/')}/{manifests.NAME}")) is not None:
-        kind, entry = manifests.of_file(store, entry, wanted) or (None, entry)  # without a listing of the folder
-        if kind is not None:
-            return kind, [entry]
+        manifest = manifests.of_file(store, entry, wanted)
+        return (None, [entry]) if manifest is None else _described(store, *manifest)
+    inner = _stat(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
+    if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
+        return _described(store, *manifest)  # without a listing of the folder
     folder = _existing(store, path)
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
@@ -200,7 +201,7 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[st
         return None, [entry]
     visible = sorted(_all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
-        return manifest[0], [manifest[1]]
+        return _described(store, *manifest)
     formats = _formats([each.path for each in visible], wanted)
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
     if not typed and wanted in FORMATS:
@@ -215,9 +216,16 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[st
     return None, typed
 
 
+def _described(store: Store, kind: str, manifest: Entry) -> tuple[str | None, list[Entry]]:
+    """Return the manifest and its format. Parquet files that it names are read as all others are."""
+    return (None, manifests.parquet_files(store, manifest)) if kind == "parquet" else (kind, [manifest])
+
+
 def _other_reader(paths: list[str]) -> str:
     """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
     suffixes = {os.path.splitext(path)[1].lower() for path in paths}
+    if any(".mds" in path for path in paths):
+        return " Shards of MDS are read by their index.json: pass the folder that has it."
     if reader := next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None):
         return f" For tokens, use {reader}."
     arguments = {_BUILDERS.get(os.path.splitext(path)[1].lower()) for path in paths} - {None}

@@ -19,7 +19,8 @@ NAME = "index.json"
 FORMATS = ("mds", "litdata")
 _KEYS = {"shards": "mds", "chunks": "litdata"}
 _BEGINNING = re.compile(rb'\s*\{\s*"(shards|chunks)"\s*:\s*\[')
-_HEAD = 256
+_PARQUET = re.compile(rb'"filename":\s*"[^"]*\.parquet"')
+_HEAD = 512
 
 
 def is_manifest(path: str) -> bool:
@@ -28,17 +29,18 @@ def is_manifest(path: str) -> bool:
 
 
 def manifest_format(store: Store, entry: Entry) -> str | None:
-    """Return the format that a manifest describes: "mds" or "litdata". None for any other JSON file.
+    """Return the format that a manifest describes: "mds", "litdata", or "parquet" (of LitData's ``ParquetLoader``).
 
-    Both packages write their keys in order, so that the first bytes suffice.
+    None for any other JSON file. Both packages write their keys in order, so that the first bytes suffice.
     """
 
     def head() -> bytes:
         with store.open(entry) as file:
             return file.read_at(min(_HEAD, file.size), 0)
 
-    if (match := _BEGINNING.match(store.persist(entry.path, "read", head))) is not None:
-        return _KEYS[match[1].decode()]
+    start = store.persist(entry.path, "read", head)
+    if (match := _BEGINNING.match(start)) is not None:
+        return "parquet" if _PARQUET.search(start) else _KEYS[match[1].decode()]
     try:
         contents = _parsed(store, entry)
     except ValueError:
@@ -101,7 +103,7 @@ def _may_be(wanted: str | None) -> bool:
 
 
 def _checked(store: Store, kind: str, entry: Entry, wanted: str | None) -> tuple[str, Entry]:
-    if wanted is not None and _base(wanted) != kind:
+    if wanted is not None and _base(wanted) != (kind if kind in FORMATS else "litdata"):
         raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
     return kind, entry
 
@@ -114,12 +116,31 @@ def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry]
     return None if kind is None else _checked(store, kind, entry, wanted)
 
 
+def is_litdata(store: Store, path: str) -> bool:
+    """Return True if a path is the manifest of LitData's chunks, or a folder that has one."""
+    entry = store.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
+    return entry is not None and manifest_format(store, entry) == "litdata"
+
+
 def inside(store: Store, manifest: Entry, name: Any) -> str:
     """Return the path of a file that a manifest names. Raise FormatError for one outside of its folder."""
     if not isinstance(name, str) or not name or name.startswith("/") or ".." in name.split("/"):
         raise FormatError(f"{store.name(manifest.path)} names the file {name!r}, which is not below its folder.")
     folder = os.path.dirname(manifest.path)
     return f"{folder}/{name}" if folder else name
+
+
+def parquet_files(store: Store, manifest: Entry) -> list[Entry]:
+    """Return the Parquet files that a manifest of LitData names, in its order."""
+    chunks = read_manifest(store, manifest)["chunks"]
+    paths = [inside(store, manifest, chunk.get("filename")) for chunk in chunks]
+    present = files_beside(store, manifest, paths)
+    for path in paths:
+        if path not in present:
+            raise DataNotFoundError(
+                f"{store.name(path)} does not exist, but {store.name(manifest.path)} names it. Copy or download it."
+            )
+    return [present[path] for path in paths]
 
 
 def files_beside(store: Store, manifest: Entry, paths: Sequence[str]) -> dict[str, Entry]:

@@ -123,7 +123,7 @@ def _common(name: str, config: dict[str, Any], chunks: Sequence[Any], block_size
         raise FormatError(f"{name}: its config has no data_format and data_spec. Write the index again.")
     tokens = loader == _TOKENS or (loader is None and all(chunk.get("dim") for chunk in chunks))
     if block_size is not None and not tokens:
-        raise FormatError(f"{name}: block_size={block_size} is for chunks of {_TOKENS}, these have samples. Omit it.")
+        raise FormatError(f"{name}: its chunks have samples, not the tokens of {_TOKENS}. Use midepoch.from_files.")
     return {
         "leaves": leaves,
         "spec": spec,

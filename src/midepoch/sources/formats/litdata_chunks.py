@@ -28,6 +28,7 @@ from midepoch.sources.formats.records import (
 )
 from midepoch.sources.formats.shards import Shard, beginning, contents_of, damaged_offset, footer_parts, offsets_in
 from midepoch.sources.formats.shards import packed_footer as packed
+from midepoch.sources.formats.tokens import COLUMN
 from midepoch.sources.formats.trees import Tree, parsed_tree
 from midepoch.sources.stores import Entry, OpenFile
 
@@ -37,7 +38,6 @@ _PREFIX = struct.Struct("<8sHHIII")
 _FRAME = struct.Struct("<IIQII")
 _COMPRESSED_BLOCK = 256 << 20
 _ALL = 1 << 62
-TOKENS = "tokens"
 
 
 class Chunk:
@@ -84,7 +84,7 @@ class Chunk:
         offsets = offsets_in(head, samples, self.name)
         if self._shard.codec is None and offsets[-1] > self.file.size:
             raise damaged_offset(self.name, samples - 1)
-        if about["layout"] == TOKENS and about["block"] is not None:
+        if about["layout"] == "tokens" and about["block"] is not None:
             offsets = self._token_blocks(int(offsets[0]), int(offsets[-1]))
         return self.described(offsets, cut(offsets, BLOCK_BYTES if self._shard.codec is None else _COMPRESSED_BLOCK))
 
@@ -110,7 +110,7 @@ class Chunk:
     def _schema(self, offsets: Int64Array) -> pa.Schema:
         """Return the types: those of the first sample where the manifest does not determine them."""
         if len(offsets) < 2:
-            return pa.schema([(TOKENS, pa.list_(pa.from_numpy_dtype(self._token_type), self.about["block"]))])
+            return pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(self._token_type), self.about["block"]))])
         first = self.samples(0, 1, offsets)
         return self._table(first, offsets[:2] - offsets[0], 0, self.names).schema
 
@@ -130,7 +130,7 @@ class Chunk:
 
     @cached_property
     def names(self) -> list[str]:
-        return [TOKENS] if self.about["layout"] == TOKENS else list(self._tree)
+        return [COLUMN] if self.about["layout"] == "tokens" else list(self._tree)
 
     @property
     def _token_type(self) -> np.dtype[Any]:
@@ -140,7 +140,7 @@ class Chunk:
         return dtype_of(name, int(number))
 
     def _table(self, data: Bytes, offsets: Int64Array, first: int, columns: Sequence[str]) -> pa.Table:
-        if self.about["layout"] == TOKENS:
+        if self.about["layout"] == "tokens":
             values = Values(data, offsets[:-1], np.diff(offsets))
             with naming(self.name, first):
                 return pa.table({name: self._tokens(values) for name in columns})
