@@ -47,7 +47,8 @@ def from_tokens(
     ``.npy`` files, and raw files (``.bin``, ``.npy`` of OLMo, ``.ds`` of datatrove) whose type is ``dtype``: "uint16",
     "uint32", …. The headers of NumPy and of llm.c are detected, and have their own type. Local files are mapped and
     nothing is converted, so any length can be chosen each time. Tokens at the end of a file that fill no sequence are
-    left out. A folder that LitData wrote for its ``TokensLoader`` is read likewise. For a model that shifts its labels itself, pass its context length; otherwise one token more.
+    left out. For a model that shifts its labels itself, pass its context length; otherwise one token more. A folder of
+    LitData's ``TokensLoader`` is read likewise, and has its own type.
 
     The other arguments are those of ``from_files``.
 

@@ -17,7 +17,6 @@ from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.litdata_leaves import dtype_of, leaf_encoding
 from midepoch.sources.formats.mds_encodings import Encoding
 from midepoch.sources.formats.records import (
-    BLOCK_BYTES,
     Bytes,
     Int64Array,
     Values,
@@ -86,7 +85,7 @@ class Chunk:
             raise damaged_offset(self.name, samples - 1)
         if about["layout"] == "tokens" and about["block"] is not None:
             offsets = self._token_blocks(int(offsets[0]), int(offsets[-1]))
-        return self.described(offsets, cut(offsets, BLOCK_BYTES if self._shard.codec is None else _COMPRESSED_BLOCK))
+        return self.described(offsets, cut(offsets, None if self._shard.codec is None else _COMPRESSED_BLOCK))
 
     def _token_blocks(self, start: int, end: int) -> Int64Array:
         step = self.about["block"] * self._token_type.itemsize

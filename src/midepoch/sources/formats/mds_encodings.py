@@ -1,8 +1,8 @@
 """Encodings of MDS columns: the Arrow type of each, and the decoding of all values of a block.
 
-Types follow the values of ``streaming``'s own reader. Three are delivered as they are stored: images as files that
-``decode`` reads, JSON and decimals as text (Arrow has no type for any JSON value, or for any precision), and pickles as
-bytes (unpickling runs code, so that it is the user's step).
+Types follow the values of ``streaming``'s own reader. Some values are delivered as they are stored: images as files
+that ``decode`` reads; JSON, and integers and decimals of any precision, as text, because Arrow has no type for all of
+them; and pickles as bytes, because unpickling runs code, so that it is the user's step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from midepoch.errors import FormatError
 from midepoch.sources.formats.pixels import image_file
@@ -119,20 +118,15 @@ def _dtype(code: Any) -> str:
     return _CODES[int(code)]
 
 
-def parsed(values: Values, kind: pa.DataType) -> pa.Array:
-    """Return numbers that are stored as text."""
-    texts = bytes_array(values, pa.string())
-    try:
-        return pc.cast(texts, kind)
-    except pa.ArrowInvalid:
-        convert: Any = int if pa.types.is_integer(kind) else float
-    found = []
+def floats(values: Values) -> pa.Array:
+    """Return floats that are stored as text."""
+    texts, found = bytes_array(values, pa.string()), []
     for number, text in enumerate(texts.to_pylist()):
         try:
-            found.append(pa.scalar(convert(text), kind).as_py())
-        except (ValueError, OverflowError, pa.ArrowException):
-            raise BadSampleError(number, f"{text!r:.60} is not an {kind}") from None
-    return pa.array(found, kind)
+            found.append(float(text))
+        except ValueError:
+            raise BadSampleError(number, f"{text!r:.60} is not a float") from None
+    return pa.array(found, pa.float64())
 
 
 def image_lists(values: Values, skipped: int, convert: Callable[[bytes], bytes] = bytes) -> pa.Array:
@@ -171,8 +165,8 @@ _FILES = pa.list_(pa.binary())
 _PLAIN = {
     "bytes": _BINARY,
     "str": _TEXT,
-    "str_int": Encoding(partial(parsed, kind=pa.int64()), pa.int64()),
-    "str_float": Encoding(partial(parsed, kind=pa.float64()), pa.float64()),
+    "str_int": _TEXT,
+    "str_float": Encoding(floats, pa.float64()),
     "str_decimal": _TEXT,
     "json": _TEXT,
     "pil": Encoding(images, pa.binary()),

@@ -194,10 +194,10 @@ def fixed_arrays(values: Values, dtype: np.dtype[Any], shape: Sequence[int]) -> 
     return array
 
 
-def cut(offsets: Int64Array, target: int = BLOCK_BYTES) -> list[int]:
-    """Return the first sample of each block. Blocks have about ``target`` bytes, and at least one sample."""
+def cut(offsets: Int64Array, target: int | None = None) -> list[int]:
+    """Return the first sample of each block. Blocks have about ``target`` bytes (8 MB), and at least one sample."""
     if len(offsets) < 2:
         return []
-    marks = np.arange(int(offsets[0]), int(offsets[-1]), target)
+    marks = np.arange(int(offsets[0]), int(offsets[-1]), target or BLOCK_BYTES)
     firsts = np.searchsorted(offsets[:-1], marks, side="right") - 1 if len(marks) else np.zeros(1, np.int64)
     return [int(first) for first in np.unique(firsts)]
