@@ -13,13 +13,14 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
-from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, local_folder, make_dataset
+from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
 from midepoch.sources import Access, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
 from midepoch.sources.formats.tokens import DTYPES
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
+from midepoch.sources.manifests import is_litdata
 from midepoch.sources.stores import Entry, Retry, Store
 
 _PARALLEL = 16
@@ -46,7 +47,8 @@ def from_tokens(
     ``.npy`` files, and raw files (``.bin``, ``.npy`` of OLMo, ``.ds`` of datatrove) whose type is ``dtype``: "uint16",
     "uint32", …. The headers of NumPy and of llm.c are detected, and have their own type. Local files are mapped and
     nothing is converted, so any length can be chosen each time. Tokens at the end of a file that fill no sequence are
-    left out. For a model that shifts its labels itself, pass its context length; otherwise one token more.
+    left out. For a model that shifts its labels itself, pass its context length; otherwise one token more. A folder of
+    LitData's ``TokensLoader`` is read likewise, and has its own type.
 
     The other arguments are those of ``from_files``.
 
@@ -57,6 +59,15 @@ def from_tokens(
     form = f"tokens:{_dtype_name(dtype)}:{sequence_length}"
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    if (
+        dtype is None
+        and not os.path.splitext(texts[0])[1].replace(".json", "")
+        and is_litdata(*resolve(texts[0], **where))
+    ):
+        return from_files(
+            texts, format=f"litdata:{sequence_length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
+            index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
+        )  # fmt: skip
 
     def find(store: Store, given: Sequence[str]) -> list[Entry]:
         return [entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")]

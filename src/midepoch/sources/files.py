@@ -13,13 +13,14 @@ import pyarrow.fs as fs
 
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
 from midepoch.sources.braces import spelled_out
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
 
-FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "tar")
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "tar", *manifests.FORMATS)
 _ALIASES = {"feather": "arrow", "ipc": "arrow", "json": "jsonl", "ndjson": "jsonl", "tsv": "csv"}
 _ALIASES |= {"webdataset": "tar", "wds": "tar"}
 _SUFFIXES = {
@@ -43,6 +44,7 @@ _OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
 """Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".tgz": "gzip"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
+_WITH_NUMBER = re.compile(r"litdata:[1-9][0-9]*")
 _GLOB = re.compile(r"[*?\[]")
 _FEW = 16
 """Number of paths up to which each is looked at, instead of the listing of their folder."""
@@ -61,11 +63,12 @@ _TOKEN_READERS = {
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files in order, with their store and format."""
+    """Files in order, with their store and format. ``listed``: they are manifests, which name the data files."""
 
     store: Store
     format: str
     entries: tuple[Entry, ...]
+    listed: bool = False
 
 
 def check_format(given: str | None) -> str | None:
@@ -73,7 +76,7 @@ def check_format(given: str | None) -> str | None:
     if given is None:
         return None
     name = _ALIASES.get(str(given).lower(), str(given).lower())
-    if name not in FORMATS:
+    if name not in FORMATS and not _WITH_NUMBER.fullmatch(name):
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}")
     return name
 
@@ -111,7 +114,7 @@ def find_files(
     """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
     given = paths_of(paths)
     wanted = check_format(format)
-    store, entries = None, []
+    store, entries, kinds = None, [], dict[str | None, str]()
     for text in given:
         of, path = resolve(text, storage_options, filesystem, retry)
         if store is not None and of.identity != store.identity:
@@ -121,8 +124,17 @@ def find_files(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
         store = store or of
-        entries += expand(store, path, text, wanted)
+        kind, found = _expand(store, path, text, wanted)
+        entries += found
+        kinds.setdefault(kind, store.name(path))
     assert store is not None
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
+        raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
+    if (kind := next(iter(kinds))) is not None:
+        return DataFiles(store, wanted or kind, tuple(entries), listed=True)
+    if wanted == "litdata":  # its ParquetLoader
+        wanted = None
     return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
 
 
@@ -165,15 +177,24 @@ def _not_a_path(given: Any) -> str:
 
 def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
     """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
+    return _expand(store, path, given, wanted)[1]
+
+
+def _expand(store: Store, path: str, given: str, wanted: str | None) -> tuple[str | None, list[Entry]]:
+    """Return the files of a path. If a manifest names them: its format, and the manifest alone."""
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
     named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
-        return [entry]
+        manifest = manifests.of_file(store, entry, wanted)
+        return (None, [entry]) if manifest is None else _described(store, *manifest)
     if (spelled := spelled_out(path)) is not None:
-        return _all_of(store, spelled, given, wanted)
+        return None, _all_of(store, spelled, given, wanted)
+    inner = _stat(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
+    if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
+        return _described(store, *manifest)  # without a listing of the folder
     folder = _existing(store, path)
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
@@ -181,14 +202,16 @@ def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entr
         found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
-        return sorted(found, key=lambda each: each.path)
+        return None, sorted(found, key=lambda each: each.path)
     found = _below(store, path)
     if not found and not store.is_folder(path):
         entry = None if named else _stat(store, path)
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
-        return [entry]
+        return None, [entry]
     visible = sorted(_all_visible(found, path), key=itemgetter(0))  # by path
+    if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
+        return _described(store, *manifest)
     formats = _formats([each.path for each in visible], wanted)
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
     if not typed and wanted in FORMATS:
@@ -200,7 +223,12 @@ def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entr
             f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON lines or tar'} files in {name}: {contents}."
             f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
-    return typed
+    return None, typed
+
+
+def _described(store: Store, kind: str, manifest: Entry) -> tuple[str | None, list[Entry]]:
+    """Return the manifest and its format. Parquet files that it names are read as all others are."""
+    return (None, manifests.parquet_files(store, manifest)) if kind == "parquet" else (kind, [manifest])
 
 
 def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
@@ -228,6 +256,8 @@ def _in_folder(store: Store, folder: str, wanted: set[str]) -> dict[str, Entry]:
 def _other_reader(paths: list[str]) -> str:
     """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
     suffixes = {os.path.splitext(path)[1].lower() for path in paths}
+    if any(".mds" in path for path in paths):
+        return " Shards of MDS are read by their index.json: pass the folder that has it."
     if reader := next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None):
         return f" For tokens, use {reader}."
     arguments = {_BUILDERS.get(os.path.splitext(path)[1].lower()) for path in paths} - {None}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
 from midepoch.sources.footers import Footers
-from midepoch.sources.formats import Block, Scanned, format_named
+from midepoch.sources.formats import Block, ListedFormat, Member, Scanned, format_named
 from midepoch.sources.index import Index, IndexedFile, IndexedFiles, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
@@ -122,15 +123,19 @@ def _with(index: Index, footers: Footers) -> Index:
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
-    return index.files.are(found.entries)
+    files = index.files.part(0, len(found.entries)) if found.listed else index.files  # a manifest stands for its files
+    return files.are(found.entries)
 
 
 def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
-    store, entries = found.store, found.entries
+    store, report = found.store, progress or _quiet
+    items: Sequence[Any] = found.entries
+    if found.listed:
+        items = cast(ListedFormat, format_named(found.format)).members(store, found.entries)
+    entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
-    report = progress or _quiet
     scan_one = partial(_scanned, store, found.format, request.skip_damage)
-    scans = for_all(scan_one, entries, lambda done: report(done, total))
+    scans = for_all(scan_one, items, lambda done: report(done, total))
     values, added = (
         hive_values(below(request.paths, [entry.path for entry in entries]))
         if request.partitioning == "hive"
@@ -149,18 +154,20 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
         work = list(zip(entries, scans, values, strict=True))
         counts = for_all(counter.count, work, lambda done: report(len(entries) + done, total))
         kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
-    files = IndexedFiles.of(
+    manifests = found.entries if found.listed else ()
+    named = [
         IndexedFile(
             entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
             scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
         )
         for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
+    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, found.format) for each in manifests), *named])
     pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
     ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    footers = Footers.of(scan.footer for scan in scans)
+    footers = Footers.of([*(b"" for _ in manifests), *(scan.footer for scan in scans)])
     return Index(
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
@@ -176,8 +183,12 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     )
 
 
-def _scanned(store: Store, form: str, skip_damage: bool, entry: Entry) -> Scanned:
-    return store.persist(entry.path, "indexed", lambda: format_named(form).scan(store, entry, skip_damage=skip_damage))
+def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -> Scanned:
+    format_ = format_named(form)
+    if isinstance(item, Member):
+        listing = cast(ListedFormat, format_)
+        return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
+    return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
 
 
 def _quiet(done: int, total: int) -> None:

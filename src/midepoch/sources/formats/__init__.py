@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from midepoch.sources.formats.base import Block, Format, InPlace, Scanned, Scratch
+from midepoch.sources.formats.base import Block, Format, InPlace, ListedFormat, Member, Scanned, Scratch
 
 _MODULES = {
     "arrow": ("ipc", "ArrowFormat"),
@@ -16,6 +16,8 @@ _MODULES = {
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
     "jsonl": ("json_lines", "JsonFormat"),
+    "mds": ("mds", "MdsFormat"),
+    "litdata": ("litdata", "LitDataFormat"),
     "megatron": ("megatron", "MegatronFormat"),
     "tokens": ("tokens", "TokensFormat"),
     "tar": ("tar_shards", "TarFormat"),
@@ -31,4 +33,4 @@ def format_named(name: str) -> Format:
     return format_
 
 
-__all__ = ["Block", "Format", "InPlace", "Scanned", "Scratch", "format_named"]
+__all__ = ["Block", "Format", "InPlace", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]
