@@ -13,12 +13,23 @@ import pyarrow.fs as fs
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
+from midepoch.sources.folders import KINDS, MEDIA, Expanded, Listing, choose, is_metadata, listing_of
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
 
-FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl")
-_ALIASES = {"feather": "arrow", "ipc": "arrow", "json": "jsonl", "ndjson": "jsonl", "tsv": "csv"}
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "text", "image", "audio", "video")
+_ALIASES = {
+    "feather": "arrow",
+    "ipc": "arrow",
+    "json": "jsonl",
+    "ndjson": "jsonl",
+    "tsv": "csv",
+    "txt": "text",
+    "imagefolder": "image",
+    "audiofolder": "audio",
+    "videofolder": "video",
+}
 _SUFFIXES = {
     ".arrow": "arrow",
     ".arrows": "arrow",
@@ -33,25 +44,23 @@ _SUFFIXES = {
     ".json": "jsonl",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+    **MEDIA,
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
-_BUILDERS = {
-    **dict.fromkeys((".txt", ".text"), "'text', data_files=…"),
-    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "'imagefolder', data_dir=…"),
-    **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg"), "'audiofolder', data_dir=…"),
-}
-"""Files that are not tables: the arguments of ``load_dataset`` that read them."""
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files in order, with their store and format."""
+    """Files in order, with their store and format. Files that are rows are one entry, with a listing of them."""
 
     store: Store
     format: str
     entries: tuple[Entry, ...]
+    listing: Listing | None = None
 
 
 def check_format(given: str | None) -> str | None:
@@ -69,7 +78,7 @@ def format_of(path: str) -> str | None:
     stem, dot, suffix = path.lower().rpartition(".")
     if "." + suffix in COMPRESSIONS:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
-        return named if named in ("csv", "jsonl") else None
+        return named if named in ("csv", "jsonl", "text") else None
     return _SUFFIXES.get(dot + suffix)
 
 
@@ -84,7 +93,8 @@ def find_files(
     """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
     given = paths_of(paths)
     wanted = check_format(format)
-    store, entries = None, []
+    store: Store | None = None
+    found: list[Expanded] = []
     for text in given:
         of, path = resolve(text, storage_options, filesystem, retry)
         if store is not None and of.identity != store.identity:
@@ -94,9 +104,15 @@ def find_files(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
         store = store or of
-        entries += _expand(store, path, text, wanted)
+        found.append(_expand(store, path, text, wanted))
     assert store is not None
-    return DataFiles(store, wanted or _common_format(store, entries), tuple(entries))
+    entries = [entry for each in found for entry in each.entries]
+    kinds = {each.kind for each in found}
+    chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
+    if chosen in KINDS:
+        listing = listing_of(found)
+        return DataFiles(store, chosen, (listing.entry,), listing)
+    return DataFiles(store, chosen, tuple(entries))
 
 
 def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
@@ -134,14 +150,14 @@ def _not_a_path(given: Any) -> str:
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
-def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+def _expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
     named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
-        return [entry]
+        return Expanded("", [entry])
     folder = _existing(store, path)
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
@@ -149,32 +165,26 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
-        return sorted(found, key=lambda each: each.path)
+        return Expanded(base or "/", sorted(found, key=lambda each: each.path))
     found = _below(store, path)
     if not found and not store.is_folder(path):
         entry = None if named else _stat(store, path)
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
-        return [entry]
+        return Expanded("", [entry])
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
     formats = [format_of(each.path) for each in visible]
-    typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
+    typed, kind = choose(name, visible, formats, wanted)
     if not typed and wanted:
-        typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
+        typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         contents = f"it contains only {others}" if others else "it is empty"
         raise DataNotFoundError(
-            f"no {wanted or 'Arrow, Parquet, ORC, CSV or JSON lines'} files in {name}: {contents}."
-            f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
+            f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON, text or media'} files in {name}: {contents}. "
+            "Check the path."
         )
-    return typed
-
-
-def _other_reader(paths: list[str]) -> str:
-    """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
-    arguments = {_BUILDERS.get(os.path.splitext(path)[1].lower()) for path in paths} - {None}
-    return f" Use midepoch.load_dataset({arguments.pop()}, split='train')." if len(arguments) == 1 else ""
+    return Expanded(path, typed, kind)
 
 
 def _nearest(store: Store, path: str) -> str:
@@ -268,17 +278,25 @@ def _translated(pattern: str) -> str:
 
 
 def _common_format(store: Store, entries: list[Entry]) -> str:
-    named: dict[str, str] = {}
-    for path in {entry.path.rpartition(".")[2]: entry.path for entry in reversed(entries)}.values():
-        kind = format_of(path)  # of one file for each suffix
-        if kind is not None:
-            named.setdefault(kind, path)
+    named = _formats_of(entries)
+    if len(named) > 1 and any(kind in KINDS for kind in named):
+        named = _formats_of([entry for entry in entries if not is_metadata(entry.path)])
     if len(named) > 1:
         listed = ", ".join(f"{kind} ({store.name(path)})" for kind, path in named.items())
         raise FormatError(f"the files have different formats: {listed}. Choose one with format=….")
     if named:
         return next(iter(named))
     return _sniffed(store, entries[0])
+
+
+def _formats_of(entries: list[Entry]) -> dict[str, str]:
+    """Return the formats that the names of files indicate, each with the path of a file."""
+    named: dict[str, str] = {}
+    for path in {entry.path.rpartition(".")[2]: entry.path for entry in reversed(entries)}.values():
+        kind = format_of(path)  # of one file for each suffix
+        if kind is not None:
+            named.setdefault(kind, path)
+    return named
 
 
 def _sniffed(store: Store, entry: Entry) -> str:
@@ -294,5 +312,5 @@ def _sniffed(store: Store, entry: Entry) -> str:
             return kind
     raise FormatError(
         f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
-        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{_other_reader([entry.path])}"
+        f"Pass format=…: {', '.join(map(repr, FORMATS))}."
     )

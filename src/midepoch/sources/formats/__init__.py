@@ -16,7 +16,13 @@ _MODULES = {
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
     "jsonl": ("json_lines", "JsonFormat"),
+    "text": ("text", "TextFormat"),
+    "image": ("media", "MediaFormat"),
+    "audio": ("media", "MediaFormat"),
+    "video": ("media", "MediaFormat"),
 }
+GROUPED = ("image", "audio", "video")
+"""Formats whose rows are files: an index has one entry for all of them, and a footer for each block."""
 
 
 @lru_cache(maxsize=len(_MODULES))
@@ -27,4 +33,4 @@ def format_named(name: str) -> Format:
     return format_
 
 
-__all__ = ["Block", "Format", "Scanned", "Scratch", "format_named"]
+__all__ = ["GROUPED", "Block", "Format", "Scanned", "Scratch", "format_named"]

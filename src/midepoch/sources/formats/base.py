@@ -25,6 +25,8 @@ class Scanned:
     fingerprint: str = ""
     footer: bytes = b""
     """Data of the file that is needed to decode its blocks."""
+    footers: list[bytes] = field(default_factory=list)
+    """One for each block instead, for formats of ``GROUPED``."""
     etag: str = ""
     dictionaries: Chains = ()
     decoded_bytes: float = 0.0
@@ -40,6 +42,10 @@ class Scanned:
     def end(self, i: int) -> int | None:
         """Return the start of the block after block i, or ``stop`` for the last one."""
         return self.offsets[i + 1] if i + 1 < len(self.offsets) else self.stop
+
+    def footer_of(self, i: int) -> bytes:
+        """Return the footer to decode block i with."""
+        return self.footers[i] if self.footers else self.footer
 
 
 @dataclass(frozen=True)
