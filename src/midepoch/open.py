@@ -69,9 +69,8 @@ def from_files(
     """
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
-    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
-        raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
-    _check_on_error(on_error)
+    spec = cache_spec(cache_dir, cache_bytes)
+    check_on_error(on_error)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     texts = paths_of(paths)
     store, _ = resolve(texts[0], **where)
@@ -83,7 +82,7 @@ def from_files(
             found.append(find_files(texts, format=format, **where))
         return found[0]
 
-    folder = None if index_dir is None else _local(index_dir, "index_dir")
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
@@ -98,17 +97,22 @@ def from_files(
     if source is None:
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-        spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes, cache_dir is not None)
         source = Source((index,), Access(store, chosen, spec))
-    ds = _make_dataset(source, on_error=on_error)
+    ds = make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))
 
 
-def _cache_dir(given: PathLike | None) -> Path:
-    return default_index_dir() / "blocks" if given is None else Path(os.path.abspath(_local(given, "cache_dir")))
+def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
+    """Return the cache of decoded blocks that ``cache_dir`` and ``cache_bytes`` describe."""
+    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
+        raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
+    if cache_dir is None:
+        return CacheSpec(str(default_index_dir() / "blocks"), cache_bytes)
+    return CacheSpec(os.path.abspath(local_folder(cache_dir, "cache_dir")), cache_bytes, chosen=True)
 
 
-def _local(given: PathLike, what: str) -> Path:
+def local_folder(given: PathLike, what: str) -> Path:
+    """Return a local folder. Raise ValueError for an address."""
     if is_address(given):
         raise ValueError(f"{what} must be a local folder, got the address {Address(os.fspath(given))}")
     return Path(os.path.expanduser(given))
@@ -127,7 +131,7 @@ def load_from_disk(
 
     A dataset dict needs a split; a single dataset needs none (to slice it, use any name).
     """
-    folder = _local(check_path(path), "path")
+    folder = local_folder(check_path(path), "path")
     splits = saved_splits(folder)
     if splits is None:
         files = saved_files(folder)
@@ -171,7 +175,7 @@ def load_dataset(
     parts = parse_split(split)
     request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
-    folder = None if index_dir is None else _local(index_dir, "index_dir")
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
     parts = expand_all(parts, list(splits))
     check_splits(parts, splits, repr(Address(path)))
@@ -199,25 +203,26 @@ def _of_splits(
     for part in parts:
         start, stop = part.rows(int(indexes[part.split].starts[-1]))
         ranges.append((starts[part.split] + start, starts[part.split] + stop))
-    return _make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
+    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
 
 
 def _index(
     files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str, *, as_mapped: bool = False
 ) -> Index:
-    _check_on_error(on_error)
-    folder = None if index_dir is None else _local(index_dir, "index_dir")
+    check_on_error(on_error)
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     skip = on_error == "skip"
     with shown("indexing", "files") as report:
         return open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
 
 
-def _check_on_error(on_error: str) -> None:
+def check_on_error(on_error: str) -> None:
+    """Raise ValueError unless it is "raise" or "skip"."""
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
 
 
-def _make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
+def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
     """Return all rows of a source (or those selected), in the order of the files."""
     filtered = source.access is not None and source.access.filter is not None
     where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")

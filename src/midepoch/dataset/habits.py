@@ -206,6 +206,19 @@ OPEN = {
         "sep": "Files called .csv have commas, .tsv have tabs: rename them.",
         "delimiter": "Files called .csv have commas, .tsv have tabs: rename them.",
     },
+    "from_tokens": {
+        "block_size": "Did you mean sequence_length=?",
+        "seq_len": "Did you mean sequence_length=?",
+        "seq_length": "Did you mean sequence_length=?",
+        "max_length": "Did you mean sequence_length=?",
+        "sequence_length missing": "Pass the number of tokens of a row: from_tokens(paths, 1024).",
+    },
+    "from_megatron": {
+        "data_path": "Did you mean blend=?",
+        "prefix": "Did you mean blend=?",
+        "sequence_length": "Rows are documents. Use from_megatron(…).pack(sequence_length).",
+        "split": "Use from_megatron(…).slice(None, '90%').",
+    },
     "mix": {
         "probabilities": "Did you mean weights=?",
         "datasets": "Did you mean sources=?",

@@ -48,9 +48,17 @@ _SUFFIXES = {
     ".text": "text",
     **MEDIA,
 }
+_OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx",)}
+"""Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
 _GLOB = re.compile(r"[*?\[]")
+_TOKEN_READERS = {
+    ".idx": "midepoch.from_megatron(prefix)",
+    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
+    **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
+}
+"""Files that are not tables: the calls that read them."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,10 @@ def check_format(given: str | None) -> str | None:
     return name
 
 
-def format_of(path: str) -> str | None:
-    """Return the format that a file name indicates, or None."""
+def format_of(path: str, wanted: str | None = None) -> str | None:
+    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
+    if wanted in _OF_TOKENS:
+        return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")
     if "." + suffix in COMPRESSIONS:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])
@@ -104,7 +114,7 @@ def find_files(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
         store = store or of
-        found.append(_expand(store, path, text, wanted))
+        found.append(_expanded(store, path, text, wanted))
     assert store is not None
     entries = [entry for each in found for entry in each.entries]
     kinds = {each.kind for each in found}
@@ -150,11 +160,16 @@ def _not_a_path(given: Any) -> str:
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
-def _expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
+def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
+    """Return the files that a path, folder or glob means. ``given`` is the path as the user wrote it."""
+    return _expanded(store, path, given, wanted).entries
+
+
+def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expanded:
     name = store.name(path)
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
-    named = store.local or format_of(path) is not None or path.startswith(("http://", "https://"))
+    named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
     entry = _stat(store, path) if named else None
     if entry is not None:
         return Expanded("", [entry])
@@ -173,18 +188,25 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> Expanded
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return Expanded("", [entry])
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
-    formats = [format_of(each.path) for each in visible]
+    formats = [format_of(each.path, wanted) for each in visible]
     typed, kind = choose(name, visible, formats, wanted)
-    if not typed and wanted:
+    if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         contents = f"it contains only {others}" if others else "it is empty"
         raise DataNotFoundError(
-            f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON, text or media'} files in {name}: {contents}. "
-            "Check the path."
+            f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON, text or media'} files in {name}: {contents}."
+            f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
     return Expanded(path, typed, kind)
+
+
+def _other_reader(paths: list[str]) -> str:
+    """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
+    suffixes = {os.path.splitext(path)[1].lower() for path in paths}
+    reader = next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None)
+    return "" if reader is None else f" For tokens, use {reader}."
 
 
 def _nearest(store: Store, path: str) -> str:
@@ -312,5 +334,5 @@ def _sniffed(store: Store, entry: Entry) -> str:
             return kind
     raise FormatError(
         f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
-        f"Pass format=…: {', '.join(map(repr, FORMATS))}."
+        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{_other_reader([entry.path])}"
     )

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +93,20 @@ class Index:
             partition = f" {file.partition}" if file.partition else ""
             digest.update(f"{file.fingerprint} {file.rows}{partition}\n".encode())
         return digest.hexdigest()
+
+    def part(self, first: int, stop: int) -> Index:
+        """Return the index of the files ``first`` to ``stop``, excluded."""
+        blocks = np.cumsum([0, *(file.blocks for file in self.files)])
+        low, high = int(blocks[first]), int(blocks[stop])
+        starts = self.starts[low : high + 1] - self.starts[low]
+        ends = None if self.ends is None else self.ends[low : high + 1]
+        footers = (
+            Footers.of(self.footers[number] for number in range(first, stop)) if self.ends is not None else Footers()
+        )
+        return replace(
+            self, files=self.files[first:stop], offsets=self.offsets[low : high + 1], starts=starts, path=None,
+            ends=ends, footers=footers,
+        )  # fmt: skip
 
     @cached_property
     def schema(self) -> pa.Schema:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -83,6 +83,26 @@ class Format(Protocol):
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
         """Return True if statistics prove that no row of the block passes the filter, which uses these columns."""
+        ...
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """A format whose blocks can be views of mapped files."""
+
+    def view(
+        self,
+        file: pa.Buffer,
+        beside: Callable[[], pa.Buffer],
+        block: Block,
+        schema: pa.Schema,
+        room: Callable[[int], Any],
+    ) -> pa.RecordBatch:
+        """Return a block of a mapped file. Raise ValueError or ``pa.ArrowException`` if it is damaged.
+
+        ``beside`` maps the entry before the file. ``room`` returns memory for a number of bytes, as an array, for what
+        the file does not contain.
+        """
         ...
 
 
