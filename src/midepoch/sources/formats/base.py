@@ -25,8 +25,6 @@ class Scanned:
     fingerprint: str = ""
     footer: bytes = b""
     """Data of the file that is needed to decode its blocks."""
-    footers: list[bytes] = field(default_factory=list)
-    """One for each block instead, for formats of ``GROUPED``."""
     etag: str = ""
     dictionaries: Chains = ()
     decoded_bytes: float = 0.0
@@ -38,6 +36,8 @@ class Scanned:
     """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)
     """Numbers of unreadable lines, which are not part of the data."""
+    footers: list[bytes] = field(default_factory=list)
+    """One for each block, instead of ``footer``, for formats of ``GROUPED``."""
 
     def end(self, i: int) -> int | None:
         """Return the start of the block after block i, or ``stop`` for the last one."""
