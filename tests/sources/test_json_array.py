@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,33 @@ def test_elements_are_found_from_any_cut(tmp_path: Path) -> None:
         values = [json.loads(text[a:b]) for a, b in zip(found.starts, found.stops, strict=True)]
         assert values == data[: len(values)]
         assert found.end == (len(text) - 1 if cut == len(text) else None)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_mutated_text_is_what_json_load_reads_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a crash nor a wrong row, and nothing that Python refuses is read."""
+    draw, path = random.Random(5), tmp_path / "a.json"
+    base = [{"a": i, "b": '"[{,\\' * (i % 3), "c": [{"d": "é"}] * (i % 2), "e": {"f": None}} for i in range(9)]
+    read = refused = 0
+    for _ in range(60):
+        data = bytearray(json.dumps(base, indent=draw.choice([None, 1])).encode())
+        at = draw.randrange(1, len(data))
+        data[at : at + draw.randrange(3)] = draw.choice(
+            [b"", b" ", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b"1", b"\xff"]
+        )
+        path.write_bytes(data)
+        try:
+            expected = json.loads(bytes(data))
+        except ValueError:
+            expected = None
+        try:
+            found = list(midepoch.from_files(path))
+        except FormatError:
+            refused += 1
+            with suppress(midepoch.MidepochError):  # of a file without any element
+                list(midepoch.from_files(path, on_error="skip"))
+        else:
+            read += 1
+            assert same(found, expected)
+    assert read > 5
+    assert refused > 20

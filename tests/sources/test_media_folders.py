@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def test_sounds_are_those_of_datasets(tmp_path: Path) -> None:
 def test_lists_of_files_may_be_empty_or_null(tmp_path: Path) -> None:
     root = write(tmp_path / "data", ["0.png", "1.png"])
     names = [["0.png"], [], None, ["1.png", "0.png"]]
-    (root / "metadata.jsonl").write_bytes(jsonl([{"file_names": each, "file_name": "1.png" if each else None} for each in names]))
+    (root / "metadata.jsonl").write_bytes(
+        jsonl([{"file_names": each, "file_name": "1.png" if each else None} for each in names])
+    )
     found = raw(midepoch.from_files(root))
     assert [contents(row["images"]) for row in found] == [[image(0)], [], None, [image(1), image(0)]]
     assert [contents(row["image"]) for row in found] == [image(1), None, None, image(1)]
@@ -151,10 +154,10 @@ def test_blocks_are_groups_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ds = midepoch.from_files(root)
     sizes = [(root / f"{i}.png").stat().st_size for i in range(9)]
     starts = ds.pipeline.source.layout.block_starts.tolist()
-    for first, stop in zip(starts[:-1], starts[1:], strict=True):
+    for first, stop in pairwise(starts):
         assert stop - first <= 4
         assert stop - first == 1 or sum(sizes[first:stop]) <= 600
-    assert (4, 5) in zip(starts[:-1], starts[1:], strict=True)
+    assert (4, 5) in pairwise(starts)
     assert [row["image"]["bytes"] for row in raw(ds)] == [(root / f"{i}.png").read_bytes() for i in range(9)]
 
 
@@ -209,7 +212,10 @@ def test_a_moved_folder_resumes(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ([{"file_name": "2.png"}, {"file_name": "no.png"}], r"metadata\.jsonl: row 1 .* names the file 'no\.png', which"),
+        (
+            [{"file_name": "2.png"}, {"file_name": "no.png"}],
+            r"metadata\.jsonl: row 1 .* names the file 'no\.png', which",
+        ),
         ([{"file_name": "../out.png"}], r"row 0 .* names the file '\.\./out\.png'\. Names must be relative"),
         ([{"file_name": "/etc/passwd"}], "Names must be relative"),
         ([{"file_name": "file:///etc/passwd"}], "Names must be relative"),

@@ -58,7 +58,7 @@ def test_images_are_those_of_the_local_folder(
     proxy.add(Fault("503", times=2, match=reads))
     assert raw(opened("photos")) == raw(ds)
     decoded = ds.decode("image", size=3).shuffle(seed=4, window=2)
-    loaders = [lambda n=n: decoded.loader(4, num_workers=n) for n in (0, 2)]
+    loaders = [lambda n=n: decoded.loader(4, num_workers=n, worker_type="thread") for n in (0, 2)]
     assert_resumes_exactly(loaders[0], resume_with=loaders[1:], epochs=1, steps=[1, 3], tail=2)
     (bucket / "photos/a/02.png").write_bytes(b"other")
     with pytest.raises(DataChangedError, match=r"s3://.*a/02\.png has changed since it was indexed"):

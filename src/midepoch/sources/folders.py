@@ -114,7 +114,7 @@ def _of_kind(visible: Sequence[Entry], formats: Sequence[str | None], kind: str)
     return [entry for entry, each in zip(visible, formats, strict=True) if each == kind]
 
 
-def _warn_of_others(name: str, present: Counter[str | None], tables: list[str | None], media: list[str]) -> None:
+def _warn_of_others(name: str, present: Counter[str], tables: list[str], media: list[str]) -> None:
     for kind in media:
         if present[kind] > sum(present[table] for table in tables):
             _log.warning(

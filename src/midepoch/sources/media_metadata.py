@@ -1,7 +1,7 @@
 """Metadata of images, sounds and videos: tables named ``metadata`` that name the files beside them.
 
-A column ``file_name`` names the file of each row, ``NAME_file_name`` further ones, and ``file_names`` lists of files, as
-in the folders that ``datasets`` reads.
+A column ``file_name`` names the file of each row, ``NAME_file_name`` further ones, and ``file_names`` lists of files,
+as in the folders that ``datasets`` reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import posixpath
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,7 @@ _NAMED = 10
 _FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
-def described_rows(
-    store: Store, listing: Listing, described: Sequence[Entry], kind: str, *, skip_damage: bool
-) -> Rows:
+def described_rows(store: Store, listing: Listing, described: Sequence[Entry], kind: str, *, skip_damage: bool) -> Rows:
     """Return the rows of metadata files, in the order of their paths."""
     described = sorted(described)
     digest = hashlib.blake2b(digest_size=16)
@@ -43,8 +42,8 @@ def described_rows(
     if not columns:
         raise FormatError(
             f"{store.name(described[0].path)} describes the files beside it, but has the columns "
-            f"{', '.join(schema.names)}, and no file_name. Add it, or pass format='csv' (or 'jsonl', 'parquet') to read "
-            "the table alone."
+            f"{', '.join(schema.names)}, and no file_name. Add it, or pass format='csv' (or 'jsonl', 'parquet') to "
+            "read the table alone."
         )
     files = _Files(store, listing, skip_damage)
     parts = [files.resolved(entry, table, list(columns)) for entry, table in zip(described, tables, strict=True)]
@@ -68,7 +67,7 @@ def _tables(store: Store, described: Sequence[Entry], digest: Any, skip_damage: 
         )
     form = format_named(_FORMATS[suffixes[0]])
     scans = [
-        store.persist(entry.path, "indexed", lambda entry=entry: form.scan(store, entry, skip_damage=skip_damage))
+        store.persist(entry.path, "indexed", partial(form.scan, store, entry, skip_damage=skip_damage))
         for entry in described
     ]
     schema = unified(store, described, scans, None, text=suffixes == [".csv"]).remove_metadata()
@@ -85,11 +84,12 @@ def _tables(store: Store, described: Sequence[Entry], digest: Any, skip_damage: 
 
 
 def _holds_files(field: pa.Field) -> bool:
-    is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+    texts = (pa.string(), pa.large_string())
     if field.name == "file_name" or field.name.endswith("_file_name"):
-        return is_text
-    is_list = pa.types.is_list(field.type) and field.type.value_type in (pa.string(), pa.large_string())
-    return is_list and (field.name == "file_names" or field.name.endswith("_file_names"))
+        return field.type in texts
+    if field.name == "file_names" or field.name.endswith("_file_names"):
+        return bool(pa.types.is_list(field.type)) and field.type.value_type in texts
+    return False
 
 
 def _column(name: str, kind: str) -> str:
@@ -142,7 +142,7 @@ class _Files:
             return None
         place = f"{self._store.name(metadata.path)}: row {row} (the first is 0)"
         name = posixpath.normpath(value).replace("\\", "/")
-        if "://" in value or name.startswith("/") or name == ".." or name.startswith("../"):
+        if "://" in value or name == ".." or name.startswith(("/", "../")):
             raise FormatError(f"{place} names the file {value!r}. Names must be relative, and below this folder.")
         found = self._known.get(posixpath.join(folder, name))
         if found is None and self._skips:

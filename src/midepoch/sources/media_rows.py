@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,8 @@ def _labelled(listing: Listing, kind: str) -> Rows:
     """Return a row for each file, labelled by its folder if the files lie in several folders of the same depth."""
     folders = [entry.path.rpartition("/")[0].rpartition("/")[2] for entry in listing.files]
     names = sorted(set(folders)) if len({name.count("/") for name in listing.names}) == 1 else []
-    columns, features = {kind: located(listing.files, listing.names)}, {kind: feature_of(kind)}
+    columns = {kind: located(listing.files, listing.names)}
+    features: dict[str, Any] = {kind: feature_of(kind)}
     if len(names) > 1:
         numbers = {name: i for i, name in enumerate(names)}
         columns["label"] = pa.array([numbers[folder] for folder in folders], pa.int64())
@@ -92,7 +94,7 @@ def _grouped(rows: Rows, skip_damage: bool) -> Scanned:
     bounds = _bounds(rows.sizes)
     marked = rows.table.combine_chunks().replace_schema_metadata({SKIP: b""} if skip_damage else None)
     footers = []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, marked.schema) as writer:
             writer.write_table(marked.slice(start, stop - start))

@@ -54,6 +54,8 @@ def scan_array(store: Store, entry: Entry, parser: Parser, *, start: int, skip_d
             found.rows.append(table.num_rows)
             found.nullable |= nulls(table)
             schemas.append(table.schema)
+        if broken and broken[-1][1] == found.stop:  # with the comma that comes after it
+            broken[-1] = (broken[-1][0], offset)
         broken += [(offset + first, offset + stop) for _, first, stop in bad]
         numbers += [text.number + i for i, _, _ in bad]
         found.stop = offset + len(data)
@@ -140,10 +142,8 @@ class _Array:
 
     def _passed(self, data: bytes, part: Elements) -> bytes:
         """Return the data after these elements, or after the end of the array."""
-        if part.end is not None:
-            stop = part.end + 1
-        else:
-            stop = int(part.stops[-1]) if len(part.stops) else 0
+        last = int(part.stops[-1]) if len(part.stops) else 0
+        stop = last if part.end is None else part.end + 1
         self._offset += stop
         return data[stop:]
 

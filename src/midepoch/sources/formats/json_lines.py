@@ -34,8 +34,8 @@ class JsonFormat(NoStatistics):
             return scan_array(store, entry, JsonArray(), start=blank + 1, skip_damage=skip_damage)
         if re.match(rb'\{[ \t]*\r?\n\s*"', first):
             raise FormatError(
-                f"{store.name(entry.path)}: this is one JSON object over several lines, expected one object per line or "
-                'an array of objects. Open a field of it with midepoch.load_dataset("json", data_files=…, field=…).'
+                f"{store.name(entry.path)}: this is one JSON object over several lines, expected one object per line "
+                'or an array of objects. Open a field of it with midepoch.load_dataset("json", data_files=…, field=…).'
             )
         return scan_lines(store, entry, _JsonLines(), start=0, skip_damage=skip_damage)
 
@@ -66,7 +66,7 @@ class _JsonLines:
     def ends(self, data: bytes) -> Int64Array:
         return row_ends(data, None)
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:
+    def has_rows(self, data: bytes, head: bytes) -> bool:  # noqa: ARG002
         return False
 
     def parse(self, data: bytes) -> pa.Table:

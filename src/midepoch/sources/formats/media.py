@@ -33,10 +33,10 @@ _log = logging.getLogger("midepoch")
 class MediaFormat(NoStatistics):
     """Format with blocks of files. Its scan is ``media_scan.scan_media``, which has the listing."""
 
-    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         raise FormatError(f"{store.name(entry.path)}: files of media are indexed together, not one by one.")
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         rows = pa.ipc.open_stream(block.footer).read_all().combine_chunks()
         skips = SKIP in (rows.schema.metadata or {})
         names = [name for name in columns if name in rows.schema.names]
@@ -70,7 +70,7 @@ def _files(store: Store, located: pa.StructArray, skips: bool) -> pa.Array:
         for path, size, mtime in zip(paths, sizes, times, strict=True)
     ]
     contents = np.empty(sum(size or 0 for size in sizes), np.uint8)
-    view, jobs, start = memoryview(contents), [], 0
+    view, jobs, start = memoryview(contents.data), [], 0
     offsets = np.zeros(len(entries) + 1, np.int32)
     read = _read_local if store.local else _read_remote
     for i, entry in enumerate(entries):
@@ -125,7 +125,7 @@ def _attempt(store: Store, entry: Entry, place: memoryview, read: Read, skips: b
         raise CorruptBlockError(f"{store.name(entry.path)} cannot be read: {problem}") from None
 
 
-def _read_local(store: Store, entry: Entry, place: memoryview) -> None:
+def _read_local(_store: Store, entry: Entry, place: memoryview) -> None:
     with open(entry.path, "rb", buffering=0) as file:
         done = 0
         while done < len(place) and (came := file.readinto(place[done:])):

@@ -30,7 +30,7 @@ class TextFormat(NoStatistics):
         found.schema = _SCHEMA
         return found
 
-    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:  # noqa: ARG002
         lines = _lines(read_rows(store, block))
         return pa.table([lines], schema=_SCHEMA).select([name for name in columns if name == COLUMN])
 
@@ -47,7 +47,7 @@ class _TextLines:
             is_end[:-1] |= (values[:-1] == _RETURN) & ~is_end[1:]
         return np.flatnonzero(is_end) + 1
 
-    def has_rows(self, data: bytes, head: bytes) -> bool:
+    def has_rows(self, data: bytes, head: bytes) -> bool:  # noqa: ARG002
         return len(data) > 0
 
     def parse(self, data: bytes) -> pa.Table:
