@@ -288,3 +288,9 @@ def test_what_a_folder_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert midepoch.from_files(f"{described}/sub/*.png").column_names == ["image"]
     assert midepoch.from_files(f"{described}/**").column_names == ["n", "image", "text", "tags"]
     assert midepoch.from_files(described, format="jsonl").column_names == ["n", "file_name", "text", "tags"]
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(image(0))
+    with pytest.raises(FormatError, match=r"udcff\.png': the name of the file is not UTF-8\. Rename it"):
+        midepoch.from_files(tmp_path)

@@ -47,8 +47,8 @@ def feature_of(kind: str) -> dict[str, str]:
 def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) -> Scanned:
     """Return the blocks of a listing: a row for each row of its metadata, otherwise for each file."""
     for entry in listing.files:
-        if entry.size > _LARGEST:
-            raise FormatError(f"{store.name(entry.path)} has {entry.size} bytes, and a file may have 2 GiB. Remove it.")
+        if not entry.path.isascii():
+            _check_name(entry.path)
     described = [entry for entry in listing.files if is_metadata(entry.path)]
     if described:
         from midepoch.sources.media_metadata import described_rows
@@ -56,7 +56,20 @@ def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) 
         rows = described_rows(store, listing, described, kind, skip_damage=skip_damage)
     else:
         rows = _labelled(listing, kind)
+    if len(rows.sizes) and rows.sizes.max() > _LARGEST:
+        row = int(rows.sizes.argmax())
+        raise FormatError(
+            f"{store.name(listing.root)}: the files of row {row} have {rows.sizes[row]} bytes, and 2 GiB is the most of a "
+            "row. Remove it."
+        )
     return _grouped(rows, skip_damage)
+
+
+def _check_name(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"{path!r}: the name of the file is not UTF-8. Rename it.") from None
 
 
 def _labelled(listing: Listing, kind: str) -> Rows:

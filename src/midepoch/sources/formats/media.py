@@ -64,7 +64,7 @@ def _with_contents(store: Store, column: pa.Array, skips: bool) -> pa.Array:
 
 def _files(store: Store, located: pa.StructArray, skips: bool) -> pa.Array:
     """Return the files as structs of bytes and path. With ``skips``, bytes of a file that cannot be read are null."""
-    paths, names, sizes, times = (located.field(i).to_pylist() for i in range(4))
+    paths, names, sizes, times = (each.to_pylist() for each in located.flatten())
     entries = [
         None if path is None else Entry(path, size, mtime)
         for path, size, mtime in zip(paths, sizes, times, strict=True)
@@ -103,6 +103,7 @@ def _missing(store: Store, jobs: Sequence[Job], read: Read, skips: bool) -> list
             if not skips:
                 raise
             _log.warning("a file cannot be read, its row is skipped when it is decoded: %s", problem)
+            place[:] = bytes(len(place))
             return i
         return None
 
