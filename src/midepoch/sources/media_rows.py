@@ -73,7 +73,7 @@ def _check_name(path: str) -> None:
 
 
 def _labelled(listing: Listing, kind: str) -> Rows:
-    """Return a row for each file, labelled by its folder if the files lie in several folders of the same depth."""
+    """Return a row for each file, labelled by its folder if there are several folders, all of the same depth."""
     folders = [entry.path.rpartition("/")[0].rpartition("/")[2] for entry in listing.files]
     names = sorted(set(folders)) if len({name.count("/") for name in listing.names}) == 1 else []
     columns = {kind: located(listing.files, listing.names)}
