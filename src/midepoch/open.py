@@ -20,11 +20,12 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
-from midepoch.sources.files import DataFiles, PathLike, check_format, check_path, find_files, paths_of
+from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
+from midepoch.sources.names import check_format
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry
 
@@ -52,9 +53,10 @@ def from_files(
 ) -> Dataset:
     """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), braces, or a folder.
 
-    Arrow, Parquet, ORC, CSV, JSON lines, and tar shards of WebDataset (text and tar also compressed), on a local disk,
-    in an object store (``s3://``, ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by
-    path. A list keeps its order, and so do braces (``shard-{000..146}.tar``).
+    Arrow, Parquet, ORC, CSV, JSON (lines or one array), text by lines, tar shards of WebDataset, shards of MDS and
+    LitData, and folders of images, audio or video; text and tar also compressed. They are on a local disk, in an object
+    store (``s3://``, ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by path. A list
+    keeps its order, and so do braces (``shard-{000..146}.tar``).
     Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
     decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
     if it is given, in ``cache_dir``.

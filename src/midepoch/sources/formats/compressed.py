@@ -19,9 +19,9 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, Scratch
 from midepoch.sources.index import default_index_dir
+from midepoch.sources.names import COMPRESSIONS
 from midepoch.sources.storage import make_private
 from midepoch.sources.stores import Entry, OpenFile, Store
 
