@@ -80,7 +80,7 @@ def from_files(
 
     def find() -> DataFiles:
         if not found:
-            found.append(find_files(texts, format=format, **where))
+            found.append(find_files(texts, format=format, fresh=force_reindex, **where))
         return found[0]
 
     folder = None if index_dir is None else _local(index_dir, "index_dir")
@@ -99,7 +99,8 @@ def from_files(
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
         spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes, cache_dir is not None)
-        source = Source((index,), Access(store, chosen, spec))
+        listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
+        source = Source((index,), Access(listed, chosen, spec))
     ds = _make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))
 

@@ -80,6 +80,7 @@ def find_files(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     retry: Retry | None = None,
+    fresh: bool = False,
 ) -> DataFiles:
     """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
     given = paths_of(paths)
@@ -93,6 +94,8 @@ def find_files(
             raise ValueError(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
+        if fresh and store is None:
+            of.refresh()
         store = store or of
         entries += _expand(store, path, text, wanted)
     assert store is not None
@@ -180,7 +183,7 @@ def _other_reader(paths: list[str]) -> str:
 def _nearest(store: Store, path: str) -> str:
     """Describe the nearest existing folder, for an error message."""
     if not store.local:
-        if isinstance(store.given, fs.PyFileSystem):
+        if not isinstance(store.given, fs.FileSystem) or isinstance(store.given, fs.PyFileSystem):
             return "Check the address, and that the credentials may read it."
         return "Check the bucket and the key, and that the credentials may list them."
     folder = path

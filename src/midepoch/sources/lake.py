@@ -123,8 +123,10 @@ def _with(index: Index, footers: Footers) -> Index:
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
-    now = [(entry.path, entry.size, entry.mtime_ns) for entry in found.entries]
-    return [(file.path, file.size, file.mtime_ns) for file in index.files] == now
+    """Return True if an index is of these files. ETags are compared where a listing has them."""
+    now = [(entry.path, entry.size, entry.mtime_ns, entry.etag) for entry in found.entries]
+    listed = any(entry.etag for entry in found.entries)
+    return [(file.path, file.size, file.mtime_ns, file.etag if listed else "") for file in index.files] == now
 
 
 def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:

@@ -1,0 +1,131 @@
+"""Commits and listings of repositories of the Hub, saved so that one process of a machine asks for them.
+
+A revision is looked up again after 30 seconds: processes that open a dataset together ask once, and get the same
+commit. The listing of a commit never changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from midepoch.sources.hub_address import HubPath
+from midepoch.sources.hub_api import Hub, HubFile
+from midepoch.sources.index import default_index_dir
+from midepoch.sources.storage import atomic_write, locked
+
+T = TypeVar("T")
+Persist = Callable[[Callable[[], T]], T]
+"""Function that runs an action, and retries it."""
+
+_log = logging.getLogger("midepoch")
+FRESH_SECONDS = 30.0
+_VERSION = 1
+_KEPT = 3
+"""Listings of other commits of the same folder that are kept."""
+_one_thread = threading.RLock()  # lock files do not exclude threads
+if hasattr(os, "register_at_fork"):
+
+    def _renewed() -> None:
+        global _one_thread
+        _one_thread = threading.RLock()
+
+    os.register_at_fork(after_in_child=_renewed)
+
+
+def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: float = FRESH_SECONDS) -> str:
+    """Return the commit of a revision, as looked up by this machine within the last seconds."""
+    if of.is_pinned:
+        return of.revision
+    path = _path("revision", hub.endpoint, of.repo, of.revision)
+    if (saved := _fresh_commit(path, fresh_seconds)) is not None:
+        return saved
+    started = time.time()
+    with _one_thread, locked(path, f"the commit of hf://{of.root}") as slot:
+        if (saved := _fresh_commit(path, min(fresh_seconds, FRESH_SECONDS), since=started)) is not None:
+            return saved
+        commit = persist(partial(hub.commit, of))
+        before = _loaded(path).get("commit", commit)
+        if before != commit:
+            _log.info(
+                "hf://%s is at commit %s now, and was at %s when it was opened last. To use that version, open %s",
+                of.root, commit, before, f"hf://datasets/{of.repo}@{before}",
+            )  # fmt: skip
+        slot.keep(lambda: atomic_write(path, _dumped({"commit": commit, "checked": time.time()})))
+    return commit
+
+
+def saved_commit(hub: Hub, of: HubPath) -> str | None:
+    """Return the commit of a revision as looked up last, at any time. None if this machine has not done it."""
+    return of.revision if of.is_pinned else _loaded(_path("revision", hub.endpoint, of.repo, of.revision)).get("commit")
+
+
+def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, recursive: bool) -> list[HubFile]:
+    """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
+    path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
+    if (saved := _listing(path)) is not None:
+        return saved
+    with _one_thread, locked(path, f"the listing of hf://{of.root}") as slot:
+        if (saved := _listing(path)) is not None:
+            return saved
+        found: list[HubFile] = []
+        url = hub.first_page(of, commit, recursive)
+        while url:
+            files, url = persist(partial(hub.page, of, url))  # a failure repeats one page
+            found += files
+        below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
+        columns: dict[str, Any] = {"repo": of.repo, "folder": of.path, "commit": commit}
+        columns |= {name: [getattr(file, name) for file in below] for name in HubFile._fields}
+        slot.keep(lambda: _save(path, columns))
+    return below
+
+
+def _path(kind: str, *parts: str, commit: str = "") -> Path:
+    digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    return default_index_dir() / "hub" / f"{digest}{commit and '-' + commit}.{kind}.json"
+
+
+def _fresh_commit(path: Path, seconds: float, since: float | None = None) -> str | None:
+    """Return a saved commit that was looked up within the last seconds, or since a time."""
+    saved = _loaded(path)
+    checked, now = saved.get("checked", 0.0), time.time()
+    recent = now - seconds < checked <= now or (since is not None and since <= checked <= now)
+    return saved["commit"] if recent else None
+
+
+def _listing(path: Path) -> list[HubFile] | None:
+    saved = _loaded(path)
+    try:
+        columns = zip(*(saved[name] for name in HubFile._fields), strict=True)
+        return [HubFile(*values) for values in columns]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _save(path: Path, columns: dict[str, Any]) -> None:
+    atomic_write(path, _dumped(columns))
+    with suppress(OSError):
+        others = [each for each in path.parent.glob(f"{path.name.partition('-')[0]}-*") if each != path]
+        for old in sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)[_KEPT:]:
+            old.unlink(missing_ok=True)
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return saved if isinstance(saved, dict) and saved.get("version") == _VERSION else {}
+
+
+def _dumped(contents: dict[str, Any]) -> bytes:
+    return json.dumps({"version": _VERSION, **contents}, separators=(",", ":")).encode()
