@@ -179,7 +179,7 @@ class _CdnHandler(_Handler):
         owner = self.owner
         owner.seen_by_cdn.append(self.headers.get("Authorization", ""))
         if self.failed("cdn"):
-            return
+            return None
         url = urlsplit(self.path)
         signature = parse_qs(url.query).get("X-Amz-Signature", [""])[0]
         digest = url.path.rpartition("/")[2]

@@ -13,6 +13,8 @@ import pyarrow.fs as fs
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
+from midepoch.sources.hub_data import data_files
+from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
@@ -162,6 +164,8 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
     formats = [format_of(each.path) for each in visible]
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
+    if isinstance(store.given, HubFiles):
+        typed = data_files(path, typed, parquet_only=wanted is None)
     if not typed and wanted:
         typed = [each for each, kind in zip(visible, formats, strict=True) if kind is None]
     if not typed:

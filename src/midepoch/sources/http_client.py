@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 class HttpClient:
-    """Connections to servers, by address. Problems are raised as ConnectionError or TimeoutError, without paths and queries."""
+    """Connections to servers, by address. Problems are a ConnectionError or TimeoutError, without paths and queries."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

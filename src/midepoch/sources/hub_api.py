@@ -62,7 +62,7 @@ class Hub:
     def first_page(self, of: HubPath, commit: str, recursive: bool) -> str:
         """Return the address of the first page of a listing."""
         folder = f"/{quote(of.path, safe='')}" if of.path else ""
-        return f"{self._api(of)}/tree/{commit}{folder}?recursive={recursive}&expand=False"
+        return f"{self._api(of)}/tree/{commit}{folder}?recursive={str(recursive).lower()}&expand=false"
 
     def page(self, of: HubPath, url: str) -> tuple[list[HubFile], str]:
         """Return the files of one page of a listing, and the address of the next page. Empty for the last one."""

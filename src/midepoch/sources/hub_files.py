@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from midepoch.errors import DataChangedError
 from midepoch.sources.http_client import Answer
 from midepoch.sources.hub_address import HubPath, parse_hub_path
-from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub, HubFile, Redirect
+from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub, HubFile
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
 
 _OPTIONS = ("token", "endpoint")
@@ -89,25 +90,37 @@ class HubFiles:
         return RangeFile(file.size, lambda start, stop: self._read(file, at, commit, start, stop))
 
     def _read(self, file: HubFile, at: HubPath, commit: str, start: int, stop: int) -> bytes:
-        part = f"bytes={start}-{stop - 1}"
-        key = at.repo, commit, at.path
-        if (url := self._redirects.get(key)) is not None:
+        part, key = f"bytes={start}-{stop - 1}", (at.repo, commit, at.path)
+        url = self._redirects.get(key)
+        if url is not None:
             answer = self._hub.read_elsewhere(url, part)
             if answer.status in (200, 206):
                 return _contents(answer, file, start, stop)
-            self._redirects.pop(key, None)  # signed addresses expire: ask for another one
-        found = self._hub.read(at, commit, part)
-        if isinstance(found, Answer):
-            _check_etag(file, found.headers.get("etag", "").removeprefix("W/").strip('"'))
-            return _contents(found, file, start, stop)
-        assert isinstance(found, Redirect)
-        _check_etag(file, found.etag)
-        answer = self._hub.read_elsewhere(found.url, part)
-        data = _contents(answer, file, start, stop)
-        self._redirects[key] = found.url
-        while len(self._redirects) > _REDIRECTS_KEPT:
-            self._redirects.popitem(last=False)
-        return data
+        with _resolving[hash(key) % len(_resolving)]:  # threads that read one file ask for its address once
+            if self._redirects.get(key) == url:  # there is none, or it was refused: signed addresses expire
+                found = self._hub.read(at, commit, part)
+                if isinstance(found, Answer):
+                    _check_etag(file, found.headers.get("etag", "").removeprefix("W/").strip('"'))
+                    return _contents(found, file, start, stop)
+                _check_etag(file, found.etag)
+                self._redirects[key] = found.url
+                while len(self._redirects) > _REDIRECTS_KEPT:
+                    self._redirects.popitem(last=False)
+            url = self._redirects[key]
+        return _contents(self._hub.read_elsewhere(url, part), file, start, stop)
+
+
+_resolving: list[threading.Lock] = []
+
+
+def _make_locks() -> None:
+    """Make the locks, also in a forked process: threads that hold them were not copied."""
+    _resolving[:] = [threading.Lock() for _ in range(64)]
+
+
+_make_locks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_locks)
 
 
 class RangeFile:
