@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin
 
 from midepoch.errors import DataNotFoundError, FetchError
+from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer, client, origin_of
 from midepoch.sources.hub_address import HubPath
 from midepoch.sources.throttling import ThrottledError, seconds_asked
@@ -27,14 +28,6 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _LONGEST_CHAIN = 5
 _NEXT = re.compile(r'<([^>]+)>\s*;[^,]*rel="?next"?')
 _YES = {"1", "on", "yes", "true"}
-
-
-class HubFile(NamedTuple):
-    """One file of a repository. ``etag`` is the hash of its contents."""
-
-    path: str
-    size: int
-    etag: str
 
 
 class Redirect(NamedTuple):
@@ -64,7 +57,7 @@ class Hub:
         folder = f"/{quote(of.path, safe='')}" if of.path else ""
         return f"{self._api(of)}/tree/{commit}{folder}?recursive={str(recursive).lower()}&expand=false"
 
-    def page(self, of: HubPath, url: str) -> tuple[list[HubFile], str]:
+    def page(self, of: HubPath, url: str) -> tuple[list[Entry], str]:
         """Return the files of one page of a listing, and the address of the next page. Empty for the last one."""
         answer = self._get(url)
         if answer.status == 404 and answer.headers.get("x-error-code") == "EntryNotFound":
@@ -202,9 +195,10 @@ def machine_token() -> str | None:
     return saved or None
 
 
-def _file(entry: Mapping[str, Any]) -> HubFile:
+def _file(entry: Mapping[str, Any]) -> Entry:
+    """Return a file of a listing. Its ETag is the hash of its contents."""
     stored = entry.get("lfs") or {}
-    return HubFile(entry["path"], int(stored.get("size", entry["size"])), str(stored.get("oid") or entry["oid"]))
+    return Entry(entry["path"], int(stored.get("size", entry["size"])), 0, str(stored.get("oid") or entry["oid"]))
 
 
 def _plain(etag: str) -> str:

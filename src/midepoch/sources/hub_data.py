@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from typing import Protocol, TypeVar
 
+from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import parse_hub_path
 
 _log = logging.getLogger("midepoch")
@@ -18,15 +18,7 @@ _NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev"
 _NAMES |= dict.fromkeys(("testing", "eval", "evaluation"), "test")
 
 
-class _WithPath(Protocol):
-    @property
-    def path(self) -> str: ...
-
-
-T = TypeVar("T", bound=_WithPath)
-
-
-def data_files(folder: str, files: list[T], *, parquet_only: bool) -> list[T]:
+def data_files(folder: str, files: list[Entry], *, parquet_only: bool) -> list[Entry]:
     """Return the data files in a folder: with ``parquet_only`` those of Parquet, if there are any.
 
     Warn if they belong to several splits.

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from midepoch.errors import DataChangedError
+from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer
 from midepoch.sources.hub_address import HubPath, parse_hub_path
-from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub, HubFile
+from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
 
 _OPTIONS = ("token", "endpoint")
@@ -32,7 +33,7 @@ class HubFiles:
 
     def __init__(self, hub: Hub, commits: Mapping[tuple[str, str], str] | None = None) -> None:
         self._hub, self._commits = hub, dict(commits or {})
-        self._listings: dict[tuple[str, bool], list[HubFile]] = {}
+        self._listings: dict[tuple[str, bool], list[Entry]] = {}
         self._redirects: OrderedDict[tuple[str, str, str], str] = OrderedDict()
         self._fresh_seconds = FRESH_SECONDS
 
@@ -57,11 +58,11 @@ class HubFiles:
         """Look up revisions again, however short ago another process has done it."""
         self._fresh_seconds = 0.0
 
-    def below(self, folder: str, persist: Persist[Any]) -> list[HubFile]:
+    def below(self, folder: str, persist: Persist[Any]) -> list[Entry]:
         """Return all files below a folder, at any depth."""
         return self._listed(parse_hub_path(folder), persist, recursive=True)
 
-    def stat(self, path: str, persist: Persist[Any]) -> HubFile | None:
+    def stat(self, path: str, persist: Persist[Any]) -> Entry | None:
         """Return a file, or None. Its folder is listed: thousands of files in a list of paths cost one listing."""
         at = parse_hub_path(path)
         if not at.path:
@@ -69,17 +70,17 @@ class HubFiles:
         folder = at._replace(path=at.path.rpartition("/")[0])
         return next((file for file in self._listed(folder, persist, recursive=False) if file.path == path), None)
 
-    def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> list[HubFile]:
+    def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
         key = at.given, recursive
         if key not in self._listings:
             revision = at.repo, at.revision
             if revision not in self._commits:
                 self._commits[revision] = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
-            files = files_below(self._hub, at, self._commits[revision], persist, recursive=recursive)
-            self._listings[key] = [HubFile(f"{at.root}/{file.path}", file.size, file.etag) for file in files]
+            commit = self._commits[revision]
+            self._listings[key] = files_below(self._hub, at, commit, persist, recursive=recursive)
         return self._listings[key]
 
-    def open(self, file: HubFile) -> RangeFile:
+    def open(self, file: Entry) -> RangeFile:
         """Return a file that is read by ranges. This costs no request, unless the commit is not known."""
         at = parse_hub_path(file.path)
         revision = at.repo, at.revision
@@ -89,7 +90,7 @@ class HubFiles:
         commit = self._commits[revision]
         return RangeFile(file.size, lambda start, stop: self._read(file, at, commit, start, stop))
 
-    def _read(self, file: HubFile, at: HubPath, commit: str, start: int, stop: int) -> bytes:
+    def _read(self, file: Entry, at: HubPath, commit: str, start: int, stop: int) -> bytes:
         part, key = f"bytes={start}-{stop - 1}", (at.repo, commit, at.path)
         url = self._redirects.get(key)
         if url is not None:
@@ -162,7 +163,7 @@ class RangeFile:
         return False
 
 
-def _check_etag(file: HubFile, etag: str) -> None:
+def _check_etag(file: Entry, etag: str) -> None:
     if file.etag and _HASH.fullmatch(etag) and etag != file.etag:
         raise DataChangedError(
             f"hf://{file.path} has changed since it was indexed (its ETag differs). Open the dataset again with "
@@ -171,7 +172,7 @@ def _check_etag(file: HubFile, etag: str) -> None:
         )
 
 
-def _contents(answer: Answer, file: HubFile, start: int, stop: int) -> bytes:
+def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
     """Return the requested bytes of an answer. Raise ConnectionError if the server sent others."""
     if answer.status == 200:  # a server that ignores ranges
         whole, body = len(answer.body), answer.body[start:stop]

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import HubPath
-from midepoch.sources.hub_api import Hub, HubFile
+from midepoch.sources.hub_api import Hub
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
@@ -30,6 +31,7 @@ Persist = Callable[[Callable[[], T]], T]
 _log = logging.getLogger("midepoch")
 FRESH_SECONDS = 30.0
 _VERSION = 1
+_COLUMNS = ("path", "size", "etag")
 _KEPT = 3
 """Listings of other commits of the same folder that are kept."""
 _one_thread = threading.RLock()  # lock files do not exclude threads
@@ -69,24 +71,24 @@ def saved_commit(hub: Hub, of: HubPath) -> str | None:
     return of.revision if of.is_pinned else _loaded(_path("revision", hub.endpoint, of.repo, of.revision)).get("commit")
 
 
-def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, recursive: bool) -> list[HubFile]:
+def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
     """Return the files below a folder at a commit: saved, or listed by one process of this machine."""
     path = _path("listing", hub.endpoint, of.repo, of.path, str(recursive), commit=commit)
-    if (saved := _listing(path)) is not None:
+    if (saved := _listing(path, of)) is not None:
         return saved
     with _one_thread, locked(path, f"the listing of hf://{of.root}") as slot:
-        if (saved := _listing(path)) is not None:
+        if (saved := _listing(path, of)) is not None:
             return saved
-        found: list[HubFile] = []
+        found: list[Entry] = []
         url = hub.first_page(of, commit, recursive)
         while url:
             files, url = persist(partial(hub.page, of, url))  # a failure repeats one page
             found += files
         below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
-        columns: dict[str, Any] = {"repo": of.repo, "folder": of.path, "commit": commit}
-        columns |= {name: [getattr(file, name) for file in below] for name in HubFile._fields}
-        slot.keep(lambda: _save(path, columns))
-    return below
+        about = {"repo": of.repo, "folder": of.path, "commit": commit}
+        columns = {name: [getattr(file, name) for file in below] for name in _COLUMNS}
+        slot.keep(lambda: _save(path, {**about, **columns}))
+    return [file._replace(path=f"{of.root}/{file.path}") for file in below]
 
 
 def _path(kind: str, *parts: str, commit: str = "") -> Path:
@@ -102,11 +104,11 @@ def _fresh_commit(path: Path, seconds: float, since: float | None = None) -> str
     return saved["commit"] if recent else None
 
 
-def _listing(path: Path) -> list[HubFile] | None:
-    saved = _loaded(path)
+def _listing(path: Path, of: HubPath) -> list[Entry] | None:
+    saved, root = _loaded(path), of.root
     try:
-        columns = zip(*(saved[name] for name in HubFile._fields), strict=True)
-        return [HubFile(*values) for values in columns]
+        columns = zip(*(saved[name] for name in _COLUMNS), strict=True)
+        return [Entry(f"{root}/{file}", size, 0, etag) for file, size, etag in columns]
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as fs
@@ -24,8 +24,8 @@ from midepoch._internal.hints import hinted_methods
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.damage import is_damage, refusal
+from midepoch.sources.entries import Entry as Entry
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
-from midepoch.sources.hub_api import HubFile
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.open_files import CheckedFile, ShortError
 from midepoch.sources.open_files import OpenFile as OpenFile
@@ -48,15 +48,6 @@ _SPELLED = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "[_ ]?", name) for name in _R
 _DENIED = re.compile(rf"HTTP status 40[13]|\b(?:{_SPELLED})\b", re.IGNORECASE)
 _NETWORK = re.compile(r"AWS Error|curl|HTTP|[Cc]onnection|[Tt]imed? ?out|status")
 _GONE = re.compile(r"NO_SUCH_KEY|NoSuchKey|NO_SUCH_BUCKET|NoSuchBucket|HTTP status 404|Path does not exist")
-
-
-class Entry(NamedTuple):
-    """One file of a listing. ``etag`` is empty if the store has none or does not list it."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    etag: str = ""
 
 
 @hinted_methods({})
@@ -138,8 +129,7 @@ class Store:
     def list(self, folder: str) -> list[Entry]:
         """Return all files below a folder, at any depth, from one listing."""
         if isinstance(self.given, HubFiles):
-            listed = self.given.below(folder, partial(self.persist, folder, "listed"))
-            return [Entry(file.path, file.size, 0, file.etag) for file in listed]
+            return self.given.below(folder, partial(self.persist, folder, "listed"))
         selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
         infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
         files = [info for info in infos if info.type == fs.FileType.File]
@@ -155,8 +145,7 @@ class Store:
     def stat(self, path: str) -> Entry | None:
         """Return the entry of a file, or None if the path is not a file."""
         if isinstance(self.given, HubFiles):
-            file = self.given.stat(path, partial(self.persist, path, "looked at"))
-            return None if file is None else Entry(file.path, file.size, 0, file.etag)
+            return self.given.stat(path, partial(self.persist, path, "looked at"))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return _entry(info) if info.type == fs.FileType.File else None
 
@@ -175,8 +164,7 @@ class Store:
             self._compare(entry, _local_entry(entry.path))
             return OpenFile(pa.OSFile(entry.path))  # not mapped: truncation of the file would crash the process
         if isinstance(self.given, HubFiles):  # compared with the entry when it is read
-            file = self.given.open(HubFile(entry.path, entry.size, entry.etag))
-            return OpenFile(pa.PythonFile(file, mode="r"), entry.etag)
+            return OpenFile(pa.PythonFile(self.given.open(entry), mode="r"), entry.etag)
         native = self.filesystem.open_input_file(entry.path)
         etag = self._etag(entry.path, native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
