@@ -215,16 +215,16 @@ def test_a_push_never_mixes_versions(
     seen = next(batches)["id"].tolist()
     state, old = loader.state_dict(), repo.refs["main"]
 
-    new = repo.push(shards(step=2))
+    repo.push(shards(step=2))
     hub.expire()
     for batch in batches:
         seen += batch["id"].tolist()
     assert seen == list(range(SHARDS * ROWS))
 
-    caplog.set_level(logging.INFO, "midepoch")
     changed = reopened(hub, monkeypatch)
     assert ids(changed)[:3] == [0, 2, 4]
-    assert old in caplog.text and new in caplog.text
+    assert "has changed since it was indexed. A state saved before will be refused" in caplog.text
+    assert f"opened last is at hf://datasets/org/name@{old}" in caplog.text
     with pytest.raises(CheckpointMismatchError):
         changed.loader(batch_size=8).load_state_dict(state)
     pinned = midepoch.from_files(GLOB.replace("name/", f"name@{old}/")).loader(batch_size=8)
@@ -232,11 +232,15 @@ def test_a_push_never_mixes_versions(
     assert [i for batch in pinned for i in batch["id"].tolist()] == list(range(8, SHARDS * ROWS))
 
 
-def test_a_push_of_other_files_keeps_the_index(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_of_other_files_keeps_the_index(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     state = midepoch.from_files(GLOB).loader(batch_size=8).state_dict()
     asked = hub.requests["resolve"]
-    hub.repos["org/name"].push({**shards(), "README.md": b"# Another text"})
+    commit = hub.repos["org/name"].push({**shards(), "README.md": b"# Another text"})
+    caplog.set_level(logging.INFO, "midepoch")
     loader = reopened(hub, monkeypatch).loader(batch_size=8)
+    assert f"is read at commit {commit}" in caplog.text and "has changed" not in caplog.text
     assert hub.requests["revision"] == 2 and hub.requests["resolve"] == asked
     loader.load_state_dict(state)
     assert len(list(loader)) == 15
@@ -350,6 +354,10 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
             midepoch.from_files(address, retry=QUICK)
     with pytest.raises(ValueError, match="options of hf://datasets are token and endpoint, got block_size"):
         midepoch.from_files(GLOB, storage_options={"block_size": 1})
+    for endpoint in ("hf-mirror.com", "https://me:PLANTED@hub.example"):
+        with pytest.raises(ValueError, match="the endpoint must be like https://huggingface.co") as refused:
+            midepoch.from_files(GLOB, storage_options={"endpoint": endpoint})
+        assert "PLANTED" not in str(refused.value)
     with pytest.raises(FetchError, match="could not be listed .*the connection to 127.0.0.1 failed"):
         midepoch.from_files(GLOB, storage_options={"endpoint": "http://127.0.0.1:9"}, retry=QUICK)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

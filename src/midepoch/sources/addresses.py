@@ -106,9 +106,7 @@ def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: 
 
 
 def _of_hub(path: str, options: dict[str, Any], secrets: Secrets, retry: Retry) -> tuple[Store, str]:
-    files = HubFiles.of_options(options)
-    check_endpoint(files.place)
-    return Store(files, "hf://", secrets, retry), parse_hub_path(path).given
+    return Store(HubFiles.of_options(options), "hf://", secrets, retry), parse_hub_path(path).given
 
 
 def native_options(link: Link) -> tuple[str, dict[str, str]]:

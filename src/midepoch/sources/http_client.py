@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import http.client
 import os
@@ -45,7 +46,8 @@ class HttpClient:
         proxy = _proxy(parts.scheme, parts.hostname)
         through = proxy if parts.scheme == "http" else ""
         target = url.partition("#")[0] if through else (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        sent = {"Accept-Encoding": "identity", **headers, **(_proxy_headers(proxy) if through else {})}
+        own = {"User-Agent": "midepoch", "Accept-Encoding": "identity"}
+        sent = {**own, **headers, **(_proxy_headers(proxy) if through else {})}
         try:
             if (connection := self._reused(origin)) is not None:
                 with suppress(http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError):  # closed since
@@ -84,14 +86,18 @@ class HttpClient:
             idle = self._idle.get(origin)
             return idle.pop() if idle else None
 
-    def forget(self) -> None:
-        """Drop all connections, in a forked process: they belong to its parent."""
-        self._lock, self._idle = threading.Lock(), {}
+    def close(self) -> None:
+        """Close the connections that are not in use. In a forked process, this leaves those of its parent open."""
+        self._lock, idle, self._idle = threading.Lock(), self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
 
 
 client = HttpClient()
+atexit.register(client.close)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=client.forget)
+    os.register_at_fork(after_in_child=client.close)
 
 
 def origin_of(url: str) -> str:

@@ -6,6 +6,7 @@ processes: a push to the repository never mixes two versions.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from midepoch._internal.address import Address
 from midepoch.errors import DataChangedError
 from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer
@@ -20,6 +22,7 @@ from midepoch.sources.hub_address import HubPath, parse_hub_path
 from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
 
+_log = logging.getLogger("midepoch")
 _OPTIONS = ("token", "endpoint")
 _REDIRECTS_KEPT = 4096
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -35,6 +38,7 @@ class HubFiles:
         self._hub, self._commits = hub, dict(commits or {})
         self._listings: dict[tuple[str, bool], list[Entry]] = {}
         self._redirects: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        self._before: list[str] = []
         self._fresh_seconds = FRESH_SECONDS
 
     @classmethod
@@ -42,10 +46,14 @@ class HubFiles:
         """Return the file system for ``storage_options``."""
         if unknown := sorted(set(options) - set(_OPTIONS)):
             raise ValueError(f"the options of hf://datasets are {' and '.join(_OPTIONS)}, got {', '.join(unknown)}")
-        token, endpoint = options.get("token"), options.get("endpoint") or os.environ.get("HF_ENDPOINT")
+        token = options.get("token")
         if token is not None and not isinstance(token, (str, bool)):
             raise ValueError(f"the token must be a str, True, False or None, got a {type(token).__name__}")
-        return cls(Hub(str(endpoint or DEFAULT_ENDPOINT), token))
+        endpoint = str(options.get("endpoint") or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT)
+        if not endpoint.startswith(("http://", "https://")) or "@" in endpoint:
+            shown = Address(endpoint if "://" in endpoint else f"https://{endpoint}")
+            raise ValueError(f"the endpoint must be like {DEFAULT_ENDPOINT}, without a user, got {shown}")
+        return cls(Hub(endpoint, token))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HubFiles, (self._hub, self._commits)
@@ -57,6 +65,11 @@ class HubFiles:
     def refresh(self) -> None:
         """Look up revisions again, however short ago another process has done it."""
         self._fresh_seconds = 0.0
+
+    @property
+    def earlier(self) -> str:
+        """Versions that were opened before on this machine, as addresses."""
+        return ", ".join(self._before)
 
     def below(self, folder: str, persist: Persist[Any]) -> list[Entry]:
         """Return all files below a folder, at any depth."""
@@ -75,7 +88,11 @@ class HubFiles:
         if key not in self._listings:
             revision = at.repo, at.revision
             if revision not in self._commits:
-                self._commits[revision] = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
+                found = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
+                self._commits[revision] = found.commit
+                if found.before:
+                    self._before.append(f"hf://datasets/{at.repo}@{found.before}")
+                _log.info("hf://%s is read at commit %s", at.root, found.commit)
             commit = self._commits[revision]
             self._listings[key] = files_below(self._hub, at, commit, persist, recursive=recursive)
         return self._listings[key]

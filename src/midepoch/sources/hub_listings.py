@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import HubPath
@@ -28,7 +27,6 @@ T = TypeVar("T")
 Persist = Callable[[Callable[[], T]], T]
 """Function that runs an action, and retries it."""
 
-_log = logging.getLogger("midepoch")
 FRESH_SECONDS = 30.0
 _VERSION = 1
 _COLUMNS = ("path", "size", "etag")
@@ -44,26 +42,29 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renewed)
 
 
-def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: float = FRESH_SECONDS) -> str:
+class Lookup(NamedTuple):
+    """The commit of a revision, and the one that this machine saw before. Empty if there was none."""
+
+    commit: str
+    before: str = ""
+
+
+def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: float = FRESH_SECONDS) -> Lookup:
     """Return the commit of a revision, as looked up by this machine within the last seconds."""
     if of.is_pinned:
-        return of.revision
+        return Lookup(of.revision)
     path = _path("revision", hub.endpoint, of.repo, of.revision)
-    if (saved := _fresh_commit(path, fresh_seconds)) is not None:
+    if (saved := _fresh_lookup(path, fresh_seconds)) is not None:
         return saved
     started = time.time()
     with _one_thread, locked(path, f"the commit of hf://{of.root}") as slot:
-        if (saved := _fresh_commit(path, min(fresh_seconds, FRESH_SECONDS), since=started)) is not None:
+        if (saved := _fresh_lookup(path, fresh_seconds, since=started)) is not None:
             return saved
-        commit = persist(partial(hub.commit, of))
-        before = _loaded(path).get("commit", commit)
-        if before != commit:
-            _log.info(
-                "hf://%s is at commit %s now, and was at %s when it was opened last. To use that version, open %s",
-                of.root, commit, before, f"hf://datasets/{of.repo}@{before}",
-            )  # fmt: skip
-        slot.keep(lambda: atomic_write(path, _dumped({"commit": commit, "checked": time.time()})))
-    return commit
+        commit, last = persist(partial(hub.commit, of)), _loaded(path)
+        before = last.get("before", "") if last.get("commit") == commit else last.get("commit", "")
+        contents = {"commit": commit, "before": before, "checked": time.time()}
+        slot.keep(lambda: atomic_write(path, _dumped(contents)))
+    return Lookup(commit, before)
 
 
 def saved_commit(hub: Hub, of: HubPath) -> str | None:
@@ -96,12 +97,12 @@ def _path(kind: str, *parts: str, commit: str = "") -> Path:
     return default_index_dir() / "hub" / f"{digest}{commit and '-' + commit}.{kind}.json"
 
 
-def _fresh_commit(path: Path, seconds: float, since: float | None = None) -> str | None:
+def _fresh_lookup(path: Path, seconds: float, since: float | None = None) -> Lookup | None:
     """Return a saved commit that was looked up within the last seconds, or since a time."""
     saved = _loaded(path)
     checked, now = saved.get("checked", 0.0), time.time()
     recent = now - seconds < checked <= now or (since is not None and since <= checked <= now)
-    return saved["commit"] if recent else None
+    return Lookup(saved["commit"], saved.get("before", "")) if recent else None
 
 
 def _listing(path: Path, of: HubPath) -> list[Entry] | None:

@@ -94,6 +94,11 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
     found = request.find()
     if index is not None and _fresh(index, found):
         return index
+    if index is not None and (earlier := found.store.earlier):
+        _log.warning(
+            "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
+            "last is at %s", request.store.name(request.paths[0]), earlier,
+        )  # fmt: skip
     with locked(path, "the index") as place:
         index = None if force else read_index(path)
         if index is not None and _fresh(index, found):  # another process has built it

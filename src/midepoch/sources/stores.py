@@ -188,6 +188,11 @@ class Store:
         elif not isinstance(self.given, HubFiles):  # files of a commit do not change
             self.open(expected).close()
 
+    @property
+    def earlier(self) -> str:
+        """Versions of the files that were opened before on this machine, if the store keeps them."""
+        return self.given.earlier if isinstance(self.given, HubFiles) else ""
+
     def refresh(self) -> None:
         """Look again at what other processes of this machine have looked up a short while ago."""
         if isinstance(self.given, HubFiles):
