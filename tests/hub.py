@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,15 +52,20 @@ class Fault:
 
 
 class HubServer:
-    """The Hub with its repositories. ``requests`` counts them by kind: revision, tree, paths-info, resolve, cdn."""
+    """The Hub with its repositories. ``requests`` counts them by kind: revision, tree, paths-info, resolve, cdn.
+
+    ``public_name``: the endpoint that pages name as their next one, as behind a mirror.
+    """
 
     def __init__(self, *, page: int = 1000, lfs_from: int = 1024) -> None:
         self.repos: dict[str, Repo] = {}
         self.moved: dict[str, str] = {}
         self.page, self.lfs_from = page, lfs_from
+        self.public_name = ""
         self.requests, self.unknown = Counter[str](), list[str]()
         self.seen_by_cdn = list[str]()
         self.faults: list[Fault] = []
+        self._limits: dict[str, tuple[int, float, float, int]] = {}
         self.lock = threading.Lock()
         self.signature, self.signed = 0, dict[str, bytes]()
         self._hub, self._cdn = _started(self, _HubHandler), _started(self, _CdnHandler)
@@ -77,6 +84,21 @@ class HubServer:
         more = {"Retry-After": retry_after} if retry_after else {}
         self.faults.append(Fault(kind, status, {**more, **headers}, times, after))
 
+    def limit(self, kind: str, requests: int, seconds: float) -> None:
+        """Refuse requests of a kind beyond a number in each window of time, as the Hub does."""
+        self._limits[kind] = (requests, seconds, time.monotonic(), 0)
+
+    def _exceeded(self, kind: str) -> Fault | None:
+        if kind not in self._limits:
+            return None
+        most, seconds, begin, count = self._limits[kind]
+        now = time.monotonic()
+        if now - begin >= seconds:
+            begin, count = now, 0
+        self._limits[kind] = (most, seconds, begin, count + 1)
+        left = math.ceil(begin + seconds - now)
+        return Fault(kind, 429, {"RateLimit": f'"{kind}";r=0;t={left}'}, 1) if count >= most else None
+
     def expire(self) -> None:
         """Make all signed addresses invalid."""
         with self.lock:
@@ -92,7 +114,7 @@ class HubServer:
                         return None
                     fault.times -= 1
                     return fault
-        return None
+            return self._exceeded(kind)
 
     def sign(self, data: bytes) -> str:
         """Return an address of the contents on the second server."""
@@ -267,7 +289,7 @@ class _HubHandler(_Handler):
         last = first + int(query.get("limit", self.owner.page))
         link = {}
         if last < len(entries):
-            there = f"{self.owner.endpoint}{urlsplit(self.path).path}?recursive={recursive}&expand=False&cursor={last}"
+            there = f"{self.owner.public_name or self.owner.endpoint}{urlsplit(self.path).path}?recursive={recursive}&expand=False&cursor={last}"
             link = {"Link": f'<{there}>; rel="next"'}
         return self.send_json(entries[first:last], **link)
 

@@ -53,10 +53,10 @@ def from_files(
     """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), or a folder.
 
     Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
-    ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by path; a list keeps its order.
-    Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
-    decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
-    if it is given, in ``cache_dir``.
+    ``gs://``, ``az://``), on the Hugging Face Hub (``hf://datasets/…``) or any file system of fsspec. A folder or glob
+    is sorted by path; a list keeps its order. Arrow files on a local disk are mapped, unless they are compressed or
+    dictionary-encoded. Blocks of all others are decoded once, and ``cache_bytes`` of them are kept: in memory or, with
+    worker processes or ranks to share them, or if it is given, in ``cache_dir``.
 
     - ``format``: default: detected from the files
     - ``columns``: others are never read

@@ -277,6 +277,23 @@ def test_waits_that_the_server_asks_for(hub: HubServer, caplog: pytest.LogCaptur
     assert "trying again in 0.3 s" in caplog.text
 
 
+@pytest.mark.usefixtures("no_jitter")
+def test_waits_while_blocks_are_read(hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
+    ds = midepoch.from_files(GLOB)
+    hub.fail("cdn", 503, retry_after="0.4", after=2)
+    hub.fail("cdn", 429, retry_after="0.3", after=3)
+    assert ids(ds) == list(range(SHARDS * ROWS))
+    assert "trying again in 0.4 s" in caplog.text and "trying again in 0.3 s" in caplog.text
+
+
+def test_a_limit_that_counts_over_time_is_kept(hub: HubServer) -> None:
+    """Far more files than a window allows: every thread waits for the end of the window, none gives up."""
+    hub.add("org/many", {f"{i:02}.parquet": parquet(i) for i in range(40)})
+    hub.limit("resolve", 15, seconds=1.0)
+    assert len(midepoch.from_files("hf://datasets/org/many")) == 40 * ROWS
+    assert hub.requests["resolve"] < 40 + 3 * 20
+
+
 def test_a_wait_beyond_the_budget_is_an_error(hub: HubServer) -> None:
     hub.fail("tree", 429, retry_after="300")
     with pytest.raises(FetchError, match="asks to wait 300 s, and retries may take 30 s"):
@@ -326,6 +343,12 @@ def test_a_token_is_sent_to_the_hub_alone_and_saved_nowhere(
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(f"{TOKEN}\n")
     assert ids(midepoch.from_files(address, force_reindex=True))[0] == 0
+
+
+def test_a_mirror_gets_all_requests(hub: HubServer) -> None:
+    hub.public_name = "http://hub.invalid"
+    assert len(midepoch.from_files(GLOB)) == SHARDS * ROWS
+    assert hub.requests["tree"] == 2
 
 
 def test_a_dataset_can_be_sent_to_another_process(hub: HubServer) -> None:

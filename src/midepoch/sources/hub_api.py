@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, urljoin, urlsplit
 
 from midepoch.errors import DataNotFoundError, FetchError
 from midepoch.sources.entries import Entry
@@ -68,7 +68,7 @@ class Hub:
             files = [_file(each) for each in entries if each["type"] == "file"]
         except (KeyError, TypeError):
             raise ConnectionError(f"the listing of {self.endpoint} cannot be understood") from None
-        return files, urljoin(url, following[1]) if following is not None else ""
+        return files, self._own(urljoin(url, following[1])) if following is not None else ""
 
     def read(self, of: HubPath, commit: str, part: str) -> Answer | Redirect:
         """Return a part of a file (``bytes=0-9``) at a commit, or where the Hub redirects to for it."""
@@ -94,7 +94,7 @@ class Hub:
             raise FetchError(f"{self.endpoint} is not asked, because HF_HUB_OFFLINE is set. Unset it.")
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
-        if wait > 0:  # as another thread was told
+        if wait > 0:  # another thread received this answer
             raise ThrottledError(f"{self.endpoint} asked to send no requests", wait)
         token = self._token_now()
         own = {**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})}
@@ -137,6 +137,13 @@ class Hub:
         if answer.status == 403:
             raise FetchError(f"{repo} cannot be read: access is denied ({text or 'HTTP status 403'}). Check the token.")
         raise ConnectionError(f"{self.endpoint} answered HTTP status {answer.status} {text}".rstrip())
+
+    def _own(self, url: str) -> str:
+        """Return an address of this endpoint. A mirror may name that of the Hub, which must not get the token."""
+        if origin_of(url) == origin_of(self.endpoint):
+            return url
+        parts = urlsplit(url)
+        return f"{self.endpoint}{parts.path}?{parts.query}"
 
     def _api(self, of: HubPath) -> str:
         return f"{self.endpoint}/api/datasets/{of.repo}"
