@@ -389,6 +389,33 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
+    ("page", "address"),
+    [
+        ("https://huggingface.co/datasets/org/name", "hf://datasets/org/name to"),
+        ("https://huggingface.co/datasets/squad/", "hf://datasets/squad to"),
+        ("https://huggingface.co/datasets/org/name/tree/main/data", "hf://datasets/org/name@main/data to"),
+        ("https://hf.co/datasets/org/name/blob/v1/a.parquet?x=1", "hf://datasets/org/name@v1/a.parquet to"),
+        ("https://huggingface.co/datasets/org/name/viewer/default/train", "hf://datasets/org/name to"),
+    ],
+)
+def test_a_web_page_is_not_data(page: str, address: str) -> None:
+    with pytest.raises(ValueError, match=f"is a page for people. Write {address}"):
+        midepoch.from_files(page)
+
+
+def test_other_web_servers_are_waited_for_too(
+    hub: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    hub.lfs_from = 1 << 30
+    monkeypatch.setattr("midepoch.sources.stores.random.uniform", lambda low, high: low)
+    hub.fail("resolve", 503, retry_after="0.4", after=4)
+    name = "data/train-00001-of-00004.parquet"
+    assert ids(midepoch.from_files(f"{hub.endpoint}/datasets/org/name/resolve/main/{name}")) == list(range(30, 60))
+    assert "trying again in 0.4 s" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("address", "parts"),
     [
         ("datasets/org/name", ("org/name", "main", "")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,7 +45,9 @@ try:
 except Exception as problem:
     assert "gated" in str(problem).lower() or isinstance(problem, (FileNotFoundError, GatedRepoError)), problem
 assert list(api.list_repo_tree("old/name", repo_type="dataset")), "moved"
+"""
 
+STREAM = """
 import datasets
 rows = datasets.load_dataset("org/name", split="train", streaming=True)
 assert [row["id"] for row in rows] == list(range(40))
@@ -57,15 +60,29 @@ def parquet(first: int, rows: int = 10) -> bytes:
     return file.getvalue()
 
 
-def test_the_clients_of_the_hub_read_from_the_server(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
+@pytest.fixture
+def server() -> Iterator[HubServer]:
     with HubServer(page=3, lfs_from=200) as hub:
         files = {f"data/train-{i}.parquet": parquet(10 * i) for i in range(4)}
-        repo = hub.add("org/name", {**files, "README.md": b"---\nlicense: mit\n---\n"})
+        hub.add("org/name", {**files, "README.md": b"---\nlicense: mit\n---\n"})
         hub.add("org/gated", {"a.parquet": parquet(0)}, token="hf_" + "x" * 34, gated=True)
         hub.moved["old/name"] = "org/name"
-        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-c", CLIENTS, repo.refs["main"]]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert hub.requests.keys() == {"revision", "tree", "paths-info", "resolve", "cdn"}
+        yield hub
+
+
+def run(hub: HubServer, program: str, folder: Path) -> None:
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", program, hub.repos["org/name"].refs["main"]]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_client_of_the_hub_reads_from_the_server(server: HubServer, tmp_path: Path) -> None:
+    run(server, CLIENTS, tmp_path)
+    assert server.requests.keys() == {"revision", "tree", "paths-info", "resolve", "cdn"}
+
+
+@pytest.mark.slow  # it asks other servers for a while; docs/migrate/hub.md does the same
+def test_datasets_streams_from_the_server(server: HubServer, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    run(server, STREAM, tmp_path)

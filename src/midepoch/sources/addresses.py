@@ -18,7 +18,7 @@ from midepoch._internal.address import Address, Link, is_mistyped
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
-from midepoch.sources.hub_address import is_hub_path, parse_hub_path
+from midepoch.sources.hub_address import is_hub_path, parse_hub_path, refuse_web_page
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.stores import Retry, Store
 
@@ -46,6 +46,7 @@ def resolve(
     scheme = path.split("://", 1)[0].lower()
     if scheme == "file":
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(unquote(path.split("://", 1)[1]))
+    refuse_web_page(path)
     options = dict(storage_options or {})
     secrets = Secrets.of(address, options)
     try:

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from midepoch._internal.address import Address
 from midepoch.errors import DataNotFoundError
 
 _PREFIX = "datasets/"
@@ -34,6 +35,22 @@ class HubPath(NamedTuple):
     def given(self) -> str:
         """The address as given, without its scheme."""
         return f"{self.root}/{self.path}" if self.path else self.root
+
+
+_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+(?:/[\w.-]+)?)"
+    r"(?:/(?:tree|blob|viewer)(?:/([^/?#]+)(?:/([^?#]*))?)?)?/?(?:[?#].*)?"
+)
+
+
+def refuse_web_page(address: str) -> None:
+    """Raise ValueError for the address of a page of a dataset, as it is in a browser."""
+    if (page := _PAGE.fullmatch(address)) is not None:
+        at = f"@{page[2]}" if page[2] and "/viewer" not in address else ""
+        path = f"/{page[3].rstrip('/')}" if page[3] and at else ""
+        raise ValueError(
+            f"{Address(address)} is a page for people. Write hf://datasets/{page[1]}{at}{path} to read the files of this dataset"
+        )
 
 
 def is_hub_path(address: str) -> bool:

@@ -47,7 +47,8 @@ class Hub:
         """Return the commit that a revision stands for."""
         url = f"{self._api(of)}/revision/{quote(of.revision, safe='')}?expand=sha"
         answer = self._checked(of, self._get(url))
-        commit = _parsed(answer).get("sha")
+        about = _parsed(answer)
+        commit = about.get("sha") if isinstance(about, dict) else None
         if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
             raise ConnectionError(f"the answer of {self.endpoint} names no commit")
         return commit
@@ -66,7 +67,7 @@ class Hub:
         following = _NEXT.search(answer.headers.get("link", ""))
         try:
             files = [_file(each) for each in entries if each["type"] == "file"]
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.endpoint} cannot be understood") from None
         return files, self._own(urljoin(url, following[1])) if following is not None else ""
 
