@@ -55,8 +55,9 @@ def from_files(
 
     Arrow, Parquet, ORC, CSV, JSON (lines or one array), text by lines, tar shards of WebDataset, shards of MDS and
     LitData, and folders of images, audio or video; text and tar also compressed. They are on a local disk, in an object
-    store (``s3://``, ``gs://``, ``az://``) or any file system of fsspec. A folder or glob is sorted by path. A list
-    keeps its order, and so do braces (``shard-{000..146}.tar``).
+    store (``s3://``, ``gs://``, ``az://``), on the Hugging Face Hub (``hf://datasets/…``) or in any file system of
+    fsspec. A folder or glob is sorted by path. A list keeps its order, and so do braces (``shard-{000..146}.tar``).
+
     Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
     decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
     if it is given, in ``cache_dir``.
@@ -82,7 +83,7 @@ def from_files(
 
     def find() -> DataFiles:
         if not found:
-            found.append(find_files(texts, format=format, **where))
+            found.append(find_files(texts, format=format, fresh=force_reindex, **where))
         return found[0]
 
     folder = None if index_dir is None else local_folder(index_dir, "index_dir")
@@ -100,7 +101,8 @@ def from_files(
     if source is None:
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-        source = Source((index,), Access(store, chosen, spec))
+        listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
+        source = Source((index,), Access(listed, chosen, spec))
     ds = make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))
 

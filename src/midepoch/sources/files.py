@@ -15,6 +15,8 @@ from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
 from midepoch.sources.braces import spelled_out
 from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of
+from midepoch.sources.hub_data import data_files
+from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
 from midepoch.sources.names import FORMATS, check_format, format_of, format_of_bytes, formats_of, other_reader
 from midepoch.sources.stores import Entry, Retry, Store
@@ -46,8 +48,12 @@ def find_files(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     retry: Retry | None = None,
+    fresh: bool = False,
 ) -> DataFiles:
-    """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
+    """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order.
+
+    ``fresh``: ask the Hub again, instead of using what this machine has listed recently.
+    """
     given = paths_of(paths)
     wanted = check_format(format)
     store: Store | None = None
@@ -60,6 +66,8 @@ def find_files(
             raise ValueError(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
+        if fresh and store is None:
+            of.refresh()
         store = store or of
         found.append(_expanded(store, path, text, wanted))
     assert store is not None
@@ -167,6 +175,8 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
     typed, kind = choose(name, visible, formats, wanted)
+    if isinstance(store.given, HubFiles):
+        typed = data_files(path, typed, parquet_only=wanted is None)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:

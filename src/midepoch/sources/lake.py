@@ -95,6 +95,11 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
     found = request.find()
     if index is not None and _fresh(index, found):
         return index
+    if index is not None and (earlier := found.store.earlier):
+        _log.warning(
+            "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
+            "last is at %s", request.store.name(request.paths[0]), earlier,
+        )  # fmt: skip
     with locked(path, "the index") as place:
         index = None if force else read_index(path)
         if index is not None and _fresh(index, found):  # another process has built it
@@ -124,6 +129,7 @@ def _with(index: Index, footers: Footers) -> Index:
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
+    """Return True if an index is of these files."""
     files = index.files.part(0, len(found.entries)) if found.listed else index.files  # a manifest stands for its files
     return files.are(found.entries)
 

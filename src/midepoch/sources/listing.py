@@ -15,7 +15,7 @@ GLOB = re.compile(r"[*?\[]")
 def nearest(store: Store, path: str) -> str:
     """Describe the nearest existing folder, for an error message."""
     if not store.local:
-        if isinstance(store.given, fs.PyFileSystem):
+        if not isinstance(store.given, fs.FileSystem) or isinstance(store.given, fs.PyFileSystem):
             return "Check the address, and that the credentials may read it."
         return "Check the bucket and the key, and that the credentials may list them."
     folder = path
