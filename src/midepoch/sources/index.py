@@ -84,15 +84,19 @@ class Index:
     ends: Int64Array | None = None
     footers: Footers = field(default_factory=Footers)
     row_bytes: float = 0.0
+    snapshot: str = ""
+    """The snapshot of a table to which the files belong: ``"delta 3"``."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the contents of all files, in order. It does not depend on their locations and names."""
+        """Fingerprint of the contents of all files, in order, and the snapshot of a table. It does not depend on the
+        locations and names of the files.
+        """
         digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
         for file in self.files:
             partition = f" {file.partition}" if file.partition else ""
             digest.update(f"{file.fingerprint} {file.rows}{partition}\n".encode())
-        return digest.hexdigest()
+        return f"{digest.hexdigest()} {self.snapshot}" if self.snapshot else digest.hexdigest()
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -104,7 +108,7 @@ class Index:
             return _reopen, (self.path, self.fingerprint)
         return Index, (
             self.files, self.offsets, self.starts, self.schema_bytes, self.nullable, None,
-            self.format, self.filter, self.ends, self.footers, self.row_bytes,
+            self.format, self.filter, self.ends, self.footers, self.row_bytes, self.snapshot,
         )  # fmt: skip
 
 
@@ -232,6 +236,7 @@ def serialise(index: Index) -> bytes:
         "format": index.format,
         "filter": index.filter,
         "row_bytes": index.row_bytes,
+        "snapshot": index.snapshot,
         "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
         "files": index.files,
         "schema": base64.b64encode(index.schema_bytes).decode(),
@@ -291,6 +296,7 @@ def read_index(path: Path) -> Index | None:
         ends,
         kept,
         header["row_bytes"],
+        header.get("snapshot", ""),
     )
 
 

@@ -16,6 +16,8 @@ _MODULES = {
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
     "jsonl": ("json_lines", "JsonFormat"),
+    "table": ("table_parquet", "TableFormat"),
+    "lance": ("lance_rows", "LanceFormat"),
 }
 
 

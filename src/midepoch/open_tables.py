@@ -1,0 +1,56 @@
+"""Opening tables: Delta Lake, Apache Iceberg and Lance, at a snapshot that is pinned when they are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from midepoch._internal.hints import hinted
+from midepoch._internal.progress import shown
+from midepoch.dataset import Dataset, habits
+from midepoch.open import DEFAULT_CACHE_BYTES, Opening
+from midepoch.sources.addresses import resolve
+from midepoch.sources.files import PathLike, check_path
+from midepoch.sources.filters import parse_filter
+from midepoch.sources.stores import Retry
+from midepoch.sources.tables.delta import find_version
+from midepoch.sources.tables.opening import TableRequest, open_table
+from midepoch.sources.tables.options import reader_options, store_options
+
+
+@hinted(habits.OPEN["from_delta"])
+def from_delta(
+    uri: PathLike,
+    *,
+    version: int | str | datetime | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return the rows of a Delta table at one version, without its deleted rows.
+
+    Partitions, column mapping, deletion vectors and changed schemas are read as the table defines them.
+
+    - ``version``: a number, or a time (a datetime, or text as in ISO 8601); default: the latest version. It is pinned:
+      workers never see a newer one, and a state of another version is refused
+    - ``storage_options``: credentials, under the names of ``from_files`` or of ``deltalake``
+    - all others as in ``from_files``
+    """
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    chosen, address = parse_filter(filters), check_path(uri)
+    store, path = resolve(address, store_options(address, storage_options), retry=retry)
+    table = find_version(store, path, *reader_options(address, storage_options), version)
+    return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+def _opened(request: TableRequest, opening: Opening) -> Dataset:
+    with shown("indexing", "files") as report:
+        index = open_table(request, index_dir=opening.index_folder, force=opening.force_reindex, progress=report)
+    return opening.dataset(index, request.store, request.filter)
