@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +15,7 @@ from midepoch.sources.addresses import resolve
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.stores import Retry
-from midepoch.sources.tables.delta import find_version
+from midepoch.sources.tables import delta, lance
 from midepoch.sources.tables.opening import TableRequest, open_table
 from midepoch.sources.tables.options import reader_options, store_options
 
@@ -46,7 +47,37 @@ def from_delta(
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     chosen, address = parse_filter(filters), check_path(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
-    table = find_version(store, path, *reader_options(address, storage_options), version)
+    table = delta.find_version(store, path, *reader_options(address, storage_options), version)
+    return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+@hinted(habits.OPEN["from_lance"])
+def from_lance(
+    uri: PathLike,
+    *,
+    version: int | str | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return the rows of a Lance table at one version, without its deleted rows. Blobs are delivered as bytes.
+
+    - ``version``: a number, or a tag; default: the latest version. It is pinned: workers never see a newer one, and a
+      state of another version is refused
+    - ``storage_options``: credentials, under the names of ``from_files`` or of ``lance``
+    - all others as in ``from_files``
+    """
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    chosen, address = parse_filter(filters), check_path(uri)
+    store, path = resolve(address, store_options(address, storage_options), retry=retry)
+    store = replace(store, reader="a Lance table")
+    table = lance.find_version(store, path, version)
     return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
 
 

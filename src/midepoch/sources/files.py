@@ -14,6 +14,7 @@ from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.addresses import resolve
 from midepoch.sources.stores import Entry, Retry, Store
+from midepoch.sources.table_folders import refuse_tables
 
 PathLike = str | os.PathLike[str]
 
@@ -146,7 +147,9 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
     if (glob := _GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + _translated(path[len(folder) :])).fullmatch
-        found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
+        below = _below(store, base or "/")
+        refuse_tables(store, base, [each.path for each in below])
+        found = [each for each in below if matches(each.path) and _visible(each.path, base)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
         return sorted(found, key=lambda each: each.path)
@@ -156,6 +159,7 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return [entry]
+    refuse_tables(store, path, [each.path for each in found])
     visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
     formats = [format_of(each.path) for each in visible]
     typed = [each for each, kind in zip(visible, formats, strict=True) if kind is not None and wanted in (None, kind)]
