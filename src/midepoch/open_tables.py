@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -15,9 +16,9 @@ from midepoch.sources.addresses import resolve
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.stores import Retry
-from midepoch.sources.tables import delta, lance
+from midepoch.sources.tables import delta, iceberg, lance
 from midepoch.sources.tables.opening import TableRequest, open_table
-from midepoch.sources.tables.options import reader_options, store_options
+from midepoch.sources.tables.options import iceberg_properties, options_of_iceberg, reader_options, store_options
 
 
 @hinted(habits.OPEN["from_delta"])
@@ -49,6 +50,49 @@ def from_delta(
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
     table = delta.find_version(store, path, *reader_options(address, storage_options), version)
     return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+@hinted(habits.OPEN["from_iceberg"])
+def from_iceberg(
+    table: Any,
+    *,
+    snapshot_id: int | str | datetime | None = None,
+    catalog_options: Mapping[str, Any] | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return the rows of an Iceberg table at one snapshot, without its deleted rows.
+
+    ``table``: a name, ``"catalog.namespace.table"``, the path of a metadata file, that of a table with a version hint, or
+    a table of ``pyiceberg``. Changed schemas, positional and equality deletes and deletion vectors are read as the table
+    defines them.
+
+    - ``snapshot_id``: a number, a tag or branch, or a datetime; default: the current snapshot. It is pinned: workers
+      never see a newer one, and a state of another snapshot is refused
+    - ``catalog_options``: properties of the catalog, as in ``pyiceberg.catalog.load_catalog``
+    - ``storage_options``: credentials, as in ``from_files``; default: those of the catalog
+    - all others as in ``from_files``
+    """
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    chosen = parse_filter(filters)
+    if isinstance(table, (str, os.PathLike)):
+        properties = iceberg_properties(os.fspath(table), storage_options)
+        table = iceberg.load_table(check_path(table), catalog_options or {}, properties)
+    elif not hasattr(table, "metadata_location"):
+        raise TypeError(f"expected a name, a path or a table of pyiceberg, got {type(table).__name__}.")
+    location = table.location()
+    options = store_options(location, storage_options) or options_of_iceberg(location, table.io.properties)
+    store, path = resolve(location, options, retry=retry)
+    snapshot, schema = iceberg.find_snapshot(table, store.name(path), snapshot_id)
+    found = iceberg.IcebergTableAt(store, path, table, snapshot, schema)
+    return _opened(TableRequest(store, found.key, chosen, on_error == "skip", found.scan), opening)
 
 
 @hinted(habits.OPEN["from_lance"])

@@ -35,6 +35,17 @@ class Contents:
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Values of columns that are the same in all rows: partitions and defaults."""
     deleted: npt.NDArray[np.int64] | None = None
+    only_missing: bool = False
+    """True if the constants are only for columns that the file lacks."""
+
+    def of_file(self, schema: pa.Schema) -> Contents:
+        """Return the contents without constants for columns that a file with this schema has."""
+        if not self.only_missing or not self.constants:
+            return self
+        by_id, fields = has_ids(schema), list(schema)
+        missing = {name for name in self.constants if find(self.schema.field(name), fields, by_id=by_id) is None}
+        constants = {name: value for name, value in self.constants.items() if name in missing}
+        return replace(self, constants=constants, only_missing=False)
 
     def serialised(self, rows: int) -> bytes:
         """Return the contents of a file with this many rows as bytes."""
@@ -60,13 +71,10 @@ class Contents:
         return mask
 
     def fingerprint(self, of_file: str) -> str:
-        """Return the fingerprint of the rows: that of the file, and what the table adds to it."""
+        """Return the fingerprint of the rows: that of the file, the values that the table adds and the deleted rows."""
         digest = hashlib.blake2b(of_file.encode(), digest_size=16)
-        for each in self.schema:
-            shown = plain(each)
-            digest.update(f"\n{shown.name}: {shown.type}".encode())
-            if each.name in self.constants:
-                digest.update(f" = {self.constants[each.name]!r}".encode())
+        for name, value in sorted(self.constants.items()):
+            digest.update(f"\n{name} = {value!r}".encode())
         if self.deleted is not None and len(self.deleted):
             digest.update(b"\n" + np.ascontiguousarray(self.deleted, dtype="<i8").tobytes())
         return digest.hexdigest()
@@ -111,7 +119,7 @@ class TableFormat:
         """Find the blocks of a file, and the rows of each that are not deleted."""
         found = self._parquet.scan(store, entry, skip_damage=False)
         footer, name = found.footer, store.name(entry.path)
-        groups = rows_of_groups(name, footer)
+        groups, contents = rows_of_groups(name, footer), contents.of_file(found.schema)
         saved = contents.serialised(sum(groups))
         found.footer = len(saved).to_bytes(8, "little") + saved + footer
         found.fingerprint = contents.fingerprint(found.fingerprint)

@@ -56,3 +56,31 @@ def reader_options(uri: str, options: Mapping[str, Any] | None) -> tuple[str, di
     if found.get("force_virtual_addressing"):
         given["aws_virtual_hosted_style_request"] = "true"
     return f"s3://{inner}", given
+
+
+_ICEBERG = {
+    "access_key": "s3.access-key-id",
+    "secret_key": "s3.secret-access-key",
+    "session_token": "s3.session-token",
+    "region": "s3.region",
+}
+
+
+def iceberg_properties(uri: str, options: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return options as properties of ``pyiceberg``, to read metadata in a store."""
+    if not uri.startswith("s3://") and not options:
+        return {}
+    found = s3_options(store_options("s3://", options) or {})
+    given = {name: str(found[own]) for own, name in _ICEBERG.items() if found.get(own)}
+    if endpoint := found.get("endpoint_override"):
+        given["s3.endpoint"] = f"{found.get('scheme', 'https')}://{endpoint}"
+    return given | ({"s3.anonymous": "true"} if found.get("anonymous") else {})
+
+
+def options_of_iceberg(location: str, properties: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options of the store in which a table of ``pyiceberg`` is."""
+    if not location.startswith(("s3://", "s3a://", "s3n://")):
+        return None
+    found = {own: properties[name] for own, name in _ICEBERG.items() if properties.get(name)}
+    found |= {"endpoint_override": properties["s3.endpoint"]} if properties.get("s3.endpoint") else {}
+    return found | ({"anonymous": True} if str(properties.get("s3.anonymous")).lower() == "true" else {})
