@@ -11,6 +11,8 @@ from typing import Any
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
+from midepoch.distributed.keyvalue import Counters
+from midepoch.distributed.rendezvous import first_value
 from midepoch.open import DEFAULT_CACHE_BYTES, Opening
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import PathLike, check_path
@@ -19,6 +21,8 @@ from midepoch.sources.stores import Retry
 from midepoch.sources.tables import delta, iceberg, lance
 from midepoch.sources.tables.opening import TableRequest, open_table
 from midepoch.sources.tables.options import iceberg_properties, options_of_iceberg, reader_options, store_options
+
+_openings = Counters()
 
 
 @hinted(habits.OPEN["from_delta"])
@@ -48,7 +52,10 @@ def from_delta(
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     chosen, address = parse_filter(filters), check_path(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
-    table = delta.find_version(store, path, *reader_options(address, storage_options), version)
+    where = (store, path, *reader_options(address, storage_options))
+    table = delta.find_version(*where, version)
+    if version is None and (agreed := _agreed("delta", path, table.version)) != table.version:
+        table = delta.find_version(*where, agreed)
     return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
 
 
@@ -91,6 +98,8 @@ def from_iceberg(
     options = store_options(location, storage_options) or options_of_iceberg(location, table.io.properties)
     store, path = resolve(location, options, retry=retry)
     snapshot, schema = iceberg.find_snapshot(table, store.name(path), snapshot_id)
+    if snapshot_id is None and (agreed := _agreed("iceberg", path, snapshot.snapshot_id)) != snapshot.snapshot_id:
+        snapshot, schema = iceberg.find_snapshot(table, store.name(path), agreed)
     found = iceberg.IcebergTableAt(store, path, table, snapshot, schema)
     return _opened(TableRequest(store, found.key, chosen, on_error == "skip", found.scan), opening)
 
@@ -122,7 +131,15 @@ def from_lance(
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
     store = replace(store, reader="a Lance table")
     table = lance.find_version(store, path, version)
+    if version is None and (agreed := _agreed("lance", path, table.version)) != table.version:
+        table = lance.find_version(store, path, agreed)
     return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+def _agreed(kind: str, path: str, latest: int) -> int:
+    """Return the version that all ranks open, if torch.distributed or JAX connects them: that of the first to arrive."""
+    key = f"table/{kind}/{path}"
+    return int(first_value(f"{key}/{_openings.next(key)}", str(latest)) or latest)
 
 
 def _opened(request: TableRequest, opening: Opening) -> Dataset:

@@ -23,12 +23,14 @@ _MARKS = (
 def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
     """Raise FormatError if a folder is a table or contains one: some of its files hold deleted rows."""
     for text, pattern, noun, function in _MARKS:
-        for path in paths:
-            if text in path and (match := pattern.fullmatch(path)) is not None:
-                table = store.name(match[1])
-                which = "is a" if match[1].rstrip("/") == folder.rstrip("/") else f"contains {table}, a"
-                article = which + ("n" if noun.startswith("I") else "")
-                raise FormatError(
-                    f"{store.name(folder)} {article} {noun}. Its files contain rows that were deleted or replaced. "
-                    f"Use midepoch.{function}({table!r}), or list the files one by one to read all of them."
-                )
+        matches = {path: match[1] for path in paths if text in path and (match := pattern.fullmatch(path)) is not None}
+        if matches:
+            marks = [path for path, root in matches.items() if root == min(matches.values())]
+            root = matches[marks[0]]
+            article = "an" if noun.startswith("I") else "a"
+            which = f"is {article}" if root == folder.rstrip("/") else f"contains {store.name(root)}, {article}"
+            opened = store.name(max(marks) if noun.startswith("I") else root)
+            raise FormatError(
+                f"{store.name(folder)} {which} {noun}. Its files contain rows that were deleted or replaced. "
+                f"Use midepoch.{function}({opened!r}), or list the files one by one to read all of them."
+            )

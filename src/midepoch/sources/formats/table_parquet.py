@@ -28,13 +28,14 @@ _CONSTANTS, _DELETED = b"constants", b"deleted"
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The rows and columns of one file that belong to a snapshot. ``deleted``: its row numbers, ascending."""
+    """The rows and columns of one file that belong to a snapshot."""
 
     schema: pa.Schema
     """Columns of the table, with the metadata of ``table_columns``."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Values of columns that are the same in all rows: partitions and defaults."""
     deleted: npt.NDArray[np.int64] | None = None
+    """Numbers of the deleted rows, ascending. None if there are none."""
     only_missing: bool = False
     """True if the constants are only for columns that the file lacks."""
 
@@ -54,28 +55,22 @@ class Contents:
             {name: pa.array([self.constants[name]], plain(self.schema.field(name)).type) for name in names}
         )
         bits = b""
-        if self.deleted is not None and len(self.deleted):
-            bits = np.packbits(self._mask(rows)).tobytes()
+        if self.deleted is not None:
+            mask = np.zeros(rows, dtype=np.bool_)
+            mask[self.deleted] = True
+            bits = np.packbits(mask).tobytes()
         sink = pa.BufferOutputStream()
         metadata = {_CONSTANTS: _stream(values), _DELETED: bits}
         with pa.ipc.new_stream(sink, self.schema.with_metadata(metadata)):
             pass
         return bytes(sink.getvalue())
 
-    def _mask(self, rows: int) -> npt.NDArray[np.bool_]:
-        mask = np.zeros(rows, dtype=np.bool_)
-        assert self.deleted is not None
-        if len(self.deleted) and (self.deleted[0] < 0 or self.deleted[-1] >= rows):
-            raise FormatError(f"row {int(self.deleted[-1])} of a file with {rows} rows is deleted.")
-        mask[self.deleted] = True
-        return mask
-
     def fingerprint(self, of_file: str) -> str:
         """Return the fingerprint of the rows: that of the file, the values that the table adds and the deleted rows."""
         digest = hashlib.blake2b(of_file.encode(), digest_size=16)
         for name, value in sorted(self.constants.items()):
             digest.update(f"\n{name} = {value!r}".encode())
-        if self.deleted is not None and len(self.deleted):
+        if self.deleted is not None:
             digest.update(b"\n" + np.ascontiguousarray(self.deleted, dtype="<i8").tobytes())
         return digest.hexdigest()
 
@@ -120,6 +115,9 @@ class TableFormat:
         found = self._parquet.scan(store, entry, skip_damage=False)
         footer, name = found.footer, store.name(entry.path)
         groups, contents = rows_of_groups(name, footer), contents.of_file(found.schema)
+        last = -1 if contents.deleted is None else int(contents.deleted[-1])
+        if last >= sum(groups):
+            raise FormatError(f"{name}: row {last} is deleted by the table, but the file has {sum(groups)} rows.")
         saved = contents.serialised(sum(groups))
         found.footer = len(saved).to_bytes(8, "little") + saved + footer
         found.fingerprint = contents.fingerprint(found.fingerprint)

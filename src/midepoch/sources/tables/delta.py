@@ -187,7 +187,8 @@ def _deleted(table: Any) -> dict[str, npt.NDArray[np.int64]]:
             parts = urlsplit(uri.as_py())
             place = unquote(parts.path if parts.scheme == "file" else parts.netloc + parts.path)
             mask = kept.values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
-            found[place] = np.flatnonzero(mask == 0).astype(np.int64)
+            rows = np.flatnonzero(mask == 0).astype(np.int64)
+            found |= {place: rows} if len(rows) else {}
     return found
 
 

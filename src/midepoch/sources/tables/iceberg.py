@@ -13,7 +13,9 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
+from midepoch._internal.address import Address
 from midepoch._internal.progress import Progress
+from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
 from midepoch.sources.formats.table_parquet import Contents
 from midepoch.sources.lake import Files
@@ -162,8 +164,6 @@ class refusals:  # noqa: N801 (a context manager)
     def __exit__(self, kind: Any, problem: BaseException | None, _trace: Any) -> None:
         if problem is None or isinstance(problem, MidepochError) or not isinstance(problem, Exception):
             return
-        from midepoch._internal.redaction import Secrets
-
         text = (self._store.secrets if self._store else Secrets()).clean(str(problem))
         if isinstance(problem, FileNotFoundError) or "NoSuch" in type(problem).__name__:
             failure: MidepochError = DataNotFoundError(f"{self._name} cannot be opened: {text}. Check its name.")
@@ -219,8 +219,16 @@ def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, 
     from pyiceberg.table import StaticTable
 
     if "/" in given or given.endswith(".metadata.json"):
-        with refusals(None, given):
-            return StaticTable.from_metadata(given, dict(properties))
+        try:
+            with refusals(None, given):
+                return StaticTable.from_metadata(given, dict(properties))
+        except DataNotFoundError:
+            if given.endswith(".metadata.json"):
+                raise
+            raise DataNotFoundError(
+                f"{Address(given)} is not the folder of an Iceberg table with a metadata/version-hint.text. Pass the "
+                "path of its newest metadata file (metadata/*.metadata.json), or its name in a catalog."
+            ) from None
     first, _, rest = given.partition(".")
     if "." not in rest:
         raise ValueError(
