@@ -176,7 +176,9 @@ def data_files(table: Any) -> list[Any]:
 def delete_positions(table: Any, deleted: Mapping[Any, Sequence[int]]) -> None:
     """Commit a file of deletes by position: rows of data files."""
     pairs = [(file.file_path, row) for file, numbers in deleted.items() for row in numbers]
-    content = pa.table({"file_path": [path for path, _ in pairs], "pos": pa.array([row for _, row in pairs], pa.int64())})
+    content = pa.table(
+        {"file_path": [path for path, _ in pairs], "pos": pa.array([row for _, row in pairs], pa.int64())}
+    )
     _commit_deletes(table, content, content_kind=1)
 
 
@@ -257,7 +259,9 @@ def _commit(table: Any, files: Sequence[Mapping[str, Any]]) -> None:
     about |= {"format-version": "2", "content": "deletes"}
     with AvroOutputFile(output, entry, "manifest_entry", metadata=about) as writer:
         writer.write_block(records)
-    counts = dict.fromkeys(("existing_files_count", "deleted_files_count", "existing_rows_count", "deleted_rows_count"), 0)
+    counts = dict.fromkeys(
+        ("existing_files_count", "deleted_files_count", "existing_rows_count", "deleted_rows_count"), 0
+    )
     manifest = ManifestFile.from_args(
         manifest_path=output.location, manifest_length=len(output), partition_spec_id=spec.spec_id,
         content=ManifestContent.DELETES, sequence_number=sequence, min_sequence_number=sequence,

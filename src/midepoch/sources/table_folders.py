@@ -1,11 +1,11 @@
-"""Recognition of folders of Delta, Iceberg and Lance tables, whose files must not be read without their logs."""
+"""Folders of Delta, Iceberg and Lance tables: files that must not be read without their logs, or no longer exist."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from midepoch.errors import FormatError
+from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.stores import Store
 
 _MARKS = (
@@ -34,3 +34,11 @@ def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
                 f"{store.name(folder)} {which} {noun}. Its files contain rows that were deleted or replaced. "
                 f"Use midepoch.{function}({opened!r}), or list the files one by one to read all of them."
             )
+
+
+def expired(name: str) -> DataNotFoundError:
+    """Return the error for a file of a snapshot that no longer exists."""
+    return DataNotFoundError(
+        f"{name} does not exist. A snapshot of a table needs it: a cleanup of the table (VACUUM, expire_snapshots) has "
+        "removed it, or the table was not copied completely. Open a newer version, or restore the file."
+    )

@@ -18,9 +18,9 @@ import pyarrow as pa
 from midepoch.errors import CorruptBlockError, FetchError, MidepochError
 from midepoch.sources.dictionaries import plain_type
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
-from midepoch.sources.formats.table_parquet import expired
 from midepoch.sources.fsspec_files import options_of
 from midepoch.sources.stores import Entry, Store
+from midepoch.sources.table_folders import expired
 
 _GONE = re.compile(r"not found|NoSuchKey|does not exist", re.IGNORECASE)
 _NETWORK = re.compile(r"request|connect|timed? ?out|HTTP|status|denied|credential", re.IGNORECASE)

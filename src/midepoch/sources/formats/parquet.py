@@ -56,7 +56,9 @@ class ParquetFormat:
             )
         metadata = _parsed(name, footer)
         about = _described(name, footer)
-        found = Scanned(_with_large_text(file_schema(name, footer), large_columns(name, footer)), footer=footer, etag=etag)
+        found = Scanned(
+            _with_large_text(file_schema(name, footer), large_columns(name, footer)), footer=footer, etag=etag
+        )
         for group in range(metadata.num_row_groups):
             if rows := metadata.row_group(group).num_rows:
                 found.offsets.append(group)

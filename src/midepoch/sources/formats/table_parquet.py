@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.errors import FormatError
 from midepoch.sources.dictionaries import has_large_text, large_text
 from midepoch.sources.formats.base import Block, Scanned
 from midepoch.sources.formats.parquet import ParquetFormat, file_schema, large_columns, rows_of_groups
@@ -150,9 +150,11 @@ class TableFormat:
         arrays = {}
         if places:
             inner = replace(block, footer=footer)
-            read = pa.schema([own.field(at).with_type(_as_large(own.field(at), schema, each)) for each, at in places.items()])
+            read = pa.schema(
+                [own.field(at).with_type(_as_large(own.field(at), schema, each)) for each, at in places.items()]
+            )
             names = list(dict.fromkeys(read.names))
-            table = self._fetched(store, inner, read, names)
+            table = self._parquet.decode(store, inner, read, names)
             if keep is not None:
                 table = table.filter(_as_array(keep))
             for each, at in places.items():
@@ -165,12 +167,6 @@ class TableFormat:
                 arrays[each] = pa.nulls(rows, kind) if value is None else pa.repeat(value, rows).cast(kind)
         return pa.table(arrays) if columns else pa.table({"": pa.nulls(rows)}).select([])
 
-    def _fetched(self, store: Store, block: Block, schema: pa.Schema, names: Sequence[str]) -> pa.Table:
-        try:
-            return self._parquet.decode(store, block, schema, names)
-        except FileNotFoundError:
-            raise expired(store.name(block.entry.path)) from None
-
     def excluded(
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
@@ -182,14 +178,6 @@ class TableFormat:
             if name in contents.constants or at is None or not fields[at].equals(schema.field(name)):
                 return False  # its statistics are of another column, or of other values
         return self._parquet.excluded(replace(block, footer=footer), expression, schema, partition, columns)
-
-
-def expired(name: str) -> DataNotFoundError:
-    """Return the error for a file of a snapshot that no longer exists."""
-    return DataNotFoundError(
-        f"{name} does not exist. A snapshot of a table needs it: a cleanup of the table (VACUUM, expire_snapshots) has "
-        "removed it, or the table was not copied completely. Open a newer version, or restore the file."
-    )
 
 
 def _parts(footer: bytes) -> tuple[bytes, bytes]:

@@ -120,7 +120,9 @@ def _package() -> Any:
     try:
         import deltalake
     except ImportError:
-        raise MidepochError("Delta tables are read with the package deltalake: `pip install midepoch[delta]`.") from None
+        raise MidepochError(
+            "Delta tables are read with the package deltalake: `pip install midepoch[delta]`."
+        ) from None
     return deltalake
 
 

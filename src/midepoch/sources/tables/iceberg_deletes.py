@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.sources.formats.table_columns import converted, find, has_ids, plain
-from midepoch.sources.formats.table_parquet import expired
 from midepoch.sources.stores import Entry
+from midepoch.sources.table_folders import expired
 from midepoch.sources.tables.iceberg_schema import described_fields
 
 if TYPE_CHECKING:

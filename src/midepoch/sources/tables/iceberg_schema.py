@@ -77,9 +77,7 @@ def _inner(mapped: Sequence[Any] | None, number: int) -> Any:
 
 def partition_values(table: Any, schema: Any, spec: int, partition: tuple[Any, ...]) -> dict[str, Any]:
     """Return values for columns that a data file lacks: of identity partitions, and defaults."""
-    values = {
-        field.name: _plain(field.initial_default) for field in schema.fields if field.initial_default is not None
-    }
+    values = {field.name: _plain(field.initial_default) for field in schema.fields if field.initial_default is not None}
     names = {field.field_id: field.name for field in schema.fields}
     for field, value in zip(table.specs()[spec].fields, partition, strict=False):
         if str(field.transform) == "identity" and field.source_id in names:

@@ -19,10 +19,10 @@ from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.inferred import nulls
 from midepoch.sources.formats.lance_rows import lance_package, lance_table, plain_field, reader_options, refusals
-from midepoch.sources.formats.table_parquet import expired
 from midepoch.sources.lake import Files
 from midepoch.sources.spread import for_all
 from midepoch.sources.stores import Entry, Store
+from midepoch.sources.table_folders import expired
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
 _LARGEST = (1 << 64) - 1

@@ -18,12 +18,13 @@ from midepoch.sources.dictionaries import has_large_text
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import Scanned
 from midepoch.sources.formats.table_columns import plain
-from midepoch.sources.formats.table_parquet import Contents, TableFormat, expired
+from midepoch.sources.formats.table_parquet import Contents, TableFormat
 from midepoch.sources.index import Index, default_index_dir, read_index
 from midepoch.sources.lake import Files, indexed, save
 from midepoch.sources.spread import for_all
 from midepoch.sources.storage import locked
 from midepoch.sources.stores import Entry, Store
+from midepoch.sources.table_folders import expired
 
 
 class TableFile(NamedTuple):
@@ -93,8 +94,6 @@ def _scanned(store: Store, file: TableFile) -> tuple[Entry, Scanned]:
         raise expired(store.name(file.path)) from None
     entry = Entry(file.path, file.size, mtime)
     try:
-        return entry, store.persist(
-            file.path, "indexed", lambda: TableFormat().scan_file(store, entry, file.contents)
-        )
+        return entry, store.persist(file.path, "indexed", lambda: TableFormat().scan_file(store, entry, file.contents))
     except DataNotFoundError:
         raise expired(store.name(file.path)) from None
