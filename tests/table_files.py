@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -129,8 +130,8 @@ def delta_log(
         actions += [{"protocol": {"minReaderVersion": reader, "minWriterVersion": writer, **named}}]
         actions += [{"metaData": about}]
     for add in adds:
-        size = os.path.getsize(folder / add["path"])
-        records = json.dumps({"numRecords": pq.read_metadata(folder / add["path"]).num_rows})
+        path = folder / unquote(add["path"])
+        size, records = os.path.getsize(path), json.dumps({"numRecords": pq.read_metadata(path).num_rows})
         whole = {"partitionValues": {}, "size": size, "modificationTime": version, "dataChange": True, "stats": records}
         actions.append({"add": {**whole, **add}})
     log = folder / "_delta_log"
@@ -157,13 +158,40 @@ def deletion_vector(folder: Path, deleted: Sequence[int]) -> dict[str, Any]:
 # Iceberg: deletes, which pyiceberg reads and does not write
 
 
-def iceberg_table(folder: Path, schema: Any, **options: Any) -> Any:
+def iceberg_table(folder: Path, schema: Any, *, catalog: Mapping[str, str] | None = None, **options: Any) -> Any:
     from pyiceberg.catalog import load_catalog
 
     folder.mkdir(parents=True, exist_ok=True)
-    catalog = load_catalog("tests", type="sql", uri=f"sqlite:///{folder}/catalog.db", warehouse=folder.as_uri())
-    catalog.create_namespace_if_not_exists("space")
-    return catalog.create_table(f"space.table{len(catalog.list_tables('space'))}", schema=schema, **options)
+    given = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": folder.as_uri(), **(catalog or {})}
+    opened = load_catalog("tests", **given)
+    opened.create_namespace_if_not_exists("space")
+    return opened.create_table(f"space.table{len(opened.list_tables('space'))}", schema=schema, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class ``StoredFiles``: files of a table at ``s3://`` that are in the folder of the server.
+
+    rclone does not take the uploads of pyarrow.
+    """
+    if name != "StoredFiles":
+        raise AttributeError(name)
+    from pyiceberg.io.pyarrow import PyArrowFileIO
+
+    class StoredFiles(PyArrowFileIO):
+        def new_input(self, location: str) -> Any:
+            return self._named(super().new_input(self._path(location)), location)
+
+        def new_output(self, location: str) -> Any:
+            return self._named(super().new_output(self._path(location)), location)
+
+        def _path(self, location: str) -> str:
+            return location.replace("s3:/", str(self.properties["folder"]))
+
+        def _named(self, file: Any, location: str) -> Any:
+            file._location = location
+            return file
+
+    return StoredFiles
 
 
 def data_files(table: Any) -> list[Any]:

@@ -159,7 +159,8 @@ def _failure(store: Store, name: str, problem: Exception) -> MidepochError:
 
 def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[TableFile]]:
     """Return the columns and the files of an open table, oldest files first."""
-    unsupported = sorted(set(table.protocol().reader_features or ()) - _SUPPORTED)
+    features = set(table.protocol().reader_features or ())
+    unsupported = sorted(features - _SUPPORTED)
     if unsupported:
         raise FormatError(
             f"the Delta table {name} uses {', '.join(unsupported)}, which is not supported. Write a table without it."
@@ -167,7 +168,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
     mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     fields = json.loads(table.schema().to_json())["fields"]
     schema = pa.schema([_field(name, each, mode) for each in fields])
-    deleted = _deleted(table)
+    deleted = _deleted(table) if "deletionVectors" in features else {}
     actions = pa.table(table.get_add_actions())
     names = [each for each in ("path", "size_bytes", "modification_time", "partition") if each in actions.schema.names]
     rows = sorted(actions.select(names).to_pylist(), key=lambda row: (row["modification_time"], row["path"]))
