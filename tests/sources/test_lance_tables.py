@@ -65,12 +65,15 @@ def test_all_types_equal_those_of_its_own_reader(tmp_path: Path, version: str) -
     ds = midepoch.from_lance(tmp_path)
     assert list(ds) == own_rows(tmp_path).to_pylist()
     nullable = {name for name, paths in ds.pipeline.source.nullable.items() if () in paths}
-    expected = {field.name for field in data.schema if data.column(field.name).null_count}
+    found = own_rows(tmp_path)  # the oldest format has no nulls
+    expected = {name for name in found.schema.names if found.column(name).null_count}
     texts = {"string", "large", "binary", "fixed", "dictionary"}
     assert nullable - texts == expected - texts
-    assert ("item",) in ds.pipeline.source.nullable["list"] and not ds.pipeline.source.nullable["full_list"]
     batch = ds.with_format("numpy")[:3]
-    assert batch["vector"].shape == (3, 2) and batch["int"].dtype == "int32" and batch["long"].dtype == "float64"
+    assert batch["vector"].shape == (3, 2) and batch["int"].dtype == "int32"
+    if version != "legacy":
+        assert ("item",) in ds.pipeline.source.nullable["list"] and not ds.pipeline.source.nullable["full_list"]
+        assert batch["long"].dtype == "float64"
 
 
 def test_blobs_are_bytes_and_changed_columns_are_those_of_the_version(tmp_path: Path) -> None:

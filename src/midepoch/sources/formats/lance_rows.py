@@ -41,10 +41,10 @@ def lance_package() -> Any:
     return lance
 
 
-def lance_table(store: Store, path: str, version: int | str | None) -> Any:
-    """Return a Lance table at a version: a number, a tag, or None for the latest."""
+def lance_table(store: Store, path: str, version: int, manifest: str) -> Any:
+    """Return a Lance table at a version. ``manifest``: text that differs for a table that was created again."""
     _ = store.filesystem  # refused in a forked process, in which the threads of lance do not run
-    return _table(store.scheme + path, version, tuple(sorted(reader_options(store).items())), os.getpid())
+    return _table(store.scheme + path, version, manifest, tuple(sorted(reader_options(store).items())), os.getpid())
 
 
 def reader_options(store: Store) -> dict[str, str]:
@@ -65,7 +65,7 @@ def reader_options(store: Store) -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _table(uri: str, version: int | str | None, options: tuple[tuple[str, str], ...], process: int) -> Any:  # noqa: ARG001
+def _table(uri: str, version: int, manifest: str, options: tuple[tuple[str, str], ...], process: int) -> Any:  # noqa: ARG001
     return lance_package().dataset(uri, version=version, storage_options=dict(options) or None)
 
 
@@ -116,7 +116,7 @@ class LanceFormat(NoStatistics):
         assert block.end is not None
         name = f"fragment {about['fragment']} of {store.name(about['table'])}"
         with refusals(store, name):
-            fragment = lance_table(store, about["table"], about["version"]).get_fragment(about["fragment"])
+            fragment = lance_table(store, about["table"], about["version"], about["manifest"]).get_fragment(about["fragment"])
             if fragment is None:
                 raise CorruptBlockError(f"{name} is missing in version {about['version']}.")
             if not columns:

@@ -51,12 +51,16 @@ class LanceTableAt:
     @property
     def key(self) -> tuple[str, ...]:
         """Identity of the version. A table that was removed and created again has another manifest."""
-        return ("lance", self.path, str(self.version), str(self.manifest.size), str(self.manifest.mtime_ns))
+        return ("lance", self.path, str(self.version), self.identity)
+
+    @property
+    def identity(self) -> str:
+        return f"{self.manifest.size} {self.manifest.mtime_ns}"
 
     def scan(self, progress: Progress) -> Files:
         """Scan the fragments of this version."""
         with refusals(self.store, self.name):
-            table = lance_table(self.store, self.path, self.version)
+            table = lance_table(self.store, self.path, self.version, self.identity)
             fragments = sorted(table.get_fragments(), key=lambda each: each.fragment_id)
             schema = table.scanner(limit=0, blob_handling="all_binary").projected_schema
             fields = {field.name(): field for field in table.lance_schema.fields()}
@@ -101,7 +105,7 @@ def _manifests(store: Store, path: str) -> dict[int, Entry]:
 
 def _tagged(store: Store, path: str, tag: str) -> int:
     with refusals(store, store.name(path)):
-        tags = lance_table(store, path, None).tags.list()
+        tags = lance_package().dataset(store.scheme + path, storage_options=reader_options(store) or None).tags.list()
     if tag not in tags:
         raise DataNotFoundError(
             f"{store.name(path)} has no tag {tag!r}: it has {', '.join(map(repr, sorted(tags))) or 'none'}."
@@ -123,7 +127,8 @@ def _scanned(table: LanceTableAt, schema: pa.Schema, fields: dict[str, Any], fra
         found.rows = [min(step, rows - start) for start in found.offsets]
         found.nullable = _nullable(table, schema, fields, fragment, about)
         found.decoded_bytes = 2.0 * size
-        saved = {"table": table.path, "version": table.version, "fragment": fragment.fragment_id}
+        saved = {"table": table.path, "version": table.version, "manifest": table.identity}
+        saved["fragment"] = fragment.fragment_id
         found.footer = json.dumps(saved).encode()
         digest = hashlib.blake2b(f"{schema.to_string(show_schema_metadata=False)} {step}".encode(), digest_size=16)
         others = [json.dumps(file, sort_keys=True) for file in about["files"] if _is_apart(file)]
