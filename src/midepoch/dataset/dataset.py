@@ -23,7 +23,7 @@ from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Decode, FilterExpression, Function, Step
-from midepoch.transforms.formats import check_format
+from midepoch.transforms.formats import ITEMS, check_format
 from midepoch.transforms.media.packages import installed
 from midepoch.transforms.packing import PackSpec
 
@@ -162,7 +162,7 @@ class Dataset(Loading, Resumable):
 
     @property
     def _input_format(self) -> str:
-        return self.pipeline.format or "python"
+        return "python" if self.pipeline.format in (None, ITEMS) else self.pipeline.format
 
     @property
     def _tensors(self) -> bool:

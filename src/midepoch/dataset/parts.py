@@ -97,11 +97,11 @@ class PartWriter:
         self.schema = self.schema if wide.equals(self.schema) else wide
         return _as(table, self.schema)
 
-    def finish(self, tables: Sequence[pa.Table]) -> str:
-        """Write a part and return its name."""
+    def finish(self, tables: Sequence[pa.Table], *, rows: int | None = None) -> str:
+        """Write a part in batches of so many rows, and return its name."""
         assert self.schema is not None
         name = part_name(len(self.schemas))
-        self._write(name, [_as(table, self.schema) for table in tables], self.schema)
+        self._write(name, [_as(table, self.schema) for table in tables], self.schema, rows)
         self.schemas.append(self.schema)
         return name
 
@@ -118,7 +118,7 @@ class PartWriter:
         with self.writing():
             atomic_write(self.folder / name, json.dumps(content).encode())
 
-    def _write(self, name: str, tables: Sequence[pa.Table], schema: pa.Schema) -> None:
+    def _write(self, name: str, tables: Sequence[pa.Table], schema: pa.Schema, rows: int | None = None) -> None:
         path = self.folder / name
         temporary = temporary_path(path)
         try:
@@ -126,7 +126,7 @@ class PartWriter:
                 with temporary.open("wb") as file:
                     with pa.ipc.new_file(file, schema) as writer:
                         for table in tables:
-                            writer.write_table(copied(table), max_chunksize=ROWS)
+                            writer.write_table(copied(table), max_chunksize=rows or ROWS)
                     file.flush()
                     os.fsync(file.fileno())  # the note after it must not outlive the part
                 os.replace(temporary, path)

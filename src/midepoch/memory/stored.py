@@ -38,26 +38,30 @@ def folder_for(kind: str, given: str | os.PathLike[str] | None) -> Path:
     return Path(os.path.expanduser(given)).absolute()
 
 
-def stored(root: Path, name: str, what: str, write: Write, *, expires: bool) -> Source | None:
-    """Return the rows of the folder ``name``, which ``write`` writes unless it is there. None if there are no rows.
+def stored(root: Path, name: str, what: str, write: Write, *, expires: bool) -> Source:
+    """Return the rows of the folder ``name``, which ``write`` writes unless it is there.
 
     ``name`` is a digest in hexadecimal. ``what``: the function of the user, for messages.
     """
     folder = root / name
-    for last in (False, True):
-        if not (folder / parts.COMPLETE).exists():
-            _written(root, name, what, write)
-            if expires:
-                _remove_unused(root, folder)
-        with suppress(OSError):
-            os.utime(folder / parts.COMPLETE)  # files of data keep their times, by which changes are detected
+    if (folder / parts.COMPLETE).exists():
         try:
-            return parts.open_parts(folder)
-        except MidepochError:
-            if last:
-                raise
-            _remove(folder)  # damaged, or another process has just removed it
-    return None
+            return _opened(folder)
+        except MidepochError:  # damaged, or another process has just removed it
+            _remove(folder)
+    _written(root, name, what, write)
+    if expires:
+        _remove_unused(root, folder)
+    return _opened(folder)
+
+
+def _opened(folder: Path) -> Source:
+    with suppress(OSError):
+        os.utime(folder / parts.COMPLETE)  # files of data keep their times, by which changes are detected
+    source = parts.open_parts(folder)
+    if source is None:
+        raise MidepochError(f"the cache {folder} has no rows. Delete this folder.")
+    return source
 
 
 def dataset_of(source: Source) -> Dataset:

@@ -19,6 +19,7 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.memory.kinds import instead
 from midepoch.memory.stored import dataset_of, folder_for, stored
+from midepoch.sources import Source
 from midepoch.sources.dictionaries import plain_array, plain_schema
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import plain_values
@@ -93,12 +94,12 @@ def from_pandas(
             raise ColumnError(
                 f"from_pandas: {problem}. Convert the column first: frame[name] = frame[name].astype(…)."
             ) from None
-    return _opened(_with_types(table, schema, "from_pandas"), "from_pandas", cache_dir)
+    return _opened(with_types(table, schema, "from_pandas"), "from_pandas", cache_dir)
 
 
 def table_of(data: Mapping[str, Any], schema: Schema, what: str) -> pa.Table:
     """Return columns as a table."""
-    kinds = _types(schema, what)
+    kinds = types_of(schema, what)
     for name in kinds:
         if name not in data:
             raise ColumnError(f"{what}: the schema has a column {name!r}, the data has {', '.join(map(repr, data))}.")
@@ -115,7 +116,8 @@ def rows_table(rows: Sequence[Mapping[str, Any]], schema: Schema, what: str) -> 
     return table_of({name: [row.get(name) for row in rows] for name in names}, schema, what)
 
 
-def _types(schema: Schema, what: str) -> dict[str, pa.DataType]:
+def types_of(schema: Schema, what: str) -> dict[str, pa.DataType]:
+    """Return the types that the user gave, by column."""
     if schema is None:
         return {}
     if type(schema).__module__.partition(".")[0] == "datasets":
@@ -142,8 +144,9 @@ def _array(name: str, values: Any, kind: pa.DataType | None, what: str) -> Any:
         ) from None
 
 
-def _with_types(table: pa.Table, schema: Schema, what: str) -> pa.Table:
-    for name, kind in _types(schema, what).items():
+def with_types(table: pa.Table, schema: Schema, what: str) -> pa.Table:
+    """Return a table with the types that the user gave."""
+    for name, kind in types_of(schema, what).items():
         place = table.schema.get_field_index(name)
         if place < 0:
             raise ColumnError(f"{what}: there is no column {name!r}, only {', '.join(table.column_names)}.")
@@ -189,11 +192,10 @@ def _spooled(reader: pa.RecordBatchReader) -> pa.Table:
 
 
 def _opened(table: pa.Table, what: str, cache_dir: str | os.PathLike[str] | None) -> Dataset:
-    root = folder_for("memory", cache_dir)
-    return dataset_of(table_source(table, what, str(root)))
+    return dataset_of(table_source(table, what, cache_dir))
 
 
-def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None = None) -> Any:
+def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None = None) -> Source:
     """Return the rows of a table as a source, written to the cache folder unless they are there."""
     if not table.num_columns:
         raise DataNotFoundError(f"{what}: there are no columns.")
@@ -226,9 +228,7 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
             writer.finish(part)
         return done
 
-    source = stored(folder_for("memory", root), name, what, write, expires=True)
-    assert source is not None
-    return source
+    return stored(folder_for("memory", root), name, what, write, expires=True)
 
 
 def _plain_schema(schema: pa.Schema) -> pa.Schema:

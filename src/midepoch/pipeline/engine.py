@@ -270,7 +270,15 @@ class Engine:
             return batch
         began = perf_counter()
         leaf = self.leaf
-        run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
+        run = RunContext(
+            leaf.seed,
+            epoch,
+            self._place,
+            leaf.path,
+            self.generators,
+            skipped=self._skip,
+            source_rows=leaf.order.selection.source_rows,
+        )
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
         result = run_steps(chosen, batch, run, collect)
         self.timings.functions += perf_counter() - began
