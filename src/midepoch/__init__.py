@@ -40,6 +40,10 @@ if TYPE_CHECKING:
         WorldError,
     )
     from midepoch.loader import Lease, Loader
+    from midepoch.memory.generated import from_generator
+    from midepoch.memory.hf import from_hf
+    from midepoch.memory.map_style import from_map_style
+    from midepoch.memory.tables import from_arrow, from_dict, from_list, from_pandas
     from midepoch.open import from_files, load_dataset, load_from_disk
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
@@ -59,7 +63,14 @@ _WHERE = {
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",
     "concatenate_datasets": "midepoch.dataset.combine",
+    "from_arrow": "midepoch.memory.tables",
+    "from_dict": "midepoch.memory.tables",
     "from_files": "midepoch.open",
+    "from_generator": "midepoch.memory.generated",
+    "from_hf": "midepoch.memory.hf",
+    "from_list": "midepoch.memory.tables",
+    "from_map_style": "midepoch.memory.map_style",
+    "from_pandas": "midepoch.memory.tables",
     "interleave_datasets": "midepoch.dataset.combine",
     "load_dataset": "midepoch.open",
     "load_from_disk": "midepoch.open",
@@ -123,7 +134,14 @@ __all__ = [
     "__version__",
     "concat",
     "concatenate_datasets",
+    "from_arrow",
+    "from_dict",
     "from_files",
+    "from_generator",
+    "from_hf",
+    "from_list",
+    "from_map_style",
+    "from_pandas",
     "interleave_datasets",
     "load_dataset",
     "load_from_disk",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from midepoch._internal import html
 from midepoch._internal.checks import integer
-from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.hints import Elsewhere, hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch.dataset import habits
 from midepoch.dataset.cached import cached
@@ -302,6 +302,10 @@ class Dataset(Loading, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._iteration, self._access = state["iteration"], None
         register_with_torch(Dataset)
+
+
+for _name, _hint in habits.OPENERS.items():
+    setattr(Dataset, _name, Elsewhere("the class Dataset", _name, _hint))
 
 
 def _count(rows: int | None, known: bool) -> str:

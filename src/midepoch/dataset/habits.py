@@ -178,6 +178,23 @@ ATTRIBUTES = {
 }
 """Attributes that do not exist."""
 
+OPENERS = {
+    **{
+        name: f"Use midepoch.{name}(…), a function of the package."
+        for name in ("from_dict", "from_list", "from_generator", "from_pandas")
+    },
+    "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
+    "from_parquet": "Use midepoch.from_files('*.parquet').",
+    "from_csv": "Use midepoch.from_files('*.csv').",
+    "from_json": "Use midepoch.from_files('*.jsonl').",
+    "from_file": "Use midepoch.from_files(path).",
+    "from_text": "Use midepoch.load_dataset('text', data_files=…, split='train').",
+    "load_from_disk": "Use midepoch.load_from_disk(folder).",
+}
+"""Class methods of other libraries' datasets."""
+
+ATTRIBUTES |= OPENERS
+
 _OPEN_SPLIT = "Choose one, also in part: split='train', split='train[:90%]+validation'."
 
 _FEATURES = "Use schema={'label': 'int64'}, or from_hf(datasets.Dataset.from_dict(data, features=…))."

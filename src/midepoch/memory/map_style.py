@@ -18,7 +18,7 @@ from midepoch.dataset import Dataset, habits
 from midepoch.dataset.columns import names_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError
-from midepoch.memory.kinds import instead, opener_of
+from midepoch._internal.openers import instead, opener_of
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.items import ItemMap, Items

@@ -17,7 +17,7 @@ from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
-from midepoch.memory.kinds import instead
+from midepoch._internal.openers import instead
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.sources import Source
 from midepoch.sources.dictionaries import plain_array, plain_schema
