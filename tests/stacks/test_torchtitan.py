@@ -1,0 +1,66 @@
+"""torchtitan's trainer and checkpoints, on real ranks, killed and resumed with other data-parallel degrees."""
+
+from __future__ import annotations
+
+import json
+import signal
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models
+
+import midepoch
+from forks import Forks
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: scripts/test-stacks torchtitan")
+pytest.importorskip("triton", reason="torchtitan's trainer imports triton: scripts/test-stacks torchtitan")
+
+JOB = Path(__file__).with_name("torchtitan_job.py")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("stacks.torchtitan_cpu", "midepoch.integrations.torchtitan") as started:
+        yield started
+
+
+def prepare(folder: Path) -> dict[int, list[int]]:
+    """Write what a run needs, and return the global batches of 20 steps, in two epochs and a half."""
+    Tokenizer(models.WordLevel({"?": 0, "<s>": 1, "</s>": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    random = np.random.default_rng(0)
+    documents = [random.integers(3, 2048, random.integers(20, 200)) for _ in range(80)]
+    pq.write_table(pa.table({"input_ids": documents}), folder / "data.parquet", row_group_size=10)
+    ds = midepoch.from_files(folder / "data.parquet").shuffle(seed=42).with_lanes(8).pack(65, eos=2)
+    loader, steps = ds.loader(16, last_batch="drop"), []
+    while len(steps) < 20:
+        steps += [sorted(zlib.crc32(row[:-1].numpy().tobytes()) for row in batch["input_ids"]) for batch in loader]
+    assert loader.epoch > 1
+    return dict(enumerate(steps[:20], 1))
+
+
+def steps_of(folder: Path) -> dict[int, list[int]]:
+    """The sequences of each step over all ranks, and remove the notes."""
+    steps: dict[int, list[int]] = defaultdict(list)
+    for notes in folder.glob("seen-*.jsonl"):
+        for line in notes.read_text().splitlines():
+            step, seen = json.loads(line)
+            steps[step] += seen
+        notes.unlink()
+    return {step: sorted(seen) for step, seen in sorted(steps.items())}
+
+
+def test_global_batches_on_4_then_2_then_8_ranks(forks: Forks, tmp_path: Path) -> None:
+    expected = prepare(tmp_path)
+    for ranks, die_at, resumed in ((4, 7, 0), (2, 13, 5)):
+        done = forks.world(ranks, str(JOB), str(tmp_path), "20", str(die_at))
+        assert {one.returncode for one in done} == {-signal.SIGKILL}, done[0].stderr[-3000:]
+        assert steps_of(tmp_path) == {step: expected[step] for step in range(resumed + 1, die_at + 1)}
+    forks.ranks(8, str(JOB), str(tmp_path), "20", "0")
+    assert steps_of(tmp_path) == {step: expected[step] for step in range(11, 21)}
