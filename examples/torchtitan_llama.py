@@ -17,30 +17,28 @@ from torchtitan.trainer import Trainer
 import midepoch
 from midepoch.integrations.torchtitan import MidepochDataLoader
 
-FOLDER, GLOBAL_BATCH = os.environ.get("RUN_FOLDER", "run"), 16
+FOLDER, GLOBAL_BATCH, SEQUENCE = os.environ.get("RUN_FOLDER", "run"), 16, 64
 
 
 def make_data() -> None:
-    """Write 1,000 documents of tokens, on the first machine's first process: replace them with yours."""
+    """Write 1,000 sequences of tokens, by one process: replace them with yours."""
     if os.environ.get("RANK", "0") == "0" and not os.path.exists(f"{FOLDER}/data.parquet"):
         os.makedirs(FOLDER, exist_ok=True)
-        random = np.random.default_rng(0)
-        documents = [random.integers(3, 2048, random.integers(20, 200)) for _ in range(1000)]
-        pq.write_table(pa.table({"input_ids": documents}), f"{FOLDER}/part.parquet", row_group_size=100)
+        rows = np.random.default_rng(0).integers(0, 2048, (1000, SEQUENCE + 1))
+        pq.write_table(pa.table({"input_ids": list(rows)}), f"{FOLDER}/part.parquet", row_group_size=100)
         os.replace(f"{FOLDER}/part.parquet", f"{FOLDER}/data.parquet")
 
 
 def sequences(tokenizer: Any, seq_len: int) -> midepoch.Dataset:
-    """Return packed sequences. For text: .map(lambda row: {"input_ids": tokenizer.encode(row["text"])})."""
-    documents = midepoch.from_files(f"{FOLDER}/data.parquet").shuffle(seed=42)
-    return documents.with_lanes(8).pack(seq_len + 1, eos=2).select_columns(["input_ids", "position_ids"])
+    """Return sequences of seq_len + 1 tokens. From text: shuffle, tokenize with ``tokenizer``, pack(seq_len + 1)."""
+    return midepoch.from_files(f"{FOLDER}/data.parquet").shuffle(seed=42).with_lanes(8)
 
 
 def llama3_midepoch() -> Trainer.Config:
     make_data()
     config = llama3_debugmodel()
     config.dump_folder = FOLDER
-    config.training.seq_len, config.training.steps = 64, 40
+    config.training.seq_len, config.training.steps = SEQUENCE, 40
     config.training.local_batch_size, config.training.global_batch_size = 2, GLOBAL_BATCH
     config.checkpoint.enable, config.checkpoint.interval = True, 5
     config.validator.enable = False

@@ -36,8 +36,6 @@ def gpt_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
 
     tokens, labels, positions = next_tokens(batch)
     counted = labels != IGNORED
-    if positions is None:
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     return {
         "tokens": tokens.contiguous(),
         "labels": labels.where(counted, torch.zeros_like(labels)).contiguous(),

@@ -15,18 +15,19 @@ _TOKENS, _POSITIONS = ("input", "input_ids", "tokens"), ("positions", "position_
 
 
 class Sequences(NamedTuple):
-    """Tokens, the token that follows each of them, and positions if the data has them: [rows, length] each."""
+    """Tokens, the token that follows each of them, and their positions in the document: [rows, length] each."""
 
     tokens: Tensor
     labels: Tensor
-    positions: Tensor | None
+    positions: Tensor
 
 
 def next_tokens(batch: Mapping[str, Any], length: int | None = None) -> Sequences:
     """Return the tokens of a batch and their next tokens.
 
     Tokens are column ``input``, ``input_ids`` or ``tokens``. A column ``labels`` must hold the next tokens already.
-    Without it, sequences must have ``length + 1`` tokens: all but the last, and all but the first.
+    Without it, sequences must have ``length + 1`` tokens: all but the last, and all but the first. Positions are column
+    ``positions`` or ``position_ids``, or counted from the first token of the sequence.
     """
     import torch
 
@@ -35,11 +36,13 @@ def next_tokens(batch: Mapping[str, Any], length: int | None = None) -> Sequence
         raise ValueError(f"a batch must have a column {', '.join(_TOKENS[:-1])} or tokens, got {sorted(batch)}")
     tokens = torch.as_tensor(batch[name]).long()
     positions = next((torch.as_tensor(batch[each]).long() for each in _POSITIONS if each in batch), None)
+    if positions is None:
+        positions = torch.arange(tokens.shape[-1]).expand_as(tokens)
     if tokens.ndim != 2:
         raise ValueError(f"{name} must be [rows, length], got {list(tokens.shape)}. Use pack for sequences of one length.")
     if "labels" not in batch:
         _check_length(tokens.shape[1] - 1, length, name, "one token more than the sequence length, or a column labels")
-        return Sequences(tokens[:, :-1], tokens[:, 1:], None if positions is None else positions[:, :-1])
+        return Sequences(tokens[:, :-1], tokens[:, 1:], positions[:, :-1])
     labels = torch.as_tensor(batch["labels"]).long()
     _check_length(tokens.shape[1], length, name, "as many tokens as the sequence length, beside labels")
     check_shifted(tokens, labels)

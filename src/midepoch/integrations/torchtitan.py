@@ -83,7 +83,7 @@ class MidepochDataLoader(BaseDataLoader):  # type: ignore[misc]
 
     def _next_tokens(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         tokens, labels, positions = next_tokens(batch, self._seq_len)
-        return {"input": tokens} if positions is None else {"input": tokens, "positions": positions}, labels
+        return {"input": tokens, "positions": positions}, labels
 
     @property
     def loader(self) -> Any:
