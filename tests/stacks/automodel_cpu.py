@@ -10,8 +10,8 @@ import torch
 torch.cuda.reset_peak_memory_stats = lambda *_: None
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao registers enums in a way of older torch
 
-from nemo_automodel.recipes.llm import train_ft
-from transformers import LlamaForCausalLM
+from nemo_automodel.recipes.llm import train_ft  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
 
 def build_model(cfg_model: Any, *_: Any, **__: Any) -> LlamaForCausalLM:

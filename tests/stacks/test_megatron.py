@@ -24,7 +24,7 @@ def forks() -> Iterator[Forks]:
 def test_global_batches_on_4_then_2_then_8_ranks(forks: Forks, tmp_path: Path) -> None:
     runs = []
     for ranks, die_at in ((4, 7), (2, 13)):
-        killed(forks, ranks, EXAMPLE, str(tmp_path), "--die-at", str(die_at))
+        killed(forks, ranks, EXAMPLE, str(tmp_path), str(die_at))
         runs.append(noted(tmp_path))
     forks.ranks(8, EXAMPLE, str(tmp_path))
     runs.append(noted(tmp_path))

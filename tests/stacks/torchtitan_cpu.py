@@ -21,8 +21,8 @@ _cpu.memory_stats = lambda *_: {}
 _cpu.reset_peak_memory_stats = _cpu.empty_cache = _nothing
 tools.device_type, tools.device_module = "cpu", _cpu
 
-import torchtitan.distributed.utils
-import torchtitan.models.llama3.config_registry
-import torchtitan.train
+import torchtitan.distributed.utils  # noqa: E402
+import torchtitan.models.llama3.config_registry  # noqa: E402
+import torchtitan.train  # noqa: E402
 
 torchtitan.distributed.utils.set_pg_timeouts = _nothing  # it calls a function that torch 2.13 does not have

@@ -67,7 +67,7 @@ class DataIterator:
                 )
             self._step, self._next = steps.number, 0
         part = steps.part(self._next)
-        self._step, self._next, self._missed = steps.number, part.index + 1, part.count - part.index - 1
+        self._step, self._next, self._missed = steps.number, part.number + 1, part.total - part.number - 1
         return part.batch
 
     @property
@@ -167,8 +167,8 @@ class _Steps:
             return self._parts[index]
         part = next(self._source)
         part = part._replace(batch=self._to_batch(part.batch))
-        if part.index == 0:
-            _check_count(part.count)
+        if part.number == 0:
+            _check_count(part.total)
             self.number += 1
             self._parts = []
         if self._keeps:
@@ -182,7 +182,7 @@ class _Steps:
 
 
 def _check_count(count: int) -> None:
-    """Raise ValueError if Megatron takes another number of micro-batches in a step: steps would not be global batches."""
+    """Raise ValueError if Megatron takes another number of micro-batches in a step."""
     try:
         wanted = calculator.get_num_microbatches()
     except AttributeError:  # a loop without the calculator

@@ -23,11 +23,11 @@ def rank_rows(global_batch: int, micro_batch: int, ranks: int) -> int:
 
 
 class Part(NamedTuple):
-    """A micro-batch, its number in the step, and the micro-batches of the step."""
+    """A micro-batch, its number in the step, and the number of all micro-batches of the step."""
 
     batch: Any
-    index: int
-    count: int
+    number: int
+    total: int
 
 
 class MicroBatches:
@@ -60,9 +60,9 @@ class MicroBatches:
             self._before = None
         for batch, before in self._steps():
             parts = cut(batch, self._size)
-            for index, part in enumerate(parts):
-                self._before = before if index + 1 < len(parts) else None
-                yield Part(part, index, len(parts))
+            for number, part in enumerate(parts):
+                self._before = before if number + 1 < len(parts) else None
+                yield Part(part, number, len(parts))
 
     def _steps(self) -> Iterator[tuple[Any, Any]]:
         batches, cuts = iter(self.loader), self.per_step > 1

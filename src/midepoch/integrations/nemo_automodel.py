@@ -7,18 +7,23 @@ dataset:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from nemo_automodel.components.datasets.loader import CollatorConfig, DataloaderConfig
 from nemo_automodel.components.datasets.utils import default_collater
+from nemo_automodel.components.training.rng import StatefulRNG
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
 from midepoch.dataset import Dataset
 from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, rank_rows
 from midepoch.integrations.sequences import check_shifted
 
+_log = logging.getLogger("midepoch")
 _STATE = "midepoch"
 
 
@@ -108,7 +113,9 @@ class ResumableDataloaderConfig(DataloaderConfig):  # type: ignore[misc]
             ("dataloader.batch_size of null", self.batch_size is None),
         ):
             if wrong:
-                raise ValueError(f"{name} is not supported for midepoch datasets. Omit it, and use Dataset.pack to pack.")
+                raise ValueError(
+                    f"{name} is not supported for midepoch datasets. Omit it, and use Dataset.pack to pack."
+                )
 
 
 class ResumableData:
@@ -123,6 +130,20 @@ class ResumableData:
             rows = int(self.cfg.get("step_scheduler.global_batch_size", 1))
             self.cfg.dataloader = ResumableDataloaderConfig(**settings, global_batch_size=rows)
         super().setup()  # type: ignore[misc]
+
+    def _load_checkpoint_tracked_state(self, ckpt_dir: str) -> Any:
+        """Load a checkpoint of fewer ranks, too. Automodel saves the random state of each rank, and needs its file."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        tracked: set[str] = self.__dict__["__state_tracked"]
+        random = {key for key in tracked if isinstance(getattr(self, key), StatefulRNG)}
+        lacking = {key for key in random if not list(Path(ckpt_dir, key).glob(f"{key}_*_rank_{rank}.pt"))}
+        if lacking and rank > 0:
+            _log.warning("rank %d begins with the random state of its seed: the checkpoint is of fewer ranks", rank)
+            tracked -= lacking
+        try:
+            return super()._load_checkpoint_tracked_state(ckpt_dir)  # type: ignore[misc]
+        finally:
+            tracked |= lacking
 
 
 class ResumableFinetuneRecipe(ResumableData, TrainFinetuneRecipeForNextTokenPrediction):  # type: ignore[misc]

@@ -39,7 +39,9 @@ def next_tokens(batch: Mapping[str, Any], length: int | None = None) -> Sequence
     if positions is None:
         positions = torch.arange(tokens.shape[-1]).expand_as(tokens)
     if tokens.ndim != 2:
-        raise ValueError(f"{name} must be [rows, length], got {list(tokens.shape)}. Use pack for sequences of one length.")
+        raise ValueError(
+            f"{name} must be [rows, length], got {list(tokens.shape)}. Use pack for sequences of one length."
+        )
     if "labels" not in batch:
         _check_length(tokens.shape[1] - 1, length, name, "one token more than the sequence length, or a column labels")
         return Sequences(tokens[:, :-1], tokens[:, 1:], positions[:, :-1])
@@ -57,7 +59,11 @@ def _check_length(found: int, length: int | None, name: str, needs: str) -> None
 def check_shifted(tokens: Tensor, labels: Tensor) -> None:
     """Raise ValueError for labels that are the tokens themselves: the loss would go to 0, and nothing be learned."""
     counted = labels != IGNORED
-    if bool(counted.any()) and bool((labels == tokens)[counted].all()) and bool((tokens[:, 1:] != tokens[:, :-1]).any()):
+    if (
+        bool(counted.any())
+        and bool((labels == tokens)[counted].all())
+        and bool((tokens[:, 1:] != tokens[:, :-1]).any())
+    ):
         raise ValueError(
             "labels are equal to the tokens, but this loss does not shift them: labels[i] must be the token after "
             "tokens[i]. Omit labels and pack sequences of one token more, or shift them before pack."

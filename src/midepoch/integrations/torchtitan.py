@@ -61,7 +61,6 @@ class MidepochDataLoader(BaseDataLoader):  # type: ignore[misc]
         tokenizer: Any,
         seq_len: int,
         local_batch_size: int,
-        snapshot_every_n_steps: int | None = None,
         **_: Any,
     ) -> None:
         dataset = config.data if isinstance(config.data, Dataset) else _opened(config.data, tokenizer, seq_len)
