@@ -106,7 +106,7 @@ def iterator(
     to_batch: Callable[[Mapping[str, Any]], Any] = gpt_batch,
     **loader: Any,
 ) -> DataIterator:
-    """Return the data iterator of this rank, by Megatron's data-parallel rank. It never ends.
+    """Return the data iterator of this rank, by Megatron's data-parallel group. It never ends.
 
     Sizes are those of Megatron's ``num_microbatches_calculator`` unless given. ``global_batch_size`` may be a dict of
     sizes by the first step at which they apply, for a ramp-up. ``to_batch`` makes what ``next`` returns of a dict of
@@ -141,13 +141,9 @@ def iterators(
         if isinstance(step, Mapping)
         else rank_rows(step, micro, ranks)
     )
-    made = dataset.loader(
-        rows,
-        rank=parallel_state.get_data_parallel_rank(),
-        world_size=ranks,
-        **{"last_batch": "drop", **loader},
-    )
-    batches = MicroBatches(made, micro, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group()
+    made = dataset.loader(rows, **{"data_parallel": group, "last_batch": "drop", **loader})
+    batches = MicroBatches(made, micro, group=group)
     steps = _Steps(batches, to_batch, keeps=chunks > 1)
     return [DataIterator(steps) for _ in range(chunks)]
 

@@ -20,6 +20,7 @@ from nemo_automodel.components.training.rng import StatefulRNG
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
 from midepoch.dataset import Dataset
+from midepoch.integrations.data_ranks import arguments_for
 from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, rank_rows
 from midepoch.integrations.sequences import check_shifted
 
@@ -100,9 +101,8 @@ class ResumableDataloaderConfig(DataloaderConfig):  # type: ignore[misc]
             prefetch=self.prefetch_factor,
             pin_memory=self.pin_memory,
             persistent_workers=self.persistent_workers and self.num_workers > 0,
-            rank=dp_rank,
-            world_size=dp_world_size,
             last_batch="drop",
+            **arguments_for(dp_rank, dp_world_size),
         )
         return ResumableDataloader(MicroBatches(loader, micro))
 

@@ -14,6 +14,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from midepoch.dataset import Dataset
 from midepoch.errors import CheckpointNotFoundError
+from midepoch.integrations.data_ranks import arguments_for
 from midepoch.integrations.micro_batches import MicroBatches, rank_rows
 from midepoch.integrations.sequences import next_tokens
 
@@ -68,9 +69,7 @@ class MidepochDataLoader(BaseDataLoader):  # type: ignore[misc]
         loader = dataset.loader(
             rank_rows(step, local_batch_size, dp_world_size),
             config.num_workers,
-            rank=dp_rank,
-            world_size=dp_world_size,
-            **{"last_batch": "drop", **config.loader},
+            **{"last_batch": "drop", **arguments_for(dp_rank, dp_world_size), **config.loader},
         )
         self._batches, self._seq_len = MicroBatches(loader, local_batch_size), seq_len
         self._epochs = config.epochs if config.epochs > 0 else None if config.infinite else 1
