@@ -30,6 +30,14 @@ def killed(forks: Forks, ranks: int, *command: str) -> None:
     assert {one.returncode for one in done} == {-signal.SIGKILL}, "\n".join(one.stderr[-3000:] for one in done)
 
 
+def check_page(forks: Forks, page: str, folder: Path) -> None:
+    """The code of a page of the documentation runs."""
+    root = Path(__file__).parents[2]
+    command = [str(root / "tests/docs/page.py"), str(root / "docs/migrate" / page)]
+    (done,) = forks.run(command, cwd=folder, env={"MIDEPOCH_CACHE": str(folder / ".cache")})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
 def check_steps(data: Path, column: str, runs: Sequence[Steps], ranges: Sequence[tuple[int, int]]) -> None:
     """Runs have the global batches of one process that was never interrupted, from the first to the last of each."""
     ds = midepoch.from_files(data).shuffle(seed=42).with_lanes(8)

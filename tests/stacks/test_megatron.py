@@ -14,7 +14,7 @@ import pytest
 
 import midepoch
 from forks import Forks
-from stacks.rows import check_steps, killed, noted
+from stacks.rows import check_page, check_steps, killed, noted
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed: scripts/test-stacks megatron")
 
@@ -53,3 +53,7 @@ def test_packed_sequences_with_tensor_parallelism(forks: Forks, tmp_path: Path) 
     steps = islice(ds.loader(8, last_batch="drop"), 12)
     names = [sorted(zlib.crc32(row[:-1].numpy().tobytes()) for row in batch["input_ids"]) for batch in steps]
     assert seen == dict(enumerate(names, 1))
+
+
+def test_page(forks: Forks, tmp_path: Path) -> None:
+    check_page(forks, "megatron.md", tmp_path)

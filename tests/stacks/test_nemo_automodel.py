@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forks import Forks
-from stacks.rows import check_steps, killed, noted
+from stacks.rows import check_page, check_steps, killed, noted
 
 pytest.importorskip("nemo_automodel", reason="NeMo Automodel is not installed: scripts/test-stacks nemo_automodel")
 
@@ -29,3 +29,7 @@ def test_global_batches_on_4_then_2_then_8_ranks(forks: Forks, tmp_path: Path) -
     forks.ranks(8, JOB, str(tmp_path), "0")
     runs.append(noted(tmp_path))
     check_steps(tmp_path / "data.parquet", "input_ids", runs, [(1, 9), (7, 17), (16, 20)])
+
+
+def test_page(forks: Forks, tmp_path: Path) -> None:
+    check_page(forks, "nemo-automodel.md", tmp_path)

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer, models
 
 import midepoch
 from forks import Forks
+from midepoch.errors import CheckpointNotFoundError
+from stacks.rows import check_page
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: scripts/test-stacks torchtitan")
 pytest.importorskip("triton", reason="torchtitan's trainer imports triton: scripts/test-stacks torchtitan")
@@ -63,3 +65,29 @@ def test_global_batches_on_4_then_2_then_8_ranks(forks: Forks, tmp_path: Path) -
         assert steps_of(tmp_path) == {step: expected[step] for step in range(resumed + 1, die_at + 1)}
     forks.ranks(8, str(JOB), str(tmp_path), "20", "0")
     assert steps_of(tmp_path) == {step: expected[step] for step in range(11, 21)}
+
+
+def test_page(forks: Forks, tmp_path: Path) -> None:
+    check_page(forks, "torchtitan.md", tmp_path)
+
+
+def test_config(tmp_path: Path) -> None:
+    from midepoch.integrations.torchtitan import MidepochDataLoader
+
+    prepare(tmp_path)
+    ds = midepoch.from_files(tmp_path / "data.parquet")
+    place = {"dp_rank": 0, "dp_world_size": 2, "tokenizer": "of the trainer", "seq_len": 64, "local_batch_size": 4}
+    asked = []
+    made = MidepochDataLoader.Config(data=lambda *arguments: asked.append(arguments) or ds, infinite=False)
+    assert len(list(made.build(**place))) == 101 // 8 and asked == [("of the trainer", 64)]
+    assert len(list(MidepochDataLoader.Config(data=ds, epochs=2, num_workers=1).build(**place))) == 2 * (101 // 8)
+    own = MidepochDataLoader.Config(data=ds, to_batch=sorted, loader={"last_batch": "uneven"})
+    assert next(iter(own.build(**place))) == ["input_ids"]
+    with pytest.raises(ValueError, match="multiple of micro-batch × data-parallel ranks = 4 × 2, got 12"):
+        MidepochDataLoader.Config(data=ds, global_batch_size=12).build(**place)
+    with pytest.raises(TypeError, match="must be a Dataset, or a function of tokenizer and seq_len, got 'c4'"):
+        MidepochDataLoader.Config(data="c4").build(**place)
+    with pytest.raises(ValueError, match="sequences of 64 tokens were expected to have 32"):
+        next(iter(MidepochDataLoader.Config(data=ds).build(**{**place, "seq_len": 32})))
+    with pytest.raises(CheckpointNotFoundError, match="only \\['dp_rank_0', 'world_size'\\]"):
+        MidepochDataLoader.Config(data=ds).build(**place).load_state_dict({"dp_rank_0": b"", "world_size": 2})
