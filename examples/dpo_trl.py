@@ -1,4 +1,4 @@
-"""Preference optimisation (DPO) with TRL: pairs in place, prepared by TRL as they are read, exact resume on any number of ranks.
+"""Preference optimisation (DPO) with TRL: pairs in place, and an exact resume on any number of ranks.
 
 torchrun --nproc-per-node 4 examples/dpo_trl.py run --die-at 3
 torchrun --nproc-per-node 2 examples/dpo_trl.py run      # resumes, with the same rows in every step

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL: texts in place, prepared by TRL as they are read, exact resume on any number of ranks.
+"""Supervised fine-tuning with TRL: texts in place, and an exact resume on any number of ranks.
 
 torchrun --nproc-per-node 4 examples/sft_trl.py run --die-at 3
 torchrun --nproc-per-node 2 examples/sft_trl.py run      # resumes, with the same rows in every step

@@ -1,7 +1,7 @@
 """TRL's ``SFTTrainer`` and ``DPOTrainer``: TRL's own preparation of rows, computed when they are delivered.
 
-TRL formats, tokenizes, masks and truncates a dataset before training, by ``map`` and ``filter``. Here the same functions
-become steps of the pipeline.
+TRL formats, tokenizes, masks and truncates a dataset before training, by ``map`` and ``filter``. Here the same
+functions become steps of the pipeline.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Prepared:
         return Prepared(self.data.shuffle(seed=seed))
 
 
-class DroppedRow(ValueError):
+class DroppedRowError(ValueError):
     """A row that TRL does not train on."""
 
 
@@ -141,7 +141,7 @@ class _Kept:
 
     def __call__(self, row: dict[str, Any], **named: Any) -> dict[str, Any]:
         if not self._condition(row, **named):
-            raise DroppedRow("TRL drops this row: within max_length it has nothing to train on.")
+            raise DroppedRowError("TRL drops this row: within max_length it has nothing to train on.")
         return {}
 
 
