@@ -194,7 +194,7 @@ class Items:
         meta, episode = self._meta, row["episode_index"]
         first, stop = meta.bounds(episode)
         item = {name: self._tensor(name, value) for name, value in row.items()}
-        times = dict.fromkeys(meta.videos, [row["timestamp"]])
+        times = {name: [row["timestamp"]] for name in meta.videos}
         for name, deltas in self._deltas.items():
             assert self._others is not None
             wanted = [row["index"] + delta for delta in deltas]
@@ -248,9 +248,11 @@ def frames_at(path: Path, seconds: Sequence[float], tolerance: float) -> Any:
         nearest = _nearest(path, seconds)
     except av.FFmpegError as problem:
         raise ValueError(
-            f"{path} cannot be decoded at {min(seconds):.4f} s: {problem}. Copy the file again, or leave out the episode."
+            f"{path} cannot be decoded at {min(seconds):.4f} s: {problem}. Copy the file again."
         ) from problem
-    for second, (distance, _) in zip(seconds, nearest, strict=True):
+    for second, (distance, frame) in zip(seconds, nearest, strict=True):
+        if frame is None:
+            raise ValueError(f"{path} cannot be decoded at {second:.4f} s: it ends before. Copy the file again.")
         if not distance < tolerance:
             raise ValueError(
                 f"{path} has no frame within {tolerance} s of {second:.4f} s: the nearest is {distance:.4f} s away. "
