@@ -201,6 +201,8 @@ OPEN = {
         "pattern": "Did you mean paths=?",
         "num_proc": "Files are indexed by threads: omit it.",
         "streaming": "Files are read in place, never downloaded first: omit it.",
+        "token": "Use storage_options={'token': …}, or set HF_TOKEN.",
+        "revision": "Write it into the address: hf://datasets/ORG/NAME@REVISION/….",
         "batch_size": "Use from_files(…).loader(batch_size=…).",
         "shuffle": "Use from_files(…).shuffle(seed=…).",
         "block_size": "Use from_tokens(path, block_size): the tokens of LitData, cut into rows.",

@@ -112,9 +112,11 @@ class IndexedFiles(Sequence[IndexedFile]):
         return IndexedFiles({**texts, **{name: getattr(self, name)[first:stop] for name in _NUMBERS}})
 
     def are(self, entries: Sequence[Entry]) -> bool:
-        """Return True if these are the entries of a listing, unchanged."""
-        paths, sizes, times, _ = zip(*entries, strict=True) if entries else ((), (), (), ())
+        """Return True if these are the entries of a listing, unchanged. ETags are compared where a listing has them."""
+        paths, sizes, times, etags = zip(*entries, strict=True) if entries else ((), (), (), ())
         if len(entries) != len(self) or self.paths != list(paths):
+            return False
+        if any(etags) and list(etags) != _list(self._texts["etag"]):
             return False
         return bool((np.array(sizes) == self.size).all() and (np.array(times) == self.mtime_ns).all())
 

@@ -1,4 +1,4 @@
-"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, and Arrow files in a store.
+"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, tar, and Arrow files in a store.
 
 It is built once: footers (for text, all rows) are scanned in parallel, types are unified, and the rows that pass the
 filter are counted, so that a position means the same row on every machine.
@@ -22,8 +22,9 @@ from midepoch.errors import CorruptBlockError
 from midepoch.sources.decode import decoder, partition_expression
 from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
+from midepoch.sources.folders import Listing
 from midepoch.sources.footers import Footers
-from midepoch.sources.formats import Block, ListedFormat, Member, Scanned, format_named
+from midepoch.sources.formats import GROUPED, Block, ListedFormat, Member, Scanned, format_named
 from midepoch.sources.index import Index, IndexedFile, IndexedFiles, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
@@ -94,6 +95,11 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
     found = request.find()
     if index is not None and _fresh(index, found):
         return index
+    if index is not None and (earlier := found.store.earlier):
+        _log.warning(
+            "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
+            "last is at %s", request.store.name(request.paths[0]), earlier,
+        )  # fmt: skip
     with locked(path, "the index") as place:
         index = None if force else read_index(path)
         if index is not None and _fresh(index, found):  # another process has built it
@@ -123,6 +129,7 @@ def _with(index: Index, footers: Footers) -> Index:
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
+    """Return True if an index is of these files."""
     files = index.files.part(0, len(found.entries)) if found.listed else index.files  # a manifest stands for its files
     return files.are(found.entries)
 
@@ -135,7 +142,11 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
     scan_one = partial(_scanned, store, found.format, request.skip_damage)
-    scans = for_all(scan_one, items, lambda done: report(done, total))
+    scans = (
+        for_all(scan_one, items, lambda done: report(done, total))
+        if found.listing is None
+        else [_scanned_media(request, found, found.listing)]
+    )
     values, added = (
         hive_values(below(request.paths, [entry.path for entry in entries]))
         if request.partitioning == "hive"
@@ -167,7 +178,10 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    footers = Footers.of([*(b"" for _ in manifests), *(scan.footer for scan in scans)])
+    if found.format in GROUPED:
+        footers = Footers.of(scan.footers[i] for scan, i in pairs)
+    else:
+        footers = Footers.of([*(b"" for _ in manifests), *(scan.footer for scan in scans)])
     return Index(
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
@@ -189,6 +203,14 @@ def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -
         listing = cast(ListedFormat, format_)
         return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
     return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
+
+
+def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scanned:
+    from midepoch.sources.media_rows import scan_media
+
+    if request.partitioning is not None:
+        raise ValueError(f"partitioning={request.partitioning!r} is for tables, and these are {found.format} files")
+    return scan_media(found.store, listing, found.format, skip_damage=request.skip_damage)
 
 
 def _quiet(done: int, total: int) -> None:
@@ -213,7 +235,7 @@ class _Counter:
         return [self._one(entry, scan, values, i) for i in range(len(scan.rows))]
 
     def _one(self, entry: Entry, scan: Scanned, values: Values, i: int) -> int:
-        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer, scan.dictionaries)
+        block = Block(entry, scan.offsets[i], scan.end(i), scan.footer_of(i), scan.dictionaries)
         known = partition_expression(values)
         if self._prunes and self._form.excluded(block, self._filter.expression, self._schema, known, self._columns):
             return 0

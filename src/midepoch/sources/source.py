@@ -20,7 +20,7 @@ from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
-from midepoch.sources.formats import Block, Scratch, format_named
+from midepoch.sources.formats import GROUPED, Block, Scratch, format_named
 from midepoch.sources.index import Index, IndexedFile, IndexedFiles
 from midepoch.sources.stores import Entry, Store
 
@@ -200,13 +200,14 @@ class Source:
         file = index.files[of_file]
         entry = Entry(file.path, file.size, file.mtime_ns, file.etag)
         assert index.ends is not None
+        grouped = index.format in GROUPED
         end = int(index.ends[number])
         scratch = Scratch(self.access.cache.folder, self.access.cache.limit)
         block = Block(
             entry,
             int(index.offsets[number]),
             None if end < 0 else end,
-            index.footers[of_file],
+            index.footers[number if grouped else of_file],
             file.dictionaries,
             scratch,
         )
@@ -230,7 +231,8 @@ class Source:
                     raise
                 raise CorruptBlockError(f"{store.name(file.path)}: {problem}.") from None
             finally:
-                store.check(entry)  # the data, or the error, may come from a mix of old and new contents
+                if not grouped:  # their files are checked when they are read
+                    store.check(entry)  # the data, or the error, may come from a mix of old and new contents
 
         try:
             table = store.persist(file.path, "read", checked)

@@ -18,9 +18,16 @@ _MODULES = {
     "jsonl": ("json_lines", "JsonFormat"),
     "mds": ("mds", "MdsFormat"),
     "litdata": ("litdata", "LitDataFormat"),
+    "text": ("text", "TextFormat"),
+    "image": ("media", "MediaFormat"),
+    "audio": ("media", "MediaFormat"),
+    "video": ("media", "MediaFormat"),
     "megatron": ("megatron", "MegatronFormat"),
     "tokens": ("tokens", "TokensFormat"),
+    "tar": ("tar_shards", "TarFormat"),
 }
+GROUPED = ("image", "audio", "video")
+"""Formats whose rows are files: an index has one entry for all of them, and a footer for each block."""
 
 
 @lru_cache(maxsize=64)
@@ -32,4 +39,4 @@ def format_named(name: str) -> Format:
     return format_
 
 
-__all__ = ["Block", "Format", "InPlace", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]
+__all__ = ["GROUPED", "Block", "Format", "InPlace", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]

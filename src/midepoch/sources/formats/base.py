@@ -36,10 +36,16 @@ class Scanned:
     """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)
     """Numbers of unreadable lines, which are not part of the data."""
+    footers: list[bytes] = field(default_factory=list)
+    """One for each block, instead of ``footer``, for formats of ``GROUPED``."""
 
     def end(self, i: int) -> int | None:
         """Return the start of the block after block i, or ``stop`` for the last one."""
         return self.offsets[i + 1] if i + 1 < len(self.offsets) else self.stop
+
+    def footer_of(self, i: int) -> bytes:
+        """Return the footer to decode block i with."""
+        return self.footers[i] if self.footers else self.footer
 
 
 @dataclass(frozen=True)
