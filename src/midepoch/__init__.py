@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from midepoch.loader import Lease, Loader
     from midepoch.open import from_files, load_dataset, load_from_disk
+    from midepoch.open_tables import from_delta, from_iceberg, from_lance
     from midepoch.open_tokens import from_megatron, from_tokens
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
@@ -60,9 +61,12 @@ _WHERE = {
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",
     "concatenate_datasets": "midepoch.dataset.combine",
+    "from_delta": "midepoch.open_tables",
     "from_files": "midepoch.open",
     "from_megatron": "midepoch.open_tokens",
     "from_tokens": "midepoch.open_tokens",
+    "from_iceberg": "midepoch.open_tables",
+    "from_lance": "midepoch.open_tables",
     "interleave_datasets": "midepoch.dataset.combine",
     "load_dataset": "midepoch.open",
     "load_from_disk": "midepoch.open",
@@ -126,7 +130,10 @@ __all__ = [
     "__version__",
     "concat",
     "concatenate_datasets",
+    "from_delta",
     "from_files",
+    "from_iceberg",
+    "from_lance",
     "from_megatron",
     "from_tokens",
     "interleave_datasets",

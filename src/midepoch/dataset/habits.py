@@ -226,6 +226,20 @@ OPEN = {
         "sequence_length": "Rows are documents. Use from_megatron(…).pack(sequence_length).",
         "split": "Use from_megatron(…).slice(None, '90%').",
     },
+    "from_delta": {
+        "table_uri": "Did you mean uri=?",
+        "timestamp": "Did you mean version=? It takes a time, too.",
+        "snapshot_id": "Did you mean version=?",
+    },
+    "from_iceberg": {
+        "version": "Did you mean snapshot_id=?",
+        "catalog_name": "Put it before the name: 'catalog.namespace.table'.",
+    },
+    "from_lance": {
+        "path": "Did you mean uri=?",
+        "tag": "Did you mean version=? It takes a tag, too.",
+        "asof": "Did you mean version=?",
+    },
     "mix": {
         "probabilities": "Did you mean weights=?",
         "datasets": "Did you mean sources=?",

@@ -20,6 +20,7 @@ from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
 from midepoch.sources.names import FORMATS, check_format, format_of, format_of_bytes, formats_of, other_reader
 from midepoch.sources.stores import Entry, Retry, Store
+from midepoch.sources.table_folders import refuse_tables
 
 PathLike = str | os.PathLike[str]
 _FEW = 16
@@ -154,7 +155,9 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
     if (glob := GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch
-        found = [each for each in all_visible(below(store, base or "/"), base) if matches(each.path)]
+        all_files = below(store, base or "/")
+        refuse_tables(store, base, [each.path for each in all_files])
+        found = [each for each in all_visible(all_files, base) if matches(each.path)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
         return Expanded(base or "/", sorted(found, key=itemgetter(0)))
@@ -164,6 +167,7 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {nearest(store, path)}")
         return Expanded("", [entry])
+    refuse_tables(store, path, [each.path for each in found])
     visible = sorted(all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
         return _described(store, *manifest)

@@ -60,14 +60,18 @@ class Index:
     ends: Int64Array | None = None
     footers: Footers = field(default_factory=Footers)
     row_bytes: float = 0.0
+    snapshot: str = ""
+    """The snapshot of a table to which the files belong: ``"delta 3"``."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the contents of all files, in order. It does not depend on their locations and names."""
+        """Fingerprint of the contents of all files, in order, and the snapshot of a table. It does not depend on the
+        locations and names of the files.
+        """
         digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
         for text in self.files.described():
             digest.update(text.encode())
-        return digest.hexdigest()
+        return f"{digest.hexdigest()} {self.snapshot}" if self.snapshot else digest.hexdigest()
 
     def part(self, first: int, stop: int) -> Index:
         """Return the index of the files ``first`` to ``stop``, excluded."""
@@ -93,7 +97,7 @@ class Index:
             return _reopen, (self.path, self.fingerprint)
         return Index, (
             self.files, self.offsets, self.starts, self.schema_bytes, self.nullable, None,
-            self.format, self.filter, self.ends, self.footers, self.row_bytes,
+            self.format, self.filter, self.ends, self.footers, self.row_bytes, self.snapshot,
         )  # fmt: skip
 
 
@@ -221,6 +225,7 @@ def serialise(index: Index) -> bytes:
         "format": index.format,
         "filter": index.filter,
         "row_bytes": index.row_bytes,
+        "snapshot": index.snapshot,
         "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
         "schema": base64.b64encode(index.schema_bytes).decode(),
         "nullable": sorted(map(list, index.nullable)),
@@ -279,6 +284,7 @@ def read_index(path: Path) -> Index | None:
         ends,
         kept,
         header["row_bytes"],
+        header.get("snapshot", ""),
     )
 
 
