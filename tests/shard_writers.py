@@ -43,8 +43,8 @@ def described(value: Any) -> Any:
     """Return a value of a reader as JSON that says all of it: types, shapes, pixels."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
+    if isinstance(value, (bytes, memoryview)):
+        return {"bytes": bytes(value).hex()}
     if isinstance(value, Decimal):
         return {"decimal": str(value)}
     if isinstance(value, dict):

@@ -266,28 +266,24 @@ def test_flipped_and_missing_bytes(compression: str | None, tmp_path: Path) -> N
     """A clear error that names the shard, or values that differ in the flipped sample alone."""
     folder = written(tmp_path / "mds", compression=compression)
     shard = next(folder.glob("shard.00001*"))
-    data, refused = shard.read_bytes(), 0
-    for at, damage in flips(data, 40):
+    data, refused, expected = shard.read_bytes(), 0, list(midepoch.from_files(folder))
+    for at, damage in flips(data, 16):
         overwrite(shard, at, damage)
         try:
             found = list(midepoch.from_files(folder, force_reindex=True))
         except MidepochError as problem:
-            assert shard.name in str(problem)
             refused += 1
+            named = shard.name in str(problem)
         else:
-            assert len(found) == 120
-            if compression is None:
-                assert sum(a != b for a, b in zip(map(dict, found), midepoch_rows(), strict=True)) <= 1
+            different = sum(a != b for a, b in zip(found, expected, strict=True))
+            named = different <= 1 or compression is not None
+        assert named
         overwrite(shard, at, data[at : at + 1])
     assert refused
     for size in (0, 3, 100, len(data) // 2, len(data) - 1):
         shard.write_bytes(data[:size])
         with pytest.raises(FormatError, match=f"{shard.name} has {size} bytes, .* says {len(data)}"):
             midepoch.from_files(folder, force_reindex=True)
-
-
-def midepoch_rows() -> list[dict[str, Any]]:
-    return [{name: row[name] for name in sorted(COLUMNS)} for row in rows()]
 
 
 def test_types_of_other_shards_are_joined_and_filters_apply(tmp_path: Path) -> None:
