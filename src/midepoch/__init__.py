@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from midepoch.loader import Lease, Loader
     from midepoch.open import from_files, load_dataset, load_from_disk
+    from midepoch.open_tokens import from_megatron, from_tokens
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
 
@@ -60,6 +61,8 @@ _WHERE = {
     "concat": "midepoch.dataset.combine",
     "concatenate_datasets": "midepoch.dataset.combine",
     "from_files": "midepoch.open",
+    "from_megatron": "midepoch.open_tokens",
+    "from_tokens": "midepoch.open_tokens",
     "interleave_datasets": "midepoch.dataset.combine",
     "load_dataset": "midepoch.open",
     "load_from_disk": "midepoch.open",
@@ -124,6 +127,8 @@ __all__ = [
     "concat",
     "concatenate_datasets",
     "from_files",
+    "from_megatron",
+    "from_tokens",
     "interleave_datasets",
     "load_dataset",
     "load_from_disk",

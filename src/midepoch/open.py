@@ -20,11 +20,12 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
-from midepoch.sources.files import DataFiles, PathLike, check_format, check_path, find_files, paths_of
+from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
+from midepoch.sources.names import check_format
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry
 
@@ -50,13 +51,16 @@ def from_files(
     validate: bool = True,
     on_error: str = "raise",
 ) -> Dataset:
-    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), or a folder.
+    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), braces, or a folder.
 
-    Arrow, Parquet, ORC, CSV and JSON lines (plain or compressed), on a local disk, in an object store (``s3://``,
-    ``gs://``, ``az://``), on the Hugging Face Hub (``hf://datasets/…``) or any file system of fsspec. A folder or glob
-    is sorted by path; a list keeps its order. Arrow files on a local disk are mapped, unless they are compressed or
-    dictionary-encoded. Blocks of all others are decoded once, and ``cache_bytes`` of them are kept: in memory or, with
-    worker processes or ranks to share them, or if it is given, in ``cache_dir``.
+    Arrow, Parquet, ORC, CSV, JSON (lines or one array), text by lines, tar shards of WebDataset, shards of MDS and
+    LitData, and folders of images, audio or video; text and tar also compressed. They are on a local disk, in an object
+    store (``s3://``, ``gs://``, ``az://``), on the Hugging Face Hub (``hf://datasets/…``) or in any file system of
+    fsspec. A folder or glob is sorted by path. A list keeps its order, and so do braces (``shard-{000..146}.tar``).
+
+    Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
+    decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
+    if it is given, in ``cache_dir``.
 
     - ``format``: default: detected from the files
     - ``columns``: others are never read
@@ -69,9 +73,8 @@ def from_files(
     """
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
-    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
-        raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
-    _check_on_error(on_error)
+    spec = cache_spec(cache_dir, cache_bytes)
+    check_on_error(on_error)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     texts = paths_of(paths)
     store, _ = resolve(texts[0], **where)
@@ -83,7 +86,7 @@ def from_files(
             found.append(find_files(texts, format=format, fresh=force_reindex, **where))
         return found[0]
 
-    folder = None if index_dir is None else _local(index_dir, "index_dir")
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
     source: Source | None = None
@@ -98,18 +101,23 @@ def from_files(
     if source is None:
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-        spec = CacheSpec(str(_cache_dir(cache_dir)), cache_bytes, cache_dir is not None)
         listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
         source = Source((index,), Access(listed, chosen, spec))
-    ds = _make_dataset(source, on_error=on_error)
+    ds = make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))
 
 
-def _cache_dir(given: PathLike | None) -> Path:
-    return default_index_dir() / "blocks" if given is None else Path(os.path.abspath(_local(given, "cache_dir")))
+def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
+    """Return the cache of decoded blocks that ``cache_dir`` and ``cache_bytes`` describe."""
+    if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
+        raise ValueError(f"cache_bytes must be a number of bytes of at least 1, got {cache_bytes!r}")
+    if cache_dir is None:
+        return CacheSpec(str(default_index_dir() / "blocks"), cache_bytes)
+    return CacheSpec(os.path.abspath(local_folder(cache_dir, "cache_dir")), cache_bytes, chosen=True)
 
 
-def _local(given: PathLike, what: str) -> Path:
+def local_folder(given: PathLike, what: str) -> Path:
+    """Return a local folder. Raise ValueError for an address."""
     if is_address(given):
         raise ValueError(f"{what} must be a local folder, got the address {Address(os.fspath(given))}")
     return Path(os.path.expanduser(given))
@@ -128,7 +136,7 @@ def load_from_disk(
 
     A dataset dict needs a split; a single dataset needs none (to slice it, use any name).
     """
-    folder = _local(check_path(path), "path")
+    folder = local_folder(check_path(path), "path")
     splits = saved_splits(folder)
     if splits is None:
         files = saved_files(folder)
@@ -172,7 +180,7 @@ def load_dataset(
     parts = parse_split(split)
     request = HubRequest(check_path(path), name, data_files, data_dir, revision, load_dataset_kwargs)
     force = force_reindex or "force" in str(load_dataset_kwargs.get("download_mode", "")).lower()
-    folder = None if index_dir is None else _local(index_dir, "index_dir")
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     splits = arrow_files(request, index_dir=folder, force=force, num_proc=num_proc)
     parts = expand_all(parts, list(splits))
     check_splits(parts, splits, repr(Address(path)))
@@ -200,25 +208,26 @@ def _of_splits(
     for part in parts:
         start, stop = part.rows(int(indexes[part.split].starts[-1]))
         ranges.append((starts[part.split] + start, starts[part.split] + stop))
-    return _make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
+    return make_dataset(Source(tuple(indexes.values())), Selection.of_ranges(ranges), on_error=on_error)
 
 
 def _index(
     files: Sequence[Path], index_dir: PathLike | None, force: bool, on_error: str, *, as_mapped: bool = False
 ) -> Index:
-    _check_on_error(on_error)
-    folder = None if index_dir is None else _local(index_dir, "index_dir")
+    check_on_error(on_error)
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
     skip = on_error == "skip"
     with shown("indexing", "files") as report:
         return open_index(files, index_dir=folder, force=force, skip_damage=skip, as_mapped=as_mapped, progress=report)
 
 
-def _check_on_error(on_error: str) -> None:
+def check_on_error(on_error: str) -> None:
+    """Raise ValueError unless it is "raise" or "skip"."""
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
 
 
-def _make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
+def make_dataset(source: Source, selection: Selection | None = None, *, on_error: str = "raise") -> Dataset:
     """Return all rows of a source (or those selected), in the order of the files."""
     filtered = source.access is not None and source.access.filter is not None
     where = ", ".join(map(source.name, source.files[:3])) + (", …" if len(source.files) > 3 else "")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from midepoch.pipeline.node import Node
 from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Cast, RemoveColumns, RenameColumns, SelectColumns, Step
-from midepoch.transforms.cast import types_by_name
+from midepoch.transforms.cast import inside, types_by_name
 from midepoch.transforms.columns import check_columns
 
 if TYPE_CHECKING:
@@ -84,11 +84,15 @@ class ColumnSteps:
     def cast(self: Self, columns: Mapping[str, Any] | pa.Schema) -> Self:
         """Convert columns to these Arrow types: ``cast({"label": "int32", "ids": pa.list_(pa.int32())})``.
 
-        Results of functions have the types of their values, which may differ between batches. A cast makes them equal.
+        The type of a number converts the items of a column of lists. Results of functions have the types of their
+        values, which may differ between batches. A cast makes them equal.
         """
         types = types_by_name(columns)
         if self._columns is not None:
             check_columns([name for name, _ in types], self._columns, "cast")
+        known = self._node.known
+        if known.certain:
+            types = tuple((name, inside(known.columns[name].kind, kind)) for name, kind in types)
         return self._with_step(Cast(types))
 
     def cast_column(self: Self, column: str, feature: Any) -> Self:

@@ -6,7 +6,9 @@ import os
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -19,12 +21,12 @@ from midepoch.read.memory import HeldBuffers, Memory
 from midepoch.read.sizes import bytes_of
 from midepoch.sources import Source
 from midepoch.sources.arrow_batches import BatchReader
-from midepoch.sources.arrow_ipc import scan
 from midepoch.sources.damage import changed, is_damage, removed
 from midepoch.sources.dictionaries import holds_dictionary, plain_array
 from midepoch.sources.dictionaries import plain_schema as plain_schema
 from midepoch.sources.index import IndexedFile
 from midepoch.sources.resources import retried
+from midepoch.sources.views import fingerprint_of, in_place, view
 
 HEAP_BYTES = 256 << 20
 """Bytes of decoded (compressed or dictionary-encoded) blocks that one process keeps."""
@@ -32,6 +34,7 @@ _MAPPED_BLOCKS = 512
 _CHECK_SECONDS = 1.0
 _CHECKED_FILES = 1024  # at most, each time: 1.5 ms
 _LEAST_FILES = 64
+_SLAB_BYTES = 4 << 20
 
 
 def _most_mappings() -> int:
@@ -68,6 +71,8 @@ class Blocks:
         self._file_blocks = source.file_blocks
         self._has_dictionaries = any(holds_dictionary(field.type) for field in source.schema)
         self._readers: dict[int, BatchReader] = {}
+        self._format = in_place(source)
+        self._slabs: OrderedDict[int, _Slab] = OrderedDict()
         self._next_check = time.monotonic() + _CHECK_SECONDS
         _mapping.add(self)
 
@@ -88,7 +93,7 @@ class Blocks:
             if buffer.size != file.size:
                 raise changed(file.path, f"it has {buffer.size} bytes and had {file.size}")
             if stat.st_mtime_ns != file.mtime_ns:
-                _same_contents(file)
+                self._same_contents(file)
             mapped = self._files[number] = _MappedFile(buffer, (stat.st_dev, stat.st_ino), stat.st_mtime_ns)
             self._held.add(number, [buffer])
         else:
@@ -125,7 +130,7 @@ class Blocks:
                 "Restore it. Replace files of a running job by renaming, never by writing into them."
             )
         if stat.st_mtime_ns != mapped.mtime_ns:
-            _same_contents(file)
+            self._same_contents(file)
             mapped.mtime_ns = stat.st_mtime_ns
 
     def trim(self) -> npt.NDArray[np.int64]:
@@ -138,11 +143,29 @@ class Blocks:
                 self._readers.pop(number, None)
                 self._held.remove(number)
                 dropped.append(np.arange(self._file_blocks[number], self._file_blocks[number + 1]))
-            released = np.concatenate(dropped)
-            for block in set(self._open).intersection(released.tolist()):
-                self._forget(block)
-            return released
-        return _NONE
+        while sum(len(slab.room) for slab in self._slabs.values()) > HEAP_BYTES and len(self._slabs) > 1:
+            number, slab = self._slabs.popitem(last=False)
+            self._held.remove(("slab", number))
+            dropped.append(np.array(slab.blocks, dtype=np.int64))
+        if not dropped:
+            return _NONE
+        released = np.concatenate(dropped)
+        for block in set(self._open).intersection(released.tolist()):
+            self._forget(block)
+        return released
+
+    def _room(self, block: int, size: int) -> npt.NDArray[np.uint8]:
+        """Return memory for the offsets of a block, which is held like the mapped files."""
+        number = next(reversed(self._slabs), -1)
+        slab = self._slabs.get(number)
+        if slab is None or slab.filled + size > len(slab.room):
+            number += 1
+            slab = self._slabs[number] = _Slab(np.empty(max(size, _SLAB_BYTES), np.uint8))
+            self._held.add(("slab", number), [pa.py_buffer(slab.room)])
+        start = slab.filled
+        slab.filled = -(-(start + size) // 8) * 8
+        slab.blocks.append(block)
+        return slab.room[start : start + size]
 
     def get(self, block: int) -> tuple[pa.RecordBatch, bool]:
         """Return the block as a record batch, and True if it is zero-copy: its addresses are then valid while the file
@@ -157,7 +180,10 @@ class Blocks:
         offset = int(self._source.offsets[block])
         starts = self._source.layout.block_starts
         try:
-            batch = self._decode(file, number, offset)
+            if self._format is None:
+                batch = self._decode(file, number, offset)
+            else:
+                batch = view(self._source, self._format, block, self._file, partial(self._room, block))
             batch.validate()
             if batch.num_rows != int(starts[block + 1] - starts[block]):
                 raise pa.ArrowInvalid(f"{batch.num_rows} rows where the index says {starts[block + 1] - starts[block]}")
@@ -165,11 +191,12 @@ class Blocks:
             if not is_damage(problem, file.size):
                 raise
             path = self._source.files[number].path
+            what = f"the record batch at byte {offset} of {path}" if self._format is None else f"a block of {path}"
             raise CorruptBlockError(
-                f"the record batch at byte {offset} of {path} (rows {starts[block]} to {starts[block + 1] - 1} of the "
-                f'data) cannot be read: {problem}. Restore the file, or pass on_error="skip" to leave it out.'
+                f"{what} (rows {starts[block]} to {starts[block + 1] - 1} of the data) cannot be read: {problem}. "
+                'Restore the file, or pass on_error="skip" to leave it out.'
             ) from None
-        mapped = _is_mapped(batch, file.address, file.address + file.size)
+        mapped = _is_mapped(batch, [file, *(pa.py_buffer(slab.room) for slab in list(self._slabs.values())[-2:])])
         self._keep(block, batch, mapped)
         return batch, mapped
 
@@ -194,22 +221,31 @@ class Blocks:
         batch, mapped = self._open.pop(block)
         self._heap_bytes -= 0 if mapped else bytes_of(batch)
 
+    def _same_contents(self, file: IndexedFile) -> None:
+        """Raise DataChangedError for a file with another modification time unless its contents are the same."""
+        if fingerprint_of(self._source, file) != file.fingerprint:
+            raise changed(file.path, "its contents differ")
+
 
 _NONE = np.empty(0, dtype=np.int64)
 
 
-def _same_contents(file: IndexedFile) -> None:
-    """Raise DataChangedError for a file with another modification time unless its contents are the same."""
-    if scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
-        raise changed(file.path, "its contents differ")
+@dataclass
+class _Slab:
+    """Memory for the offsets of many blocks: one buffer to hold instead of thousands."""
+
+    room: npt.NDArray[np.uint8]
+    filled: int = 0
+    blocks: list[int] = field(default_factory=list)
 
 
-def _is_mapped(batch: pa.RecordBatch, start: int, stop: int) -> bool:
-    """Return True if every buffer is inside the mapping."""
+def _is_mapped(batch: pa.RecordBatch, held: Sequence[pa.Buffer]) -> bool:
+    """Return True if every buffer is inside one of these."""
+    spans = [(buffer.address, buffer.address + buffer.size) for buffer in held]
     for column in batch.columns:
         for buffer in column.buffers():
             if buffer is not None and buffer.size:
-                address = buffer.address
-                if address < start or address + buffer.size > stop:
+                address, end = buffer.address, buffer.address + buffer.size
+                if not any(start <= address and end <= stop for start, stop in spans):
                     return False
     return True

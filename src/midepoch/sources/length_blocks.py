@@ -22,6 +22,7 @@ from midepoch.sources.damage import changed, is_damage, removed
 from midepoch.sources.dictionaries import holds_dictionary, plain_array, plain_type
 from midepoch.sources.resources import retried
 from midepoch.sources.source import Source
+from midepoch.sources.views import in_place, view
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -180,7 +181,7 @@ def _mapped(source: Source, column: str, files: Callable[[int], pa.Buffer], firs
         if file.number != number:
             file = _MappedFile(source, column, number, files)
         try:
-            builder.add(file.column(offset, starts[i + 1] - starts[i]))
+            builder.add(file.column(first + i, offset, starts[i + 1] - starts[i]))
             if i == len(offsets) - 1:
                 builder.flush()
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
@@ -213,13 +214,16 @@ class _MappedFile:
         self.path, self.size = self._file.path, self._buffer.size
         self._schema, self._number = source.schema, source.schema.get_field_index(column)
         self._reader: BatchReader | None = None
+        self._source, self._files, self._format = source, files, in_place(source)
         if any(holds_dictionary(each.type) for each in source.schema):
             view = memoryview(self._buffer)
             self._reader = BatchReader(lambda size, at: view[at : at + size], self.size)
 
-    def column(self, offset: int, rows: int) -> pa.Array:
-        """Return the column of the record batch at an offset. Raise ``pa.ArrowException`` if it is damaged."""
-        if self._reader is not None:
+    def column(self, block: int, offset: int, rows: int) -> pa.Array:
+        """Return the column of a block, which is at an offset. Raise ``pa.ArrowException`` if it is damaged."""
+        if self._format is not None:
+            batch = view(self._source, self._format, block, self._files, partial(np.empty, dtype=np.uint8))
+        elif self._reader is not None:
             batch = self._reader.read(offset, None, self._file.dictionaries)
         else:
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(self._buffer.slice(offset)), self._schema)

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from midepoch._internal.progress import shown
 from midepoch.errors import ColumnError, FormatError
-from midepoch.sources.arrow_ipc import scan
 from midepoch.sources.damage import changed, removed
 from midepoch.sources.index import IndexedFile, default_index_dir
 from midepoch.sources.length_blocks import (
@@ -29,6 +28,7 @@ from midepoch.sources.length_blocks import (
 from midepoch.sources.length_files import KEY_BYTES, SUFFIX, LengthsFile, read_lengths, remove_old, write_lengths
 from midepoch.sources.source import Source
 from midepoch.sources.storage import locked
+from midepoch.sources.views import fingerprint_of
 
 Int64Array = npt.NDArray[np.int64]
 Stamps = tuple[tuple[object, ...], ...]
@@ -186,10 +186,10 @@ def _stamps(source: Source) -> Stamps:
     """
     if source.access is not None and not source.access.store.local:
         return tuple((file.path, file.size, file.mtime_ns, file.etag) for file in source.files)
-    return tuple(_local_stamp(file, mapped=source.access is None) for file in source.files)
+    return tuple(_local_stamp(source, file) for file in source.files)
 
 
-def _local_stamp(file: IndexedFile, *, mapped: bool) -> tuple[object, ...]:
+def _local_stamp(source: Source, file: IndexedFile) -> tuple[object, ...]:
     try:
         stat = os.stat(file.path)
     except FileNotFoundError:
@@ -197,8 +197,8 @@ def _local_stamp(file: IndexedFile, *, mapped: bool) -> tuple[object, ...]:
     if stat.st_size != file.size:
         raise changed(file.path, f"it has {stat.st_size} bytes and had {file.size}")
     if stat.st_mtime_ns != file.mtime_ns:
-        if not mapped:
+        if source.access is not None:
             raise changed(file.path, "its modification time differs")
-        if scan(Path(file.path), skip_damage=True).fingerprint != file.fingerprint:
+        if fingerprint_of(source, file) != file.fingerprint:
             raise changed(file.path, "its contents differ")
     return file.path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -166,6 +166,16 @@ def _common_struct(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return pa.struct(fields)
 
 
+def inside(column: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """Return the type of lists whose items are numbers of this type, if the column is one of lists of numbers."""
+    if not (pa.types.is_primitive(kind) and any(test(column) for test in _LISTS)):
+        return kind
+    item = inside(column.value_type, kind)
+    if pa.types.is_fixed_size_list(column):
+        return pa.list_(item, column.list_size)
+    return pa.large_list(item) if pa.types.is_large_list(column) else pa.list_(item)
+
+
 def types_by_name(columns: Mapping[str, Any] | pa.Schema) -> tuple[tuple[str, pa.DataType], ...]:
     """Return the arguments of ``cast`` as pairs of a name and a type."""
     if isinstance(columns, pa.Schema):

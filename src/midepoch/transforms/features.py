@@ -63,7 +63,7 @@ class Encoded:
 def _formatter(kind: str, name: str, serialized: bytes) -> tuple[Any, pa.Field]:
     """Return the formatter and the field of a column. The schema is bytes: pyarrow 20 cannot hash one with metadata."""
     schema = pa.ipc.read_schema(pa.py_buffer(serialized))
-    datasets = import_datasets(f"column {name!r} needs decoding")
+    datasets = import_datasets(f"column {name!r} needs decoding, by ds.decode({name!r}, …) or by datasets")
     from datasets.formatting import get_formatter
 
     features = datasets.Features({name: datasets.Features.from_arrow_schema(schema)[name]})

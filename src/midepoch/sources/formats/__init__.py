@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from midepoch.sources.formats.base import Block, Format, Scanned, Scratch
+from midepoch.sources.formats.base import Block, Format, InPlace, ListedFormat, Member, Scanned, Scratch
 
 _MODULES = {
     "arrow": ("ipc", "ArrowFormat"),
@@ -16,15 +16,27 @@ _MODULES = {
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
     "jsonl": ("json_lines", "JsonFormat"),
+    "mds": ("mds", "MdsFormat"),
+    "litdata": ("litdata", "LitDataFormat"),
+    "text": ("text", "TextFormat"),
+    "image": ("media", "MediaFormat"),
+    "audio": ("media", "MediaFormat"),
+    "video": ("media", "MediaFormat"),
+    "megatron": ("megatron", "MegatronFormat"),
+    "tokens": ("tokens", "TokensFormat"),
+    "tar": ("tar_shards", "TarFormat"),
 }
+GROUPED = ("image", "audio", "video")
+"""Formats whose rows are files: an index has one entry for all of them, and a footer for each block."""
 
 
-@lru_cache(maxsize=len(_MODULES))
+@lru_cache(maxsize=64)
 def format_named(name: str) -> Format:
-    """Return the format with a name of ``files.FORMATS``."""
-    module, class_name = _MODULES[name]
-    format_: Format = getattr(import_module(f"{__name__}.{module}"), class_name)()
+    """Return the format with a name of ``files.FORMATS``. Arguments follow after colons: ``tokens:uint16:1024``."""
+    stem, *arguments = name.split(":")
+    module, class_name = _MODULES[stem]
+    format_: Format = getattr(import_module(f"{__name__}.{module}"), class_name)(*arguments)
     return format_
 
 
-__all__ = ["Block", "Format", "Scanned", "Scratch", "format_named"]
+__all__ = ["GROUPED", "Block", "Format", "InPlace", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]

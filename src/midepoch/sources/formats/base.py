@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -36,10 +36,16 @@ class Scanned:
     """The end of the last block, if that is not the end of the file."""
     broken_lines: list[int] = field(default_factory=list)
     """Numbers of unreadable lines, which are not part of the data."""
+    footers: list[bytes] = field(default_factory=list)
+    """One for each block, instead of ``footer``, for formats of ``GROUPED``."""
 
     def end(self, i: int) -> int | None:
         """Return the start of the block after block i, or ``stop`` for the last one."""
         return self.offsets[i + 1] if i + 1 < len(self.offsets) else self.stop
+
+    def footer_of(self, i: int) -> bytes:
+        """Return the footer to decode block i with."""
+        return self.footers[i] if self.footers else self.footer
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,46 @@ class Format(Protocol):
         self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
     ) -> bool:
         """Return True if statistics prove that no row of the block passes the filter, which uses these columns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file that a manifest names, and what the manifest says about it."""
+
+    entry: Entry
+    about: dict[str, Any]
+
+
+class ListedFormat(Protocol):
+    """A format whose files are named by a manifest. Its blocks are decoded as those of any ``Format``."""
+
+    def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
+        """Return the data files of all manifests, in order. Raise DataNotFoundError if one is missing."""
+        ...
+
+    def scan_member(self, store: Store, member: Member) -> Scanned:
+        """Find all blocks of one file. May be called again after a failure of the store."""
+        ...
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """A format whose blocks can be views of mapped files."""
+
+    def view(
+        self,
+        file: pa.Buffer,
+        beside: Callable[[], pa.Buffer],
+        block: Block,
+        schema: pa.Schema,
+        room: Callable[[int], Any],
+    ) -> pa.RecordBatch:
+        """Return a block of a mapped file. Raise ValueError or ``pa.ArrowException`` if it is damaged.
+
+        ``beside`` maps the entry before the file. ``room`` returns memory for a number of bytes, as an array, for what
+        the file does not contain.
+        """
         ...
 
 

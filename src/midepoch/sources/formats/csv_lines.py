@@ -14,11 +14,11 @@ import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
 from midepoch.sources.damage import is_damage
-from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
-from midepoch.sources.formats.cutting import broken_quoted_rows, is_closed, row_ends
+from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, is_closed, row_ends
 from midepoch.sources.formats.lines import read_rows, scan_lines
+from midepoch.sources.names import COMPRESSIONS
 from midepoch.sources.stores import Entry, Store
 
 _HEADER = 1 << 20
@@ -53,6 +53,13 @@ class _CsvRows:
 
     def __init__(self, names: list[str], delimiter: str) -> None:
         self._names, self._delimiter, self.delimiter = names, delimiter, delimiter.encode()
+
+    def ends(self, data: bytes) -> Int64Array:
+        return row_ends(data, self.delimiter)
+
+    def has_rows(self, data: bytes, head: bytes) -> bool:
+        """Return True if white space contains rows: tabs as delimiters, or lines of spaces in a single column."""
+        return self.delimiter in data or (self.delimiter not in head and re.search(rb"[ \t]\r?\n", data) is not None)
 
     def parse(self, data: bytes) -> pa.Table:
         return _parse(data, self._names, self._delimiter)

@@ -1,9 +1,9 @@
-"""JSON lines: one object per line."""
+"""JSON: one object per line, or one array of objects."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 import pyarrow.json as pj
@@ -12,31 +12,50 @@ from midepoch.errors import FormatError
 from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
-from midepoch.sources.formats.cutting import broken_rows, row_ends
+from midepoch.sources.formats.cutting import Int64Array, broken_rows, row_ends
+from midepoch.sources.formats.elements import SPACE
 from midepoch.sources.formats.inferred import MIXED_REMEDY
+from midepoch.sources.formats.json_array import is_array, scan_array
 from midepoch.sources.formats.lines import read_rows, scan_lines
 from midepoch.sources.stores import Entry, Store
 
 _BOM = b"\xef\xbb\xbf"
-_MIXED = re.compile(r"Column\(/(.+)\) changed from (\w+) to (\w+)")
+_BLANK = 1 << 20
+"""Maximum number of blank bytes at the beginning of a file that are skipped to find its first character."""
+_MIXED = re.compile(r"Column\(/(?:/\[\]/)?(.+)\) changed from (\w+) to (\w+)")
 
 
 class JsonFormat(NoStatistics):
     """Format with blocks of about 8 MB. Missing fields are null. Types are those of the complete set of files."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
-        with contents(store, entry) as file:
-            head = bytes(file.read(64)).removeprefix(_BOM).lstrip(b" \t\r\n")
-        if head.startswith(b"["):
+        blank, first = _beginning(store, entry)
+        if first.startswith(b"["):
+            return scan_array(store, entry, JsonArray(), start=blank + 1, skip_damage=skip_damage)
+        if re.match(rb'\{[ \t]*\r?\n\s*"', first):
             raise FormatError(
-                f"{store.name(entry.path)}: this is one JSON array. Write one object per line (JSON lines) instead."
+                f"{store.name(entry.path)}: this is one JSON object over several lines, expected one object per line "
+                'or an array of objects. Open a field of it with midepoch.load_dataset("json", data_files=…, field=…).'
             )
         return scan_lines(store, entry, _JsonLines(), start=0, skip_damage=skip_damage)
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         available = set(schema.names)
         wanted = pa.schema([schema.field(name) for name in columns if name in available])
+        if is_array(block.footer):
+            return JsonArray().parse(read_rows(store, block), wanted)
         return _parse(read_rows(store, block), wanted)
+
+
+def _beginning(store: Store, entry: Entry) -> tuple[int, bytes]:
+    """Return the number of blank bytes at the beginning of a file, and some bytes after them."""
+    head, first = b"", b""
+    with contents(store, entry) as file:
+        # Read no more than necessary: the text after it may be damaged.
+        while not first and len(head) < _BLANK and (data := bytes(file.read(max(64, len(head))))):
+            head += data
+            first = head.removeprefix(_BOM).lstrip(SPACE)
+    return len(head) - len(first), first
 
 
 class _JsonLines:
@@ -44,38 +63,75 @@ class _JsonLines:
 
     delimiter = None
 
+    def ends(self, data: bytes) -> Int64Array:
+        return row_ends(data, None)
+
+    def has_rows(self, data: bytes, head: bytes) -> bool:  # noqa: ARG002
+        return False
+
     def parse(self, data: bytes) -> pa.Table:
         if not data.isascii():
             data.decode()
         return _parse(data)
 
     def problem(self, data: bytes) -> str | None:
-        try:
-            self.parse(data)
-        except UnicodeDecodeError as problem:
-            return f"it is not UTF-8 text: {problem}"
-        except pa.ArrowException as problem:
-            if not is_damage(problem):
-                raise
-            if _MIXED.search(str(problem)) and _is_json(data):
-                return None  # incompatible types are not damage of a row
-            return re.sub(r"^JSON parse error: |\.? in row \d+$|\.$", "", str(problem))
-        return None
+        return _problem(data, self.parse, lambda each: _read(each, pa.schema([])))
 
     def broken(self, data: bytes) -> list[tuple[int, int]]:
         return broken_rows(data, row_ends(data, None), self.problem)
 
     def refused(self, problem: Exception) -> str:
-        mixed = _MIXED.search(str(problem))
-        if mixed is None:
-            return f"{problem}."
-        column, first, second = mixed.groups()
-        return f"column {column!r} contains {first} in some rows and {second} in others. {MIXED_REMEDY}"
+        return refused(problem)
 
 
-def _is_json(data: bytes) -> bool:
+class JsonArray:
+    """Parser of consecutive elements of an array, with the commas between them. They become one value of one column."""
+
+    def parse(self, data: bytes, schema: pa.Schema | None = None) -> pa.Table:
+        if schema is None and not data.isascii():
+            data.decode()
+        wrapped = b'{"":[' + data.rstrip(SPACE).removesuffix(b",") + b"]}"
+        column = None if schema is None else pa.schema([("", pa.list_(pa.struct(list(schema))))])
+        rows = _read(wrapped, column).column(0).combine_chunks().flatten()
+        if not rows.type.num_fields:
+            return pa.table({"": pa.nulls(len(rows))}).select([])
+        fields = [rows.type.field(i) for i in range(rows.type.num_fields)]
+        return pa.table(rows.flatten(), schema=pa.schema(fields))
+
+    def problem(self, data: bytes) -> str | None:
+        """Return the reason why elements cannot be read. None if each can be read alone."""
+        return _problem(data, self.parse, lambda each: self.parse(each, pa.schema([])))
+
+    def refused(self, problem: Exception) -> str:
+        return refused(problem)
+
+
+def refused(problem: Exception) -> str:
+    """Return the message for rows that can be read alone, but not together."""
+    mixed = _MIXED.search(str(problem))
+    if mixed is None:
+        return f"{problem}."
+    column, first, second = mixed.groups()
+    return f"column {column!r} contains {first} in some rows and {second} in others. {MIXED_REMEDY}"
+
+
+def _problem(data: bytes, parse: Callable[[bytes], pa.Table], check: Callable[[bytes], pa.Table]) -> str | None:
     try:
-        _read(data, pa.schema([]))
+        parse(data)
+    except UnicodeDecodeError as problem:
+        return f"it is not UTF-8 text: {problem}"
+    except pa.ArrowException as problem:
+        if not is_damage(problem):
+            raise
+        if _MIXED.search(str(problem)) and _is_readable(data, check):
+            return None  # incompatible types are not damage of a row
+        return re.sub(r"^JSON parse error: |\.? in row \d+$|\.$", "", str(problem))
+    return None
+
+
+def _is_readable(data: bytes, check: Callable[[bytes], pa.Table]) -> bool:
+    try:
+        check(data)
     except pa.ArrowException:
         return False
     return True

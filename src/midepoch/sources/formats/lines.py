@@ -1,4 +1,4 @@
-"""Text with one row per line (CSV, JSON lines). Blocks are byte ranges that end at the end of a row.
+"""Text with one row per line (CSV, JSON lines, plain text). Blocks are byte ranges that end at the end of a row.
 
 Such files have no metadata. The index reads them completely once, to find the number of rows, the types, the nullable
 columns, and the unreadable rows. Under ``on_error="skip"`` the index contains the byte ranges of unreadable rows, which
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Protocol
@@ -19,8 +18,8 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, Scanned
-from midepoch.sources.formats.compressed import compression, contents, decompressed, skip
-from midepoch.sources.formats.cutting import is_closed, row_ends, without
+from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
+from midepoch.sources.formats.cutting import Int64Array, is_closed, without
 from midepoch.sources.formats.inferred import lacking, nulls, widest
 from midepoch.sources.stores import Entry, Store
 
@@ -35,6 +34,14 @@ class Dialect(Protocol):
 
     @property
     def delimiter(self) -> bytes | None: ...
+
+    def ends(self, data: bytes) -> Int64Array:
+        """Return the position after each row, for data that begins with a row. The last row may be missing."""
+        ...
+
+    def has_rows(self, data: bytes, head: bytes) -> bool:
+        """Return True if the end of a file contains a row. ``head`` is what comes before the first row."""
+        ...
 
     def parse(self, data: bytes) -> pa.Table:
         """Return all rows. Raise ``pa.ArrowException`` or ``UnicodeDecodeError``."""
@@ -56,7 +63,8 @@ class Dialect(Protocol):
 def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip_damage: bool) -> Scanned:
     """Divide a file from byte ``start`` on into blocks, and parse every block once."""
     name = store.name(entry.path)
-    text = _Text(store, entry, start, dialect.delimiter, salvage=skip_damage)
+    pieces = Pieces(store, entry, start, salvage=skip_damage)
+    text = _Text(pieces, start, dialect)
     found = Scanned(pa.schema([]), inferred=True)
     schemas: list[pa.Schema] = []
     broken: list[tuple[int, int]] = []
@@ -69,7 +77,7 @@ def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip
             schemas.append(table.schema)
         broken += [(text.offset + first, text.offset + stop) for first, stop in ranges]
         found.broken_lines += [text.line_at(data, first) for first, _ in ranges]
-    found.complete, found.stop = not text.is_damaged, text.offset if text.is_damaged else None
+    found.complete, found.stop = not pieces.is_damaged, text.offset if pieces.is_damaged else None
     if entry.size and not schemas and text.offset > start:
         raise FormatError(f"{name}: none of its {entry.size} bytes can be read as a row. Check the format.")
     found.schema = widest(name, schemas, text=dialect.delimiter is not None)
@@ -77,7 +85,7 @@ def scan_lines(store: Store, entry: Entry, dialect: Dialect, *, start: int, skip
     for schema in schemas:
         if schema.names != found.schema.names or any(map(pa.types.is_struct, schema.types)):
             found.nullable |= lacking(found.schema, schema)
-    found.fingerprint = text.digest.hexdigest()
+    found.fingerprint = pieces.digest.hexdigest()
     found.footer = json.dumps({"broken": broken}).encode() if broken else b""
     with store.open(entry) as file:
         found.etag = file.etag
@@ -108,67 +116,37 @@ def _read(
         raise FormatError(f"{name}: {dialect.refused(problem)}") from None
 
 
-class _Text:
-    """Iterable over the contents of a file in pieces that end with a row.
+class Pieces:
+    """Iterable over the contents of a file from byte ``start`` on, in pieces of ``_READ`` bytes.
 
-    ``offset`` and ``line`` are those of the last piece. ``is_cut``: that piece is known to end with a row. ``salvage``:
-    use the readable part of a damaged compressed file.
+    ``salvage``: use the readable part of a damaged compressed file, and set ``is_damaged``.
     """
 
-    def __init__(self, store: Store, entry: Entry, start: int, delimiter: bytes | None, *, salvage: bool) -> None:
-        self._store, self._entry, self._start, self._delimiter = store, entry, start, delimiter
-        self._salvage = salvage
+    def __init__(self, store: Store, entry: Entry, start: int, *, salvage: bool) -> None:
+        self._store, self._entry, self._start, self._salvage = store, entry, start, salvage
         self.digest = hashlib.blake2b(digest_size=16)
-        self.offset, self._line = start, 1
-        self.is_cut = self.is_damaged = False
-
-    def line_at(self, data: bytes, position: int) -> int:
-        """Return the number of a line of this piece. The first line of the file is 1."""
-        return self._line + data.count(b"\n", 0, position)
+        self.head, self.is_damaged = b"", False
 
     def __iter__(self) -> Iterator[bytes]:
-        rest, enough = b"", BLOCK_BYTES
         with contents(self._store, self._entry) as file:
-            head = bytes(file.read(self._start)) if self._start else b""
-            self._line += head.count(b"\n")
-            self.digest.update(head)
-            for data in self._pieces(file):
+            self.head = bytes(file.read(self._start)) if self._start else b""
+            self.digest.update(self.head)
+            for data in self._read(file):
                 self.digest.update(data)
-                rest += data
-                if len(rest) < enough:
-                    continue
-                cut = self._last_row_end(rest)
-                enough = BLOCK_BYTES if cut else 2 * len(rest)
-                if cut:
-                    yield rest[:cut]
-                    self._pass(rest[:cut])
-                    rest = rest[cut:]
-        if self.is_damaged:
-            rest = rest[: self._last_row_end(rest)]
-        self.is_cut = False
-        if rest.strip(b"\r\n \t") or (self._delimiter is not None and _holds_blanks(rest, self._delimiter, head)):
-            yield rest
-            self._pass(rest)
+                yield data
 
-    def _pass(self, data: bytes) -> None:
-        self.offset += len(data)
-        self._line += data.count(b"\n")
-
-    def _last_row_end(self, data: bytes) -> int:
-        ends = row_ends(data, self._delimiter)
-        self.is_cut = len(ends) > 0
-        if not self.is_cut and len(data) >= _LONGEST_ROW * BLOCK_BYTES:
-            return data.rfind(b"\n") + 1
-        return int(ends[-1]) if self.is_cut else 0
-
-    def _pieces(self, file: Any) -> Iterator[bytes]:
+    def _read(self, file: Any) -> Iterator[bytes]:
         position = self._start
         try:
             while data := bytes(file.read(_READ)):
                 position += len(data)
                 yield data
         except (OSError, pa.ArrowException) as problem:
-            if not is_damage(problem) or compression(self._entry.path) is None or not self._can_be_fetched():
+            if (
+                not is_damage(problem)
+                or compression(self._entry.path) is None
+                or not can_be_fetched(self._store, self._entry)
+            ):
                 raise
             if not self._salvage:
                 raise FormatError(
@@ -177,11 +155,6 @@ class _Text:
                 ) from None
             self.is_damaged = True
             yield self._before_damage(position)
-
-    def _can_be_fetched(self) -> bool:
-        """Return True if all bytes of the file can be read, so that a failure is in its contents."""
-        with self._store.open(self._entry) as file:
-            return all(file.arrow.read(min(_READ, left)) for left in range(file.size, 0, -_READ))
 
     def _before_damage(self, position: int) -> bytes:
         """Return the contents from a position on. A failed read loses its bytes, so that reads become smaller."""
@@ -198,9 +171,52 @@ class _Text:
         return bytes(found)
 
 
-def _holds_blanks(rest: bytes, delimiter: bytes, head: bytes) -> bool:
-    """Return True if white space contains CSV rows: tabs as delimiters, or lines of spaces in a single column."""
-    return delimiter in rest or (delimiter not in head and re.search(rb"[ \t]\r?\n", rest) is not None)
+class _Text:
+    """Iterable over the contents of a file in pieces that end with a row.
+
+    ``offset`` and ``line`` are those of the last piece. ``is_cut``: that piece is known to end with a row.
+    """
+
+    def __init__(self, pieces: Pieces, start: int, dialect: Dialect) -> None:
+        self._pieces, self._dialect = pieces, dialect
+        self.offset, self._line = start, 1
+        self.is_cut = False
+
+    def line_at(self, data: bytes, position: int) -> int:
+        """Return the number of a line of this piece. The first line of the file is 1."""
+        return self._line + data.count(b"\n", 0, position)
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest, enough = b"", BLOCK_BYTES
+        for number, data in enumerate(self._pieces):
+            if not number:
+                self._line += self._pieces.head.count(b"\n")
+            rest += data
+            if len(rest) < enough:
+                continue
+            cut = self._last_row_end(rest)
+            enough = BLOCK_BYTES if cut else 2 * len(rest)
+            if cut:
+                yield rest[:cut]
+                self._pass(rest[:cut])
+                rest = rest[cut:]
+        if self._pieces.is_damaged:
+            rest = rest[: self._last_row_end(rest)]
+        self.is_cut = False
+        if rest.strip(b"\r\n \t") or self._dialect.has_rows(rest, self._pieces.head):
+            yield rest
+            self._pass(rest)
+
+    def _pass(self, data: bytes) -> None:
+        self.offset += len(data)
+        self._line += data.count(b"\n")
+
+    def _last_row_end(self, data: bytes) -> int:
+        ends = self._dialect.ends(data)
+        self.is_cut = len(ends) > 0
+        if not self.is_cut and len(data) >= _LONGEST_ROW * BLOCK_BYTES:
+            return data.rfind(b"\n") + 1
+        return int(ends[-1]) if self.is_cut else 0
 
 
 def read_rows(store: Store, block: Block) -> bytes:

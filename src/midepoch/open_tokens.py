@@ -1,0 +1,255 @@
+"""Opening tokenised data in place: Megatron's indexed datasets, and flat files of tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from midepoch._internal.hints import hinted
+from midepoch._internal.progress import shown
+from midepoch.dataset import Dataset, habits
+from midepoch.dataset.combine import mix
+from midepoch.errors import DataNotFoundError
+from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
+from midepoch.sources import Access, Source
+from midepoch.sources.addresses import resolve
+from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
+from midepoch.sources.formats.tokens import DTYPES
+from midepoch.sources.index import Index
+from midepoch.sources.lake import Request, open_lake
+from midepoch.sources.manifests import is_litdata
+from midepoch.sources.stores import Entry, Retry, Store
+
+_PARALLEL = 16
+
+
+@hinted(habits.OPEN["from_tokens"])
+def from_tokens(
+    paths: PathLike | Iterable[PathLike],
+    sequence_length: int,
+    *,
+    dtype: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    validate: bool = True,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return flat files of tokens, cut into sequences of ``sequence_length`` tokens: the column ``input_ids``.
+
+    ``.npy`` files, and raw files (``.bin``, ``.npy`` of OLMo, ``.ds`` of datatrove) whose type is ``dtype``: "uint16",
+    "uint32", …. The headers of NumPy and of llm.c are detected, and have their own type. Local files are mapped and
+    nothing is converted, so any length can be chosen each time. Tokens at the end of a file that fill no sequence are
+    left out. For a model that shifts its labels itself, pass its context length; otherwise one token more. A folder of
+    LitData's ``TokensLoader`` is read likewise, and has its own type.
+
+    The other arguments are those of ``from_files``.
+
+    ds = midepoch.from_tokens("fineweb/*.bin", 1025, dtype="uint16").cast({"input_ids": "int64"})
+    """
+    if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
+        raise ValueError(f"sequence_length must be a number of tokens of at least 1, got {sequence_length!r}")
+    form = f"tokens:{_dtype_name(dtype)}:{sequence_length}"
+    texts = paths_of(paths)
+    where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    if (
+        dtype is None
+        and not os.path.splitext(texts[0])[1].replace(".json", "")
+        and is_litdata(*resolve(texts[0], **where))
+    ):
+        return from_files(
+            texts, format=f"litdata:{sequence_length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
+            index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
+        )  # fmt: skip
+
+    def find(store: Store, given: Sequence[str]) -> list[Entry]:
+        return [entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")]
+
+    opened = _opened(texts, form, find, where, index_dir, force_reindex, validate, on_error)
+    return opened.dataset(opened.index, cache_dir, cache_bytes, on_error)
+
+
+@hinted(habits.OPEN["from_megatron"])
+def from_megatron(
+    blend: PathLike | Sequence[Any],
+    weights: Sequence[float] | None = None,
+    *,
+    seed: int | None = None,
+    stop: str = "all",
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    validate: bool = True,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return documents of Megatron's indexed datasets (``.bin`` and ``.idx``): the column ``input_ids``.
+
+    ``blend`` is a prefix, a folder, a glob or a list of them, which are read one after the other; or Megatron's own
+    list of weights and prefixes, ``["0.7", "web_text_document", "0.3", "code_text_document"]``, or its pair
+    ``([prefix, …], [weight, …])``. Weighted prefixes are mixed by ``mix(stop=…)``, each shuffled with ``seed`` if that
+    is given. Weights count documents. Documents of several sequences also have their ``sequence_lengths``, and
+    multimodal ones their ``modes``. Local files are mapped. The other arguments are those of ``from_files``.
+
+    ds = midepoch.from_megatron(["0.7", "web_text_document", "0.3", "code_text_document"], seed=1).pack(4096)
+    """
+    prefixes, shares = _parsed(blend, weights)
+    texts = paths_of(prefixes)
+    where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    counts: list[int] = []
+
+    def find(store: Store, given: Sequence[str]) -> list[Entry]:
+        groups = [_listed(store, path, text) for path, text in zip(given, texts, strict=True)]
+        counts[:] = [len(group) for group in groups]
+        return _entries(store, [each for group in groups for each in group])
+
+    if shares is None:
+        opened = _opened(texts, "megatron", find, where, index_dir, force_reindex, validate, on_error)
+        ds = opened.dataset(opened.index, cache_dir, cache_bytes, on_error)
+        return ds if seed is None else ds.shuffle(seed=seed)
+    # One index for all prefixes, so that a blend of a hundred is one file to open. Its freshness needs their names.
+    opened = _opened(texts, "megatron", find, where, index_dir, force_reindex, True, on_error)
+    parts, first = [], 0
+    for count in counts:
+        part = opened.dataset(opened.index.part(first, first + count), cache_dir, cache_bytes, on_error)
+        parts.append(part if seed is None else part.shuffle(seed=seed))
+        first += count
+    return mix(dict(zip(_names(texts), parts, strict=True)), shares, seed=seed or 0, stop=stop)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An index, and the store of its files."""
+
+    index: Index
+    store: Store
+
+    def dataset(self, index: Index, cache_dir: PathLike | None, cache_bytes: int, on_error: str) -> Dataset:
+        """Return the rows of an index. Local files are mapped."""
+        spec = cache_spec(cache_dir, cache_bytes)
+        access = None if self.store.local else Access(self.store, None, spec)
+        return make_dataset(Source((index,), access), on_error=on_error)
+
+
+def _opened(
+    texts: Sequence[str],
+    form: str,
+    find: Callable[[Store, Sequence[str]], list[Entry]],
+    where: Mapping[str, Any],
+    index_dir: PathLike | None,
+    force: bool,
+    validate: bool,
+    on_error: str,
+) -> _Opened:
+    check_on_error(on_error)
+    resolved = [resolve(text, **where) for text in texts]
+    store, given = resolved[0][0], tuple(path for _, path in resolved)
+    if len({each.identity for each, _ in resolved}) > 1:
+        raise ValueError("all files of a dataset must be in one store. Open them separately, and use mix or concat.")
+
+    def found() -> DataFiles:
+        return DataFiles(store, form, tuple(find(store, given)))
+
+    request = Request(store, given, form, None, None, on_error == "skip", found)
+    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
+    with shown("indexing", "files") as report:
+        index = open_lake(request, index_dir=folder, force=force, validate=validate, progress=report)
+    return _Opened(index, store)
+
+
+def _dtype_name(dtype: Any) -> str:
+    if dtype is None:
+        return ""
+    import numpy as np
+
+    try:
+        name = np.dtype(str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return name
+
+
+def _parsed(blend: Any, weights: Any) -> tuple[list[Any], list[float] | None]:
+    """Return the prefixes of a blend, and their weights. None if it has none."""
+    if isinstance(blend, tuple) and len(blend) == 2 and not isinstance(blend[0], (str, bytes)):
+        if weights is not None:
+            raise TypeError("the weights are given twice: in the pair of prefixes and weights, and as weights=…")
+        blend, weights = blend
+    listed = [blend] if isinstance(blend, str) or hasattr(blend, "__fspath__") else list(blend)
+    if weights is None and len(listed) > 1 and _number(listed[0]) is not None:
+        if len(listed) % 2 or any(_number(each) is None for each in listed[::2]):
+            raise ValueError(f"a list of weights and prefixes alternates between them, got {listed!r:.120}")
+        listed, weights = listed[1::2], [_number(each) for each in listed[::2]]
+    if weights is not None and len(weights) != len(listed):
+        raise ValueError(f"there are {len(weights)} weights for {len(listed)} prefixes")
+    return listed, None if weights is None else [float(each) for each in weights]
+
+
+def _number(given: Any) -> float | None:
+    try:
+        return None if hasattr(given, "__fspath__") else float(given)
+    except (TypeError, ValueError):
+        return None
+
+
+def _names(texts: Sequence[str]) -> list[str]:
+    """Return names of sources: the last parts of their prefixes, as many as tell them apart."""
+    paths = [text.rstrip("/").removesuffix(".idx").removesuffix(".bin").split("/") for text in texts]
+    for parts in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError(f"the blend contains a prefix twice: {', '.join(map(repr, texts))}. Add up its weights.")
+
+
+def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
+    """Return the index and the tokens of each prefix that a path means: itself, or those in a folder or glob.
+
+    Files that were not listed are paths.
+    """
+    if any(sign in path for sign in "*?[") or path.endswith("/") or (store.local and os.path.isdir(path)):
+        entries = {entry.path: entry for entry in expand(store, path, text, "megatron")}
+        prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
+    else:
+        entries, prefixes = {}, {path.removesuffix(".idx").removesuffix(".bin"): None}
+    paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
+    return [entries.get(each, each) for each in paths]
+
+
+def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
+    """Return the entries of all files. Those that were not listed are looked at, several at a time in a store."""
+    paths = [each for each in listed if isinstance(each, str)]
+    if store.local:
+        looked = [_local_entry(path) for path in paths]
+    else:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            looked = list(pool.map(store.stat, paths))
+    found = dict(zip(paths, looked, strict=True))
+    for path, entry in found.items():
+        if entry is None:
+            raise DataNotFoundError(
+                f"{store.name(path)} does not exist. A prefix of Megatron has two files, PREFIX.bin and PREFIX.idx: "
+                "check the path."
+            )
+    entries = [found[each] if isinstance(each, str) else each for each in listed]
+    return [entry for entry in entries if entry is not None]
+
+
+def _local_entry(path: str) -> Entry | None:
+    try:
+        stat = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Entry(path, stat.st_size, stat.st_mtime_ns)

@@ -1,0 +1,123 @@
+"""Folders of images, sounds and videos: their recognition, and their listing as one entry of an index.
+
+Each file is a row. Millions of files cannot be entries of their own: the index has one entry for all of them, whose
+modification time is a digest of the listing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import posixpath
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from midepoch.errors import FormatError
+from midepoch.sources.stores import Entry
+
+_log = logging.getLogger("midepoch")
+
+_IMAGES = ".apng .bmp .dib .gif .ico .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .pbm .pgm .png .pnm .ppm .tga"
+_SOUNDS = ".aac .aiff .au .caf .flac .m4a .mp3 .ogg .opus .rf64 .w64 .wav .wma"
+_VIDEOS = ".avi .m4v .mkv .mov .mp4 .webm"
+MEDIA = {
+    **dict.fromkeys([*_IMAGES.split(), ".tif", ".tiff", ".webp"], "image"),
+    **dict.fromkeys(_SOUNDS.split(), "audio"),
+    **dict.fromkeys(_VIDEOS.split(), "video"),
+}
+KINDS = ("image", "audio", "video")
+"""Formats whose rows are files (``formats.GROUPED``). Each is also the name of its column."""
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All files of a dataset of media, in order, with their paths relative to the folders that were given."""
+
+    root: str
+    files: tuple[Entry, ...]
+    names: tuple[str, ...]
+
+    @property
+    def entry(self) -> Entry:
+        """All files as one entry. Its modification time is a digest of their names, sizes and times."""
+        digest = hashlib.blake2b(digest_size=7)
+        rows = [f"{name}\0{e[1]}\0{e[2]}\0" for name, e in zip(self.names, self.files, strict=True)]
+        digest.update("".join(rows).encode("utf-8", "surrogateescape"))
+        return Entry(self.root, sum(e[1] for e in self.files), int.from_bytes(digest.digest(), "little"))
+
+
+class Expanded(NamedTuple):
+    """The files that a path means."""
+
+    root: str
+    """The folder in which they were searched, empty for the path of a file."""
+    entries: list[Entry]
+    kind: str | None = None
+    """The kind of media in a folder, None for files of other formats."""
+
+
+def is_metadata(path: str) -> bool:
+    """Return True for a file that describes the files beside it."""
+    return path.endswith(_METADATA) and posixpath.basename(path) in _METADATA
+
+
+def listing_of(given: Sequence[Expanded]) -> Listing:
+    """Return the listing of several paths. Names of files are relative to the folder in which they were searched."""
+    files: list[Entry] = []
+    names: list[str] = []
+    alone = [posixpath.dirname(each.entries[0].path) for each in given if not each.root]
+    common = posixpath.commonpath(alone) if alone else ""
+    for root, entries, _ in given:
+        start = len((root or common).rstrip("/")) + 1
+        files += entries
+        names += [entry[0][start:] for entry in entries]
+    roots = [root.rstrip("/") or "/" for root, _, _ in given if root] + [common] * bool(alone)
+    return Listing(posixpath.commonpath(roots), tuple(files), tuple(names))
+
+
+def choose(
+    name: str, visible: Sequence[Entry], formats: Sequence[str | None], wanted: str | None
+) -> tuple[list[Entry], str | None]:
+    """Return the files of a folder that are the data: those of the requested format, else tables, media, or text.
+
+    Files named ``metadata`` belong to the media beside them. The second value is the kind of media.
+    """
+    present = Counter(kind for kind in formats if kind is not None)
+    media = [kind for kind in KINDS if present[kind]]
+    if wanted in KINDS or (wanted is None and media and _only_metadata(visible, formats)):
+        if wanted is None and len(media) > 1:
+            raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
+        return _of_kind(visible, formats, wanted or media[0]), wanted or media[0]
+    tables = [kind for kind in present if kind not in KINDS and kind != "text"]
+    if wanted is not None:
+        accepted = [wanted]
+    else:
+        accepted = tables or ["text"] * (present["text"] > 0)
+        _warn_of_others(name, present, tables, media)
+    return [entry for entry, kind in zip(visible, formats, strict=True) if kind in accepted], None
+
+
+def _only_metadata(visible: Sequence[Entry], formats: Sequence[str | None]) -> bool:
+    """Return True if the folder has no tables but those that describe its files."""
+    return all(
+        kind is None or kind in KINDS or kind == "text" or is_metadata(entry[0])
+        for entry, kind in zip(visible, formats, strict=True)
+    )
+
+
+def _of_kind(visible: Sequence[Entry], formats: Sequence[str | None], kind: str) -> list[Entry]:
+    if any(is_metadata(entry[0]) for entry in visible):
+        return list(visible)  # it may name any of them
+    return [entry for entry, each in zip(visible, formats, strict=True) if each == kind]
+
+
+def _warn_of_others(name: str, present: Counter[str], tables: list[str], media: list[str]) -> None:
+    for kind in media:
+        if present[kind] > sum(present[table] for table in tables):
+            _log.warning(
+                "%s contains %d %s files, which are not read, beside tables, which are. Pass format=%r to read them.",
+                name, present[kind], kind, kind,
+            )  # fmt: skip
