@@ -83,9 +83,10 @@ class HubFiles:
             return None
         folder = at._replace(path=at.path.rpartition("/")[0])
         listed = self._listed(folder, persist, recursive=False)
-        if self._named is None or self._named[0] is not listed:
-            self._named = listed, {file.path: file for file in listed}
-        return self._named[1].get(path)
+        named = self._named
+        if named is None or named[0] is not listed:
+            self._named = named = listed, {file.path: file for file in listed}
+        return named[1].get(path)
 
     def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
         key = at.given, recursive
