@@ -276,6 +276,17 @@ def test_a_push_of_other_files_keeps_the_index(
     assert len(list(loader)) == 15
 
 
+def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks"))
+    asked = hub.requests.total()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("midepoch.sources.hub_listings.time.time", lambda: 1e10)
+    assert ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks")) == list(range(SHARDS * ROWS))
+    assert hub.requests.total() == asked
+    with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
+        midepoch.from_files(GLOB, force_reindex=True)
+
+
 def test_force_reindex_looks_at_the_revision_again(hub: HubServer) -> None:
     midepoch.from_files(GLOB)
     hub.repos["org/name"].push(shards(step=2))
