@@ -102,10 +102,12 @@ def _path(kind: str, *parts: str, commit: str = "") -> Path:
 
 def _fresh_lookup(path: Path, seconds: float, since: float | None = None) -> Lookup | None:
     """Return a saved commit that was looked up within the last seconds, or since a time."""
-    saved = _loaded(path)
-    checked, now = saved.get("checked", 0.0), time.time()
+    saved, now = _loaded(path), time.time()
+    if not saved:
+        return None
+    checked = saved["checked"]
     recent = now - seconds < checked <= now or (since is not None and since <= checked <= now)
-    return Lookup(saved["commit"], saved.get("before", "")) if recent else None
+    return Lookup(saved["commit"], saved["before"]) if recent else None
 
 
 def _listing(path: Path, of: HubPath) -> list[Entry] | None:
