@@ -157,6 +157,9 @@ def _opened(
     if len({each.identity for each, _ in resolved}) > 1:
         raise ValueError("all files of a dataset must be in one store. Open them separately, and use mix or concat.")
 
+    if force:
+        store.refresh()
+
     def found() -> DataFiles:
         return DataFiles(store, form, tuple(find(store, given)))
 

@@ -179,7 +179,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
     typed, kind = choose(name, visible, formats, wanted)
-    if isinstance(store.given, HubFiles):
+    if isinstance(store.given, HubFiles) and kind is None:
         typed = data_files(path, typed, parquet_only=wanted is None)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]

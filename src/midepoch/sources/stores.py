@@ -248,7 +248,7 @@ class Store:
         if attempt + 1 == self.retry.attempts:
             return None
         if (seconds := retry_after(problem)) is not None:
-            return self.retry.pause_asked(seconds, spent)
+            return self.retry.pause_asked(max(seconds, self.retry.pause(attempt)), spent)
         pause = self.retry.pause(attempt)
         return None if spent + pause > self.retry.budget else pause
 
