@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import pyarrow.fs as fs
@@ -187,8 +188,8 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
         return Expanded("", [entry])
-    visible = sorted(each for each in found if _visible(each.path, path))  # by path, which comes first
-    formats = [format_of(each.path, wanted) for each in visible]
+    visible = sorted(_all_visible(found, path), key=itemgetter(0))
+    formats = _formats_by_name(visible, wanted)
     typed, kind = choose(name, visible, formats, wanted)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
@@ -286,6 +287,24 @@ def _visible(path: str, root: str) -> bool:
     return not name.startswith((".", "_")) and not any(
         part.startswith(".") or (part.startswith("_") and "=" not in part) for part in folders
     )
+
+
+def _all_visible(entries: list[Entry], root: str) -> list[Entry]:
+    """Return the visible files. In most folders no name needs a closer look, which costs 2 µs a file."""
+    start = len(root.rstrip("/"))
+    text = "\n".join([entry[0][start:] for entry in entries])
+    if "/." not in text and "/_" not in text and ".crc" not in text:
+        return entries
+    return [entry for entry in entries if _visible(entry.path, root)]
+
+
+def _formats_by_name(entries: list[Entry], wanted: str | None) -> list[str | None]:
+    """Return the formats that names of files indicate. Of files with the same suffix, one is looked at."""
+    suffixes = [entry[0].rpartition(".")[2] for entry in entries]
+    if any(f".{suffix.lower()}" in COMPRESSIONS for suffix in set(suffixes)):
+        return [format_of(entry.path, wanted) for entry in entries]
+    known = {suffix: format_of(f"x.{suffix}", wanted) for suffix in set(suffixes)}
+    return [known[suffix] for suffix in suffixes]
 
 
 def _translated(pattern: str) -> str:
