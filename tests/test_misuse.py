@@ -219,6 +219,8 @@ OPEN: Wrong = [
     (lambda _: midepoch.from_files("x", data_files="y"), "data_files.*paths="),
     (lambda _: midepoch.from_files("x", column=["y"]), "column.*columns="),
     (lambda _: midepoch.from_files("x", streaming=True), "streaming.*omit"),
+    (lambda _: midepoch.from_files("x", token="hf_x"), "token.*storage_options"),
+    (lambda _: midepoch.from_files("x", revision="v1"), "revision.*hf://datasets/ORG/NAME@REVISION"),
     (lambda _: midepoch.from_files("x", batch_size=3), "batch_size.*loader"),
     (lambda _: midepoch.from_files("x", sep=";"), "sep.*tsv"),
     (lambda _: midepoch.from_files("x", on_error="warn"), "'raise' or 'skip'"),

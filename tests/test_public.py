@@ -48,6 +48,8 @@ def test_export_list() -> None:
         "concat",
         "concatenate_datasets",
         "from_files",
+        "from_megatron",
+        "from_tokens",
         "interleave_datasets",
         "load_dataset",
         "load_from_disk",

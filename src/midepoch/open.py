@@ -20,11 +20,12 @@ from midepoch.pipeline.spec import PipelineSpec
 from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
-from midepoch.sources.files import DataFiles, PathLike, check_format, check_path, find_files, paths_of
+from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
 from midepoch.sources.filters import parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
+from midepoch.sources.names import check_format
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
 from midepoch.sources.stores import Retry
 
@@ -50,11 +51,13 @@ def from_files(
     validate: bool = True,
     on_error: str = "raise",
 ) -> Dataset:
-    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), or a folder.
+    """Return a dataset of files in place: a file, a list, a glob (``**`` crosses folders), braces, or a folder.
 
-    Arrow, Parquet, ORC, CSV, JSON (lines or one array) and text by lines (these three plain or compressed), and folders
-    of images, audio or video, on a local disk, in an object store (``s3://``, ``gs://``, ``az://``) or any file system
-    of fsspec. A folder or glob is sorted by path; a list keeps its order.
+    Arrow, Parquet, ORC, CSV, JSON (lines or one array), text by lines, tar shards of WebDataset, shards of MDS and
+    LitData, and folders of images, audio or video; text and tar also compressed. They are on a local disk, in an object
+    store (``s3://``, ``gs://``, ``az://``), on the Hugging Face Hub (``hf://datasets/…``) or in any file system of
+    fsspec. A folder or glob is sorted by path. A list keeps its order, and so do braces (``shard-{000..146}.tar``).
+
     Arrow files on a local disk are mapped, unless they are compressed or dictionary-encoded. Blocks of all others are
     decoded once, and ``cache_bytes`` of them are kept: in memory or, with worker processes or ranks to share them, or
     if it is given, in ``cache_dir``.
@@ -80,7 +83,7 @@ def from_files(
 
     def find() -> DataFiles:
         if not found:
-            found.append(find_files(texts, format=format, **where))
+            found.append(find_files(texts, format=format, fresh=force_reindex, **where))
         return found[0]
 
     folder = None if index_dir is None else local_folder(index_dir, "index_dir")
@@ -98,7 +101,8 @@ def from_files(
     if source is None:
         with shown("indexing", "files") as report:
             index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-        source = Source((index,), Access(store, chosen, spec))
+        listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
+        source = Source((index,), Access(listed, chosen, spec))
     ds = make_dataset(source, on_error=on_error)
     return ds if columns is None else ds.select_columns(list(columns))
 

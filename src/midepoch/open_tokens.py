@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
-from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, local_folder, make_dataset
+from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
 from midepoch.sources import Access, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
 from midepoch.sources.formats.tokens import DTYPES
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
+from midepoch.sources.manifests import is_litdata
 from midepoch.sources.stores import Entry, Retry, Store
 
 _PARALLEL = 16
@@ -45,7 +47,8 @@ def from_tokens(
     ``.npy`` files, and raw files (``.bin``, ``.npy`` of OLMo, ``.ds`` of datatrove) whose type is ``dtype``: "uint16",
     "uint32", …. The headers of NumPy and of llm.c are detected, and have their own type. Local files are mapped and
     nothing is converted, so any length can be chosen each time. Tokens at the end of a file that fill no sequence are
-    left out. For a model that shifts its labels itself, pass its context length; otherwise one token more.
+    left out. For a model that shifts its labels itself, pass its context length; otherwise one token more. A folder of
+    LitData's ``TokensLoader`` is read likewise, and has its own type.
 
     The other arguments are those of ``from_files``.
 
@@ -56,6 +59,15 @@ def from_tokens(
     form = f"tokens:{_dtype_name(dtype)}:{sequence_length}"
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
+    if (
+        dtype is None
+        and not os.path.splitext(texts[0])[1].replace(".json", "")
+        and is_litdata(*resolve(texts[0], **where))
+    ):
+        return from_files(
+            texts, format=f"litdata:{sequence_length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
+            index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
+        )  # fmt: skip
 
     def find(store: Store, given: Sequence[str]) -> list[Entry]:
         return [entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")]
@@ -97,9 +109,9 @@ def from_megatron(
     counts: list[int] = []
 
     def find(store: Store, given: Sequence[str]) -> list[Entry]:
-        groups = [_prefixes(store, path, text) for path, text in zip(given, texts, strict=True)]
+        groups = [_listed(store, path, text) for path, text in zip(given, texts, strict=True)]
         counts[:] = [len(group) for group in groups]
-        return _pairs(store, [prefix for group in groups for prefix in group])
+        return _entries(store, [each for group in groups for each in group])
 
     if shares is None:
         opened = _opened(texts, "megatron", find, where, index_dir, force_reindex, validate, on_error)
@@ -109,9 +121,9 @@ def from_megatron(
     opened = _opened(texts, "megatron", find, where, index_dir, force_reindex, True, on_error)
     parts, first = [], 0
     for count in counts:
-        part = opened.dataset(opened.index.part(first, first + 2 * count), cache_dir, cache_bytes, on_error)
+        part = opened.dataset(opened.index.part(first, first + count), cache_dir, cache_bytes, on_error)
         parts.append(part if seed is None else part.shuffle(seed=seed))
-        first += 2 * count
+        first += count
     return mix(dict(zip(_names(texts), parts, strict=True)), shares, seed=seed or 0, stop=stop)
 
 
@@ -202,26 +214,42 @@ def _names(texts: Sequence[str]) -> list[str]:
     raise ValueError(f"the blend contains a prefix twice: {', '.join(map(repr, texts))}. Add up its weights.")
 
 
-def _prefixes(store: Store, path: str, text: str) -> list[str]:
-    """Return the prefixes that a path means: itself, or those in a folder or glob."""
-    prefix = path.removesuffix(".idx").removesuffix(".bin")
-    if any(sign in path for sign in "*?[") or path.endswith("/") or (store.local and store.is_folder(path)):
-        return [entry.path.removesuffix(".idx") for entry in expand(store, path, text, "megatron")]
-    return [prefix]
+def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
+    """Return the index and the tokens of each prefix that a path means: itself, or those in a folder or glob.
 
-
-def _pairs(store: Store, prefixes: Sequence[str]) -> list[Entry]:
-    """Return the index and the tokens of each prefix."""
+    Files that were not listed are paths.
+    """
+    if any(sign in path for sign in "*?[") or path.endswith("/") or (store.local and os.path.isdir(path)):
+        entries = {entry.path: entry for entry in expand(store, path, text, "megatron")}
+        prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
+    else:
+        entries, prefixes = {}, {path.removesuffix(".idx").removesuffix(".bin"): None}
     paths = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
+    return [entries.get(each, each) for each in paths]
+
+
+def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
+    """Return the entries of all files. Those that were not listed are looked at, several at a time in a store."""
+    paths = [each for each in listed if isinstance(each, str)]
     if store.local:
-        entries = [store.stat(path) for path in paths]
+        looked = [_local_entry(path) for path in paths]
     else:
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            entries = list(pool.map(store.stat, paths))
-    for path, entry in zip(paths, entries, strict=True):
+            looked = list(pool.map(store.stat, paths))
+    found = dict(zip(paths, looked, strict=True))
+    for path, entry in found.items():
         if entry is None:
             raise DataNotFoundError(
                 f"{store.name(path)} does not exist. A prefix of Megatron has two files, PREFIX.bin and PREFIX.idx: "
                 "check the path."
             )
+    entries = [found[each] if isinstance(each, str) else each for each in listed]
     return [entry for entry in entries if entry is not None]
+
+
+def _local_entry(path: str) -> Entry | None:
+    try:
+        stat = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Entry(path, stat.st_size, stat.st_mtime_ns)

@@ -15,6 +15,7 @@ import pytest
 import midepoch
 from midepoch.errors import DataChangedError, MidepochError
 from midepoch.sources.arrow_ipc import scan
+from tar_files import write_tar
 
 TABLE = pa.table(
     {
@@ -31,6 +32,9 @@ def write(path: Path, kind: str) -> None:
         pq.write_table(TABLE, path, row_group_size=40, write_page_checksum=True, compression="none")
     elif kind == "orc":
         po.write_table(TABLE, path)
+    elif kind == "tar":
+        files = [(f"{r['id']:03d}.{name}", str(r[name]).encode()) for r in TABLE.to_pylist() for name in ("id", "text")]
+        write_tar(path, files)
     elif kind == "json":
         path.write_text(json.dumps(TABLE.to_pylist(), indent=1))
     elif kind == "txt":
@@ -43,8 +47,8 @@ def write(path: Path, kind: str) -> None:
         )
 
 
-KINDS = ["parquet", "orc", "jsonl", "csv", "json", "txt"]
-TEXT = ("jsonl", "csv", "txt")
+KINDS = ["parquet", "orc", "jsonl", "csv", "tar", "json", "txt"]
+TEXT = ("jsonl", "csv", "tar", "txt")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,16 +18,21 @@ from midepoch._internal.address import Address, Link, is_mistyped
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of, redact_logs
+from midepoch.sources.hub_address import is_hub_path, parse_hub_path, refuse_web_page
+from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.stores import Retry, Store
 
 _NATIVE = {"s3", "gs", "gcs", "az", "abfs", "abfss"}
+_HUB_RETRY = Retry(budget=660.0)
+"""The Hub counts requests over 5 minutes, and asks to wait for the rest of them: twice that fits."""
 
 
 def resolve(
     path: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any = None, retry: Retry | None = None
 ) -> tuple[Store, str]:
     """Return the store of a path or URL, and the path in it, without credentials."""
-    retry, address = retry or Retry(), Address(path)
+    given, address = retry, Address(path)
+    retry = given or Retry()
     if filesystem is not None:
         return _given(filesystem, address, retry)
     if "://" not in path:
@@ -41,9 +46,12 @@ def resolve(
     scheme = path.split("://", 1)[0].lower()
     if scheme == "file":
         return Store(fs.LocalFileSystem(), retry=retry), os.path.abspath(unquote(path.split("://", 1)[1]))
+    refuse_web_page(path)
     options = dict(storage_options or {})
     secrets = Secrets.of(address, options)
     try:
+        if is_hub_path(path):
+            return _of_hub(path.split("://", 1)[1], options, secrets, given or _HUB_RETRY)
         if scheme in _NATIVE:
             return _native(address, options, secrets, retry)
         return _by_fsspec(scheme, address, options, secrets, retry)
@@ -56,7 +64,7 @@ def resolve(
 
 def _failure(problem: Exception, scheme: str, address: Address, secrets: Secrets) -> Exception:
     text = secrets.clean(str(problem))
-    if scheme in _NATIVE:
+    if scheme in _NATIVE or is_hub_path(address.raw):
         return ValueError(f"storage_options for {scheme}:// cannot be used: {text}")
     if isinstance(problem, FileNotFoundError):  # the archive that contains the files
         return DataNotFoundError(f"{address} cannot be opened, because {text} does not exist. Check the address.")
@@ -96,6 +104,10 @@ def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: 
             raise ValueError("account_name is missing: give it, or set AZURE_STORAGE_ACCOUNT_NAME")
         made = fs.AzureFileSystem(account, **options)
     return Store(made, f"{link.scheme}://", secrets, retry), inner.rstrip("/")
+
+
+def _of_hub(path: str, options: dict[str, Any], secrets: Secrets, retry: Retry) -> tuple[Store, str]:
+    return Store(HubFiles.of_options(options), "hf://", secrets, retry), parse_hub_path(path).given
 
 
 def native_options(link: Link) -> tuple[str, dict[str, str]]:

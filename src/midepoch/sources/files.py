@@ -9,88 +9,36 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-import pyarrow.fs as fs
-
 from midepoch._internal.address import refuse_lost_slash
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
-from midepoch.sources.folders import KINDS, MEDIA, Expanded, Listing, choose, is_metadata, listing_of
+from midepoch.sources.braces import spelled_out
+from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of
+from midepoch.sources.hub_data import data_files
+from midepoch.sources.hub_files import HubFiles
+from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
+from midepoch.sources.names import FORMATS, check_format, format_of, format_of_bytes, formats_of, other_reader
 from midepoch.sources.stores import Entry, Retry, Store
 
 PathLike = str | os.PathLike[str]
-
-FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "text", "image", "audio", "video")
-_ALIASES = {
-    "feather": "arrow",
-    "ipc": "arrow",
-    "json": "jsonl",
-    "ndjson": "jsonl",
-    "tsv": "csv",
-    "txt": "text",
-    "imagefolder": "image",
-    "audiofolder": "audio",
-    "videofolder": "video",
-}
-_SUFFIXES = {
-    ".arrow": "arrow",
-    ".arrows": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".parquet": "parquet",
-    ".parq": "parquet",
-    ".pq": "parquet",
-    ".orc": "orc",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "jsonl",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".txt": "text",
-    ".text": "text",
-    **MEDIA,
-}
-_OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx",)}
-"""Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
-_MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
-_GLOB = re.compile(r"[*?\[]")
-_TOKEN_READERS = {
-    ".idx": "midepoch.from_megatron(prefix)",
-    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
-    **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
-}
-"""Files that are not tables: the calls that read them."""
+_FEW = 16
+"""Number of paths up to which each is looked at, instead of the listing of their folder."""
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files in order, with their store and format. Files that are rows are one entry, with a listing of them."""
+    """Files in order, with their store and format.
+
+    ``listed``: they are manifests, which name the data files. ``listing``: each file is a row, and all of them are one
+    entry.
+    """
 
     store: Store
     format: str
     entries: tuple[Entry, ...]
+    listed: bool = False
     listing: Listing | None = None
-
-
-def check_format(given: str | None) -> str | None:
-    """Return the canonical name of a format. Raise ValueError for an unknown one."""
-    if given is None:
-        return None
-    name = _ALIASES.get(str(given).lower(), str(given).lower())
-    if name not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}")
-    return name
-
-
-def format_of(path: str, wanted: str | None = None) -> str | None:
-    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
-    if wanted in _OF_TOKENS:
-        return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
-    stem, dot, suffix = path.lower().rpartition(".")
-    if "." + suffix in COMPRESSIONS:
-        named = _SUFFIXES.get("." + stem.rpartition(".")[2])
-        return named if named in ("csv", "jsonl", "text") else None
-    return _SUFFIXES.get(dot + suffix)
 
 
 def find_files(
@@ -100,8 +48,12 @@ def find_files(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     retry: Retry | None = None,
+    fresh: bool = False,
 ) -> DataFiles:
-    """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order."""
+    """Return the files for ``paths``. Globs and folders are sorted; a list keeps its order.
+
+    ``fresh``: ask the Hub again, instead of using what this machine has listed recently.
+    """
     given = paths_of(paths)
     wanted = check_format(format)
     store: Store | None = None
@@ -114,16 +66,32 @@ def find_files(
             raise ValueError(
                 f"all files of a dataset must be opened with the same credentials, {of.name(path)} has others"
             )
+        if fresh and store is None:
+            of.refresh()
         store = store or of
         found.append(_expanded(store, path, text, wanted))
     assert store is not None
     entries = [entry for each in found for entry in each.entries]
     kinds = {each.kind for each in found}
+    if kinds & set(manifests.FORMATS):
+        return _of_manifests(store, found, wanted)
+    if wanted == "litdata":  # its ParquetLoader
+        wanted = None
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
     if chosen in KINDS:
         listing = listing_of(found)
-        return DataFiles(store, chosen, (listing.entry,), listing)
+        return DataFiles(store, chosen, (listing.entry,), listing=listing)
     return DataFiles(store, chosen, tuple(entries))
+
+
+def _of_manifests(store: Store, found: list[Expanded], wanted: str | None) -> DataFiles:
+    kinds = {each.kind: store.name(each.entries[0].path) for each in found}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
+        raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
+    kind = wanted or found[0].kind
+    assert kind is not None
+    return DataFiles(store, kind, tuple(entry for each in found for entry in each.entries), listed=True)
 
 
 def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
@@ -148,6 +116,8 @@ def check_path(given: Any) -> str:
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given))
     refuse_lost_slash(given)
+    if path.startswith("pipe:"):
+        raise ValueError(f"commands are not run, got {path[:60]!r}. Pass the address itself, for example s3://….")
     return path
 
 
@@ -171,151 +141,70 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
     where = f" (looked in {os.getcwd()})" if store.local and "://" not in given else ""
     # In a store one listing finds a folder. Only a path with the name of a file is checked as a file first.
     named = store.local or format_of(path, wanted) is not None or path.startswith(("http://", "https://"))
-    entry = _stat(store, path) if named else None
+    entry = stat(store, path) if named else None
     if entry is not None:
-        return Expanded("", [entry])
-    folder = _existing(store, path)
-    if (glob := _GLOB.search(path, len(folder))) is not None:
+        manifest = manifests.of_file(store, entry, wanted)
+        return Expanded("", [entry]) if manifest is None else _described(store, *manifest)
+    if (spelled := spelled_out(path)) is not None:
+        return Expanded("", _all_of(store, spelled, given, wanted))
+    inner = stat(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
+    if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
+        return _described(store, *manifest)  # without a listing of the folder
+    folder = existing(store, path)
+    if (glob := GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
-        matches = re.compile(re.escape(folder) + _translated(path[len(folder) :])).fullmatch
-        found = [each for each in _below(store, base or "/") if matches(each.path) and _visible(each.path, base)]
+        matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch
+        found = [each for each in all_visible(below(store, base or "/"), base) if matches(each.path)]
         if not found:
-            raise DataNotFoundError(f"no file matches {name!r}{where}. {_nearest(store, base)}")
-        return Expanded(base or "/", sorted(found, key=lambda each: each.path))
-    found = _below(store, path)
+            raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
+        return Expanded(base or "/", sorted(found, key=itemgetter(0)))
+    found = below(store, path)
     if not found and not store.is_folder(path):
-        entry = None if named else _stat(store, path)
+        entry = None if named else stat(store, path)
         if entry is None:
-            raise DataNotFoundError(f"{name!r} does not exist{where}. {_nearest(store, path)}")
+            raise DataNotFoundError(f"{name!r} does not exist{where}. {nearest(store, path)}")
         return Expanded("", [entry])
-    visible = sorted(_all_visible(found, path), key=itemgetter(0))
-    formats = _formats_by_name(visible, wanted)
+    visible = sorted(all_visible(found, path), key=itemgetter(0))  # by path
+    if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
+        return _described(store, *manifest)
+    return _chosen(store, path, visible, wanted)
+
+
+def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -> Expanded:
+    """Return the files of a folder that are the data."""
+    name = store.name(path)
+    formats = formats_of([each.path for each in visible], wanted)
     typed, kind = choose(name, visible, formats, wanted)
+    if isinstance(store.given, HubFiles):
+        typed = data_files(path, typed, parquet_only=wanted is None)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:
         others = ", ".join(sorted({os.path.splitext(each.path)[1] or each.path for each in visible})[:5])
         contents = f"it contains only {others}" if others else "it is empty"
         raise DataNotFoundError(
-            f"no {wanted or 'Arrow, Parquet, ORC, CSV, JSON, text or media'} files in {name}: {contents}."
-            f"{_other_reader([each.path for each in visible]) or ' Check the path.'}"
+            f"no {wanted or 'data'} files in {name}: {contents}."
+            f"{other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
     return Expanded(path, typed, kind)
 
 
-def _other_reader(paths: list[str]) -> str:
-    """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
-    suffixes = {os.path.splitext(path)[1].lower() for path in paths}
-    reader = next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None)
-    return "" if reader is None else f" For tokens, use {reader}."
+def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
+    """Return the manifest and its format. Parquet files that it names are read as all others are."""
+    if kind == "parquet":
+        return Expanded("", manifests.parquet_files(store, manifest))
+    return Expanded("", [manifest], kind)
 
 
-def _nearest(store: Store, path: str) -> str:
-    """Describe the nearest existing folder, for an error message."""
-    if not store.local:
-        if isinstance(store.given, fs.PyFileSystem):
-            return "Check the address, and that the credentials may read it."
-        return "Check the bucket and the key, and that the credentials may list them."
-    folder = path
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"The folder {folder} exists and contains {held or 'nothing'}."
-
-
-def _existing(store: Store, path: str) -> str:
-    """Return the existing folders at the beginning of a path whose names look like globs: ``runs/run[1]``."""
-    parts = path.split("/")
-    signs = "*?[" if store.local else "["  # in other stores each check costs a request, and few keys contain stars
-    for i in reversed(range(len(parts))):
-        folder = "/".join(parts[: i + 1])
-        if any(sign in parts[i] for sign in signs) and store.is_folder(folder):
-            return folder
-    return ""
-
-
-def _stat(store: Store, path: str) -> Entry | None:
-    if not store.local:
-        globs = _GLOB.search(path) is not None and "[" not in path  # a key may contain a bracket
-        return None if path.endswith("/") or globs else store.stat(path)
-    if not os.path.isfile(path):
-        return None
-    stat = os.stat(path)
-    return Entry(path, stat.st_size, stat.st_mtime_ns)
-
-
-def _below(store: Store, folder: str) -> list[Entry]:
-    return _walk(folder) if store.local else store.list(folder.rstrip("/"))
-
-
-def _walk(folder: str) -> list[Entry]:
-    """Return all files below a local folder, including linked folders, each folder once."""
-    seen, found, todo = set(), [], [folder]
-    links: list[str] = []
-    while todo or links:
-        # Folders before links to them, and links by name: the path of a file is the same on every host.
-        here = todo.pop() if todo else links.pop(links.index(min(links)))
-        try:
-            stat = os.stat(here)
-            entries = list(os.scandir(here))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        if (stat.st_dev, stat.st_ino) in seen:
-            continue  # a link to a parent, or to a folder already visited
-        seen.add((stat.st_dev, stat.st_ino))
-        for entry in entries:
-            if entry.is_dir():
-                (links if entry.is_symlink() else todo).append(entry.path)
-            elif entry.is_file():
-                about = entry.stat()
-                found.append(Entry(entry.path, about.st_size, about.st_mtime_ns))
-    return found
-
-
-def _visible(path: str, root: str) -> bool:
-    """Return False for hidden files, markers (``_SUCCESS``, ``.crc``) and files in hidden folders.
-
-    A folder like ``_year=2024`` is a partition, not hidden.
-    """
-    inner = path[len(root) :].strip("/")
-    if inner.endswith(".crc"):
-        return False
-    if not inner.startswith((".", "_")) and "/." not in inner and "/_" not in inner:
-        return True
-    *folders, name = inner.split("/")
-    return not name.startswith((".", "_")) and not any(
-        part.startswith(".") or (part.startswith("_") and "=" not in part) for part in folders
-    )
-
-
-def _all_visible(entries: list[Entry], root: str) -> list[Entry]:
-    """Return the visible files. In most folders no name needs a closer look, which costs 2 µs a file."""
-    start = len(root.rstrip("/"))
-    text = "\n".join([entry[0][start:] for entry in entries])
-    if "/." not in text and "/_" not in text and ".crc" not in text:
-        return entries
-    return [entry for entry in entries if _visible(entry.path, root)]
-
-
-def _formats_by_name(entries: list[Entry], wanted: str | None) -> list[str | None]:
-    """Return the formats that names of files indicate. Of files with the same suffix, one is looked at."""
-    suffixes = [entry[0].rpartition(".")[2] for entry in entries]
-    if any(f".{suffix.lower()}" in COMPRESSIONS for suffix in set(suffixes)):
-        return [format_of(entry.path, wanted) for entry in entries]
-    known = {suffix: format_of(f"x.{suffix}", wanted) for suffix in set(suffixes)}
-    return [known[suffix] for suffix in suffixes]
-
-
-def _translated(pattern: str) -> str:
-    """Return a glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return "".join(
-        wildcards.get(part)
-        or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
-        for part in parts
-    )
+def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
+    """Return the files of paths in order. Many of them are found by one listing of each folder."""
+    listed: dict[str, Entry] = {}
+    if len(paths) > _FEW and not any(map(GLOB.search, paths)) and not paths[0].startswith(("http://", "https://")):
+        for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
+            listed |= in_folder(store, folder, set(paths))
+    return [
+        entry for path in paths for entry in ([listed[path]] if path in listed else expand(store, path, given, wanted))
+    ]
 
 
 def _common_format(store: Store, entries: list[Entry]) -> str:
@@ -348,10 +237,9 @@ def _sniffed(store: Store, entry: Entry) -> str:
             return file.read_at(8, 0)
 
     start = store.persist(entry.path, "read", head) if entry.size else b""
-    for magic, kind in _MAGIC.items():
-        if start.startswith(magic):
-            return kind
+    if (kind := format_of_bytes(start)) is not None:
+        return kind
     raise FormatError(
         f"{store.name(entry.path)}: neither its name nor its first bytes ({start!r}) show its format. "
-        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{_other_reader([entry.path])}"
+        f"Pass format=…: {', '.join(map(repr, FORMATS))}.{other_reader([entry.path])}"
     )

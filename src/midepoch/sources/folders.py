@@ -88,12 +88,11 @@ def choose(
     present = Counter(kind for kind in formats if kind is not None)
     media = [kind for kind in KINDS if present[kind]]
     tables = [kind for kind in present if kind not in KINDS and kind != "text"]
-    described = bool(tables and media) and any(is_metadata(entry[0]) for entry in visible)
     if wanted in KINDS or (wanted is None and media and (not tables or _only_metadata(visible, formats))):
         if wanted is None and len(media) > 1:
             raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
         kind = wanted or media[0]
-        if described:
+        if tables and any(is_metadata(entry[0]) for entry in visible):
             return list(visible), kind  # metadata may name any of them
         return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind
     if wanted is not None:

@@ -122,7 +122,8 @@ def _ask_datasets(request: HubRequest, num_proc: int | None) -> dict[str, list[P
     kwargs = {name: value for name, value in request.kwargs.items() if name != "keep_in_memory"}
     if kwargs.pop("streaming", False):
         raise ValueError(
-            "streaming=True has no Arrow files to read. Leave it out: midepoch never loads data into memory"
+            "streaming=True has no Arrow files to read. Leave it out: midepoch never loads data into memory. To read "
+            "without a download, use midepoch.from_files('hf://datasets/ORG/NAME/data/train-*.parquet')"
         )
     redact_logs()
     try:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,48 +21,24 @@ import pyarrow as pa
 
 from midepoch._internal.progress import Progress
 from midepoch.errors import DataNotFoundError, DifferentSchemasError, FormatError
-from midepoch.sources.arrow_ipc import Chains, FileScan, scan
+from midepoch.sources.arrow_ipc import FileScan, scan
 from midepoch.sources.dictionaries import holds_dictionary, undecodable
 from midepoch.sources.footers import Footers
-from midepoch.sources.partitions import Values
+from midepoch.sources.indexed_files import IndexedFile as IndexedFile
+from midepoch.sources.indexed_files import IndexedFiles as IndexedFiles
 from midepoch.sources.resources import retried
 from midepoch.sources.spread import for_all
 from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
 
-VERSION = 4
+VERSION = 5
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 
 
 class EncodedError(FormatError):
     """A file cannot be mapped in place, because its record batches have to be decoded."""
-
-
-class IndexedFile(NamedTuple):
-    """State of one file when it was indexed."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    rows: int
-    blocks: int
-    fingerprint: str
-    dictionaries: Chains = ()
-    etag: str = ""
-    partition: Values = ()
-    broken: int = 0
-    """Number of unreadable lines, which are not part of the data."""
-    broken_lines: tuple[int, ...] = ()
-    """Line numbers of the first of them."""
-
-    def unchanged(self) -> bool:
-        try:
-            stat = os.stat(self.path)
-        except OSError:
-            return False
-        return stat.st_size == self.size and stat.st_mtime_ns == self.mtime_ns
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +49,7 @@ class Index:
     blocks. Local Arrow files are mapped instead; the fields after ``format`` are then empty.
     """
 
-    files: tuple[IndexedFile, ...]
+    files: IndexedFiles
     offsets: Int64Array
     starts: Int64Array
     schema_bytes: bytes
@@ -89,14 +65,13 @@ class Index:
     def fingerprint(self) -> str:
         """Fingerprint of the contents of all files, in order. It does not depend on their locations and names."""
         digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
-        for file in self.files:
-            partition = f" {file.partition}" if file.partition else ""
-            digest.update(f"{file.fingerprint} {file.rows}{partition}\n".encode())
+        for text in self.files.described():
+            digest.update(text.encode())
         return digest.hexdigest()
 
     def part(self, first: int, stop: int) -> Index:
         """Return the index of the files ``first`` to ``stop``, excluded."""
-        blocks = np.cumsum([0, *(file.blocks for file in self.files)])
+        blocks = np.concatenate([[0], np.cumsum(self.files.blocks)])
         low, high = int(blocks[first]), int(blocks[stop])
         starts = self.starts[low : high + 1] - self.starts[low]
         ends = None if self.ends is None else self.ends[low : high + 1]
@@ -104,7 +79,7 @@ class Index:
             Footers.of(self.footers[number] for number in range(first, stop)) if self.ends is not None else Footers()
         )
         return replace(
-            self, files=self.files[first:stop], offsets=self.offsets[low : high + 1], starts=starts, path=None,
+            self, files=self.files.part(first, stop), offsets=self.offsets[low : high + 1], starts=starts, path=None,
             ends=ends, footers=footers,
         )  # fmt: skip
 
@@ -168,7 +143,7 @@ def open_index(
 
 def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
     index = read_index(path)
-    if index is None or [file.path for file in index.files] != [str(file) for file in files]:
+    if index is None or index.files.paths != [str(file) for file in files]:
         return None
     return index if all(file.unchanged() for file in index.files) else None
 
@@ -201,7 +176,7 @@ def _build(files: Sequence[Path], skip_damage: bool, as_mapped: bool, progress: 
     offsets = np.array([at for found, _ in scans for at in found.offsets] + [0], dtype=np.int64)
     nullable = frozenset().union(*(found.nullable for found, _ in scans))
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
-    return Index(tuple(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
+    return Index(IndexedFiles.of(entries), offsets, starts, schema.serialize().to_pybytes(), nullable)
 
 
 def _scanned(skip_damage: bool, path: Path) -> tuple[FileScan, os.stat_result]:
@@ -247,18 +222,17 @@ def serialise(index: Index) -> bytes:
         "filter": index.filter,
         "row_bytes": index.row_bytes,
         "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
-        "files": index.files,
         "schema": base64.b64encode(index.schema_bytes).decode(),
         "nullable": sorted(map(list, index.nullable)),
         "crc": _checksum(arrays),
     }
-    text = json.dumps(header)
-    metadata = {"midepoch": text, "midepoch_crc": str(zlib.crc32(text.encode()))}
+    text, files = json.dumps(header).encode(), index.files.serialised()
+    metadata = {"midepoch": text, "midepoch_files": files, "midepoch_crc": str(zlib.crc32(files, zlib.crc32(text)))}
     columns = [pa.Array.from_buffers(pa.int64(), len(a), [None, pa.py_buffer(a.tobytes())]) for a in arrays]
     names = ["offset", "start", "end"][: len(arrays)]
     table = pa.Table.from_arrays(columns, names=names).replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
+    with pa.ipc.new_stream(sink, table.schema) as writer:  # a file would contain the metadata twice
         writer.write_table(table, max_chunksize=max(1, table.num_rows))
     return bytes(sink.getvalue())
 
@@ -267,20 +241,20 @@ def read_index(path: Path) -> Index | None:
     """Return the index in a file, or None if it is missing, damaged or of another version."""
     try:
         with pa.memory_map(str(path)) as mapped:
-            table = pa.ipc.open_file(mapped).read_all()
-        text = table.schema.metadata[b"midepoch"]
-        if zlib.crc32(text) != int(table.schema.metadata[b"midepoch_crc"]):
-            raise ValueError("its header is damaged")
-        header = json.loads(text)
+            table = pa.ipc.open_stream(mapped).read_all()
+        metadata = table.schema.metadata
+        header, stored = json.loads(metadata[b"midepoch"]), metadata.get(b"midepoch_files", b"")
         if header["version"] != VERSION:
             return None
+        if zlib.crc32(stored, zlib.crc32(metadata[b"midepoch"])) != int(metadata[b"midepoch_crc"]):
+            raise ValueError("its header is damaged")
         # Not Array.to_numpy: it would import pandas, which takes longer than the rest of opening a dataset.
         arrays = [np.frombuffer(column.chunk(0).buffers()[1], np.int64) for column in table.columns]
         if any(len(array) != table.num_rows for array in arrays):
             raise ValueError("its arrays are truncated")
         if _checksum(arrays) != header["crc"]:
             raise ValueError("its arrays are damaged")
-        files = tuple(_file(file) for file in header["files"])
+        files = IndexedFiles.deserialised(stored)
         schema = base64.b64decode(header["schema"])
         footers, name = header["footers"]
         if footers and not path.with_name(footers).exists():
@@ -306,15 +280,6 @@ def read_index(path: Path) -> Index | None:
         kept,
         header["row_bytes"],
     )
-
-
-def _file(stored: list[Any]) -> IndexedFile:
-    if stored[6] or stored[8] or stored[10]:
-        stored[6] = tuple(tuple(map(tuple, versions)) for versions in stored[6])
-        stored[8], stored[10] = tuple(map(tuple, stored[8])), tuple(stored[10])
-    else:
-        stored[6] = stored[8] = stored[10] = ()
-    return IndexedFile(*stored)
 
 
 def _checksum(arrays: Sequence[Int64Array]) -> int:

@@ -1,4 +1,4 @@
-"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, and Arrow files in a store.
+"""Index of files that are fetched or decoded: Parquet, ORC, CSV, JSON lines, tar, and Arrow files in a store.
 
 It is built once: footers (for text, all rows) are scanned in parallel, types are unified, and the rows that pass the
 filter are counted, so that a position means the same row on every machine.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,8 @@ from midepoch.sources.files import DataFiles
 from midepoch.sources.filters import Filter
 from midepoch.sources.folders import Listing
 from midepoch.sources.footers import Footers
-from midepoch.sources.formats import GROUPED, Block, Scanned, format_named
-from midepoch.sources.index import Index, IndexedFile, default_index_dir, read_index, serialise, usable
+from midepoch.sources.formats import GROUPED, Block, ListedFormat, Member, Scanned, format_named
+from midepoch.sources.index import Index, IndexedFile, IndexedFiles, default_index_dir, read_index, serialise, usable
 from midepoch.sources.partitions import Values, below, hive_values
 from midepoch.sources.schemas import nullable_paths, row_bytes, unified
 from midepoch.sources.spread import for_all
@@ -77,13 +78,12 @@ def open_lake(
 ) -> Index:
     """Return the index: read if it is fresh (by one listing; ``validate=False`` skips the check), else built."""
     index = _opened(request, index_dir, force, validate, progress)
-    for file in index.files:
-        if file.broken:
-            more = ", …" if file.broken > len(file.broken_lines) else ""
-            _log.warning(
-                "%s: skipped %d line%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
-                "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
-            )  # fmt: skip
+    for file in index.files.with_broken_lines:
+        more = ", …" if file.broken > len(file.broken_lines) else ""
+        _log.warning(
+            "%s: skipped %d line%s that cannot be read: %s%s", request.store.name(file.path), file.broken,
+            "s" * (file.broken > 1), ", ".join(map(str, file.broken_lines)), more,
+        )  # fmt: skip
     return index
 
 
@@ -95,6 +95,11 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
     found = request.find()
     if index is not None and _fresh(index, found):
         return index
+    if index is not None and (earlier := found.store.earlier):
+        _log.warning(
+            "%s has changed since it was indexed. A state saved before will be refused. The version that was opened "
+            "last is at %s", request.store.name(request.paths[0]), earlier,
+        )  # fmt: skip
     with locked(path, "the index") as place:
         index = None if force else read_index(path)
         if index is not None and _fresh(index, found):  # another process has built it
@@ -124,17 +129,21 @@ def _with(index: Index, footers: Footers) -> Index:
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:
-    now = [(entry.path, entry.size, entry.mtime_ns) for entry in found.entries]
-    return [(file.path, file.size, file.mtime_ns) for file in index.files] == now
+    """Return True if an index is of these files."""
+    files = index.files.part(0, len(found.entries)) if found.listed else index.files  # a manifest stands for its files
+    return files.are(found.entries)
 
 
 def _build(request: Request, found: DataFiles, progress: Progress | None) -> Index:
-    store, entries = found.store, found.entries
+    store, report = found.store, progress or _quiet
+    items: Sequence[Any] = found.entries
+    if found.listed:
+        items = cast(ListedFormat, format_named(found.format)).members(store, found.entries)
+    entries = [item.entry if found.listed else item for item in items]
     total = len(entries) * (1 if request.filter is None else 2)
-    report = progress or _quiet
     scan_one = partial(_scanned, store, found.format, request.skip_damage)
     scans = (
-        for_all(scan_one, entries, lambda done: report(done, total))
+        for_all(scan_one, items, lambda done: report(done, total))
         if found.listing is None
         else [_scanned_media(request, found, found.listing)]
     )
@@ -156,19 +165,23 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
         work = list(zip(entries, scans, values, strict=True))
         counts = for_all(counter.count, work, lambda done: report(len(entries) + done, total))
         kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
-    files = tuple(
+    manifests = found.entries if found.listed else ()
+    named = [
         IndexedFile(
             entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
             scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
         )
         for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
+    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, found.format) for each in manifests), *named])
     pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
     ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    grouped = found.format in GROUPED
-    footers = Footers.of([scan.footers[i] for scan, i in pairs] if grouped else [scan.footer for scan in scans])
+    if found.format in GROUPED:
+        footers = Footers.of(scan.footers[i] for scan, i in pairs)
+    else:
+        footers = Footers.of([*(b"" for _ in manifests), *(scan.footer for scan in scans)])
     return Index(
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
@@ -184,8 +197,12 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
     )
 
 
-def _scanned(store: Store, form: str, skip_damage: bool, entry: Entry) -> Scanned:
-    return store.persist(entry.path, "indexed", lambda: format_named(form).scan(store, entry, skip_damage=skip_damage))
+def _scanned(store: Store, form: str, skip_damage: bool, item: Entry | Member) -> Scanned:
+    format_ = format_named(form)
+    if isinstance(item, Member):
+        listing = cast(ListedFormat, format_)
+        return store.persist(item.entry.path, "indexed", lambda: listing.scan_member(store, item))
+    return store.persist(item.path, "indexed", lambda: format_.scan(store, item, skip_damage=skip_damage))
 
 
 def _scanned_media(request: Request, found: DataFiles, listing: Listing) -> Scanned:

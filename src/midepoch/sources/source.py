@@ -21,7 +21,7 @@ from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.decode import decoder
 from midepoch.sources.filters import Filter
 from midepoch.sources.formats import GROUPED, Block, Scratch, format_named
-from midepoch.sources.index import Index, IndexedFile
+from midepoch.sources.index import Index, IndexedFile, IndexedFiles
 from midepoch.sources.stores import Entry, Store
 
 _PLAIN_FEATURES = {
@@ -102,8 +102,10 @@ class Source:
         return int(min(DEFAULT_WINDOW, max(2, room // max(1.0, block))))
 
     @cached_property
-    def files(self) -> tuple[IndexedFile, ...]:
-        return tuple(file for index in self.indexes for file in index.files)
+    def files(self) -> IndexedFiles:
+        if len(self.indexes) == 1:
+            return self.indexes[0].files
+        return IndexedFiles.of(file for index in self.indexes for file in index.files)
 
     @property
     def rows(self) -> int:
@@ -118,7 +120,7 @@ class Source:
 
     @cached_property
     def layout(self) -> Layout:
-        file_starts = np.cumsum([0, *(file.rows for file in self.files)], dtype=np.int64)
+        file_starts = np.concatenate([[0], np.cumsum(self.files.rows)])
         if len(self.indexes) == 1:
             return Layout(self.indexes[0].starts, file_starts)
         bases = np.cumsum([0, *(int(index.starts[-1]) for index in self.indexes)], dtype=np.int64)
@@ -128,7 +130,7 @@ class Source:
     @cached_property
     def file_blocks(self) -> npt.NDArray[np.int64]:
         """First block of each file, and the number of blocks."""
-        return np.cumsum([0, *(file.blocks for file in self.files)], dtype=np.int64)
+        return np.concatenate([[0], np.cumsum(self.files.blocks)])
 
     @property
     def schema(self) -> pa.Schema:
@@ -158,7 +160,7 @@ class Source:
         """Approximate bytes of a row in memory."""
         if self.indexes[0].row_bytes:
             return self.indexes[0].row_bytes
-        return sum(file.size for file in self.files) / max(1, self.rows)
+        return int(self.files.size.sum()) / max(1, self.rows)
 
     @cached_property
     def decoded(self) -> frozenset[str]:

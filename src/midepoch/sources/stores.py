@@ -13,7 +13,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as fs
@@ -23,8 +24,13 @@ from midepoch._internal.hints import hinted_methods
 from midepoch._internal.redaction import Secrets
 from midepoch.errors import CorruptBlockError, DataChangedError, DataNotFoundError, FetchError, MidepochError
 from midepoch.sources.damage import is_damage, refusal
+from midepoch.sources.entries import Entry as Entry
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
+from midepoch.sources.hub_files import HubFiles
+from midepoch.sources.open_files import CheckedFile, ShortError
+from midepoch.sources.open_files import OpenFile as OpenFile
 from midepoch.sources.resources import PAUSES
+from midepoch.sources.throttling import retry_after
 
 T = TypeVar("T")
 _log = logging.getLogger("midepoch")
@@ -44,15 +50,6 @@ _NETWORK = re.compile(r"AWS Error|curl|HTTP|[Cc]onnection|[Tt]imed? ?out|status"
 _GONE = re.compile(r"NO_SUCH_KEY|NoSuchKey|NO_SUCH_BUCKET|NoSuchBucket|HTTP status 404|Path does not exist")
 
 
-class Entry(NamedTuple):
-    """One file of a listing. ``etag`` is empty if the store has none or does not list it."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    etag: str = ""
-
-
 @hinted_methods({})
 @dataclass(frozen=True)
 class Retry:
@@ -67,12 +64,19 @@ class Retry:
         """Return the seconds to wait after an attempt that failed, counted from 0."""
         return random.uniform(0.5, 1.0) * float(min(self.longest_pause, self.first_pause * 2.0**attempt))
 
+    def pause_asked(self, seconds: float, spent: float) -> float | None:
+        """Return the seconds to wait if a server asked for some: as many, and up to 10 % more, so that ranks do not
+        return together. None if this exceeds the budget.
+        """
+        latest = min(seconds + random.uniform(0.0, max(1.0, seconds / 10)), self.budget - spent)
+        return latest if latest >= seconds else None
+
 
 @dataclass(frozen=True, eq=False)
 class Store:
     """Files of one file system. Pickles include its credentials, for worker processes. Nothing else saves them."""
 
-    given: fs.FileSystem
+    given: fs.FileSystem | HubFiles
     scheme: str = ""
     secrets: Secrets = field(default_factory=Secrets)
     retry: Retry = field(default_factory=Retry)
@@ -82,7 +86,7 @@ class Store:
         return Store, (self.given, self.scheme, self.secrets, self.retry)
 
     @property
-    def filesystem(self) -> fs.FileSystem:
+    def filesystem(self) -> Any:
         """The file system. Raise MidepochError in a forked process, which has the connections without their threads and
         would wait indefinitely.
         """
@@ -96,6 +100,8 @@ class Store:
     @property
     def forked_is_fatal(self) -> bool:
         """True if the file system has threads that do not survive a fork, or files with a shared position."""
+        if isinstance(self.given, HubFiles):
+            return False
         if isinstance(self.given, fs.PyFileSystem):
             return isinstance(self.given.handler, Handler) and not self.given.handler.survives_fork
         return not self.local
@@ -112,6 +118,8 @@ class Store:
             place = str(options_of(self.filesystem).get("endpoint_override", "")).rpartition("@")[2]
         elif isinstance(self.filesystem, fs.PyFileSystem) and isinstance(self.filesystem.handler, Handler):
             place = self.filesystem.handler.place
+        elif isinstance(self.given, HubFiles):
+            place = self.given.place
         return f"{self.scheme}{self.filesystem.type_name} {place}"
 
     def name(self, path: str) -> str:
@@ -120,6 +128,8 @@ class Store:
 
     def list(self, folder: str) -> list[Entry]:
         """Return all files below a folder, at any depth, from one listing."""
+        if isinstance(self.given, HubFiles):
+            return self.given.below(folder, partial(self.persist, folder, "listed"))
         selector = fs.FileSelector(folder, recursive=True, allow_not_found=True)
         infos = self.persist(folder, "listed", lambda: self.filesystem.get_file_info(selector))
         files = [info for info in infos if info.type == fs.FileType.File]
@@ -134,10 +144,14 @@ class Store:
 
     def stat(self, path: str) -> Entry | None:
         """Return the entry of a file, or None if the path is not a file."""
+        if isinstance(self.given, HubFiles):
+            return self.given.stat(path, partial(self.persist, path, "looked at"))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return _entry(info) if info.type == fs.FileType.File else None
 
     def is_folder(self, path: str) -> bool:
+        if isinstance(self.given, HubFiles):
+            return bool(self.list(path))
         info = self.persist(path, "looked at", lambda: self.filesystem.get_file_info(path))
         return bool(info.type == fs.FileType.Directory)
 
@@ -149,10 +163,12 @@ class Store:
         if self.local:
             self._compare(entry, _local_entry(entry.path))
             return OpenFile(pa.OSFile(entry.path))  # not mapped: truncation of the file would crash the process
+        if isinstance(self.given, HubFiles):  # compared with the entry when it is read
+            return OpenFile(pa.PythonFile(self.given.open(entry), mode="r"), entry.etag)
         native = self.filesystem.open_input_file(entry.path)
         etag = self._etag(entry.path, native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
-        return OpenFile(pa.PythonFile(_Checked(native), mode="r"), etag)
+        return OpenFile(pa.PythonFile(CheckedFile(native), mode="r"), etag)
 
     def _etag(self, path: str, native: pa.NativeFile) -> str:
         """Return the version of an open file. Empty if the store has none."""
@@ -169,8 +185,18 @@ class Store:
         """Raise DataChangedError if a file has changed since it was indexed."""
         if self.local:
             self._compare(expected, _local_entry(expected.path))
-        else:
+        elif not isinstance(self.given, HubFiles):  # files of a commit do not change
             self.open(expected).close()
+
+    @property
+    def earlier(self) -> str:
+        """Versions of the files that were opened before on this machine, if the store keeps them."""
+        return self.given.earlier if isinstance(self.given, HubFiles) else ""
+
+    def refresh(self) -> None:
+        """Look again at what other processes of this machine have looked up a short while ago."""
+        if isinstance(self.given, HubFiles):
+            self.given.refresh()
 
     def _compare(self, expected: Entry, found: Entry) -> None:
         if found.size != expected.size:
@@ -215,8 +241,12 @@ class Store:
             return None
         if self.local:
             return None if is_damage(problem) or attempt == len(PAUSES) else PAUSES[attempt]
+        if attempt + 1 == self.retry.attempts:
+            return None
+        if (seconds := retry_after(problem)) is not None:
+            return self.retry.pause_asked(seconds, spent)
         pause = self.retry.pause(attempt)
-        return None if attempt + 1 == self.retry.attempts or spent + pause > self.retry.budget else pause
+        return None if spent + pause > self.retry.budget else pause
 
     def _lasting(self, problem: Exception, path: str, what: str, tried: str) -> Exception:
         """Return the error for a problem that retries cannot solve."""
@@ -233,6 +263,11 @@ class Store:
         if self._is_damage(problem):
             return CorruptBlockError(f"{name} cannot be read ({tried}): {text}")
         text = f"{name} could not be {what} ({tried}): {text}"
+        if (seconds := retry_after(problem)) is not None:
+            text += (
+                f". The server asks to wait {seconds:.0f} s, and retries may take {self.retry.budget:.0f} s. Wait, or "
+                "pass a larger retry=midepoch.Retry(budget=…)."
+            )
         of_transport = is_damage(problem) or is_foreign(problem) or self._is_of_network(problem)
         return FetchError(text) if of_transport else refusal(problem, text)
 
@@ -249,93 +284,11 @@ class Store:
         """Return True if the bytes are damaged, False if they could not be fetched."""
         if not is_damage(problem) or self.local or isinstance(problem, pa.ArrowInvalid):
             return is_damage(problem)
-        return not (self._is_of_network(problem) or is_foreign(problem) or isinstance(problem, _ShortError))
+        return not (self._is_of_network(problem) or is_foreign(problem) or isinstance(problem, ShortError))
 
     def _is_of_network(self, problem: Exception) -> bool:
         network = isinstance(problem, (ConnectionError, TimeoutError)) or _NETWORK.search(str(problem)) is not None
         return network and not self.local
-
-
-class OpenFile:
-    """A file open for reading. ``arrow`` is for pyarrow's own readers."""
-
-    def __init__(self, arrow: pa.NativeFile, etag: str = "") -> None:
-        self.arrow, self.etag, self.size = arrow, etag, int(arrow.size())
-
-    def read_at(self, size: int, offset: int) -> bytes:
-        """Return ``size`` bytes from an offset on, fewer only at the end of the file."""
-        return bytes(self.arrow.read_at(size, offset))
-
-    def close(self) -> None:
-        self.arrow.close()
-
-    def __enter__(self) -> OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-_MARK = 16
-
-
-class _ShortError(OSError):
-    """A store delivered fewer bytes than requested."""
-
-
-class _Checked:
-    """Python file over a remote file, for ``pa.PythonFile``, that detects short reads.
-
-    pyarrow does not: if a server delivers fewer bytes than requested, the rest of the buffer is uninitialised memory.
-    Therefore the end of the buffer is marked before a read. If the mark is still there, the bytes are requested again.
-    """
-
-    def __init__(self, native: pa.NativeFile) -> None:
-        self._native, self._size, self._at = native, native.size(), 0
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        if not wanted:
-            return b""
-        data = self._once(wanted, os.urandom(_MARK))
-        if data is None:
-            data = self._once(wanted, os.urandom(_MARK))
-        if data is None:
-            raise _ShortError(f"fewer than the {wanted} bytes requested from byte {self._at} on were received")
-        self._at += wanted
-        return data
-
-    def _once(self, wanted: int, mark: bytes) -> bytes | None:
-        """Return the bytes, or None if the last of them may be part of the mark."""
-        buffer = bytearray(wanted)
-        buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
-        self._native.seek(self._at)
-        came = self._native.readinto(buffer)
-        return bytes(buffer) if came == wanted and buffer[-1] != mark[-1] else None
-
-    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        self._native.close()
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._native.closed)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
 
 
 def _local_entry(path: str) -> Entry:

@@ -115,10 +115,10 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
         note = "its data was not found among the indexes on this machine, so it was not checked against any."
         known = Known(cursor, state["rows"], order, None, None, None, False, "nothing", notes=(note,))
         return _without(known, excluded)
-    files = np.cumsum([0, *(file.rows for file in index.files)], dtype=np.int64)
+    files = np.concatenate([[0], np.cumsum(index.files.rows)])
     total = int(files[-1])
-    row_bytes = index.row_bytes or sum(file.size for file in index.files) / max(1, total)
-    fetched = index.ends is not None
+    row_bytes = index.row_bytes or int(index.files.size.sum()) / max(1, total)
+    fetched = index.ends is not None and index.format.partition(":")[0] not in ("tokens", "megatron")
     known = Known(
         cursor,
         state["rows"],
@@ -128,7 +128,7 @@ def of_index(state: Any, index_dir: str | os.PathLike[str] | None) -> Known:
         row_bytes,
         fetched,
         "index",
-        tuple(file.path for file in index.files),
+        tuple(index.files.paths),
     )
     return _without(known, excluded)
 
@@ -168,8 +168,8 @@ def block_bytes(index: Index) -> Int64Array:
     if not index.files:
         return np.zeros(0, dtype=np.int64)
     rows = np.diff(index.starts)
-    owner = np.repeat(np.arange(len(index.files)), [file.blocks for file in index.files])
-    share = np.array([file.size / max(1, file.rows) for file in index.files])
+    owner = np.repeat(np.arange(len(index.files)), index.files.blocks)
+    share = index.files.size / np.maximum(1, index.files.rows)
     return np.asarray(rows * share[owner], dtype=np.int64)
 
 

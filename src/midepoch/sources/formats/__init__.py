@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from midepoch.sources.formats.base import Block, Format, InPlace, Scanned, Scratch
+from midepoch.sources.formats.base import Block, Format, InPlace, ListedFormat, Member, Scanned, Scratch
 
 _MODULES = {
     "arrow": ("ipc", "ArrowFormat"),
@@ -16,12 +16,15 @@ _MODULES = {
     "orc": ("orc", "OrcFormat"),
     "csv": ("csv_lines", "CsvFormat"),
     "jsonl": ("json_lines", "JsonFormat"),
+    "mds": ("mds", "MdsFormat"),
+    "litdata": ("litdata", "LitDataFormat"),
     "text": ("text", "TextFormat"),
     "image": ("media", "MediaFormat"),
     "audio": ("media", "MediaFormat"),
     "video": ("media", "MediaFormat"),
     "megatron": ("megatron", "MegatronFormat"),
     "tokens": ("tokens", "TokensFormat"),
+    "tar": ("tar_shards", "TarFormat"),
 }
 GROUPED = ("image", "audio", "video")
 """Formats whose rows are files: an index has one entry for all of them, and a footer for each block."""
@@ -36,5 +39,4 @@ def format_named(name: str) -> Format:
     return format_
 
 
-__all__ = ["GROUPED", "Block", "Format", "Scanned", "Scratch", "format_named"]
-__all__ = ["Block", "Format", "InPlace", "Scanned", "Scratch", "format_named"]
+__all__ = ["GROUPED", "Block", "Format", "InPlace", "ListedFormat", "Member", "Scanned", "Scratch", "format_named"]

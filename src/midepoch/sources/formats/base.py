@@ -86,6 +86,26 @@ class Format(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Member:
+    """A file that a manifest names, and what the manifest says about it."""
+
+    entry: Entry
+    about: dict[str, Any]
+
+
+class ListedFormat(Protocol):
+    """A format whose files are named by a manifest. Its blocks are decoded as those of any ``Format``."""
+
+    def members(self, store: Store, manifests: Sequence[Entry]) -> list[Member]:
+        """Return the data files of all manifests, in order. Raise DataNotFoundError if one is missing."""
+        ...
+
+    def scan_member(self, store: Store, member: Member) -> Scanned:
+        """Find all blocks of one file. May be called again after a failure of the store."""
+        ...
+
+
 @runtime_checkable
 class InPlace(Protocol):
     """A format whose blocks can be views of mapped files."""

@@ -19,14 +19,15 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, Scratch
 from midepoch.sources.index import default_index_dir
+from midepoch.sources.names import COMPRESSIONS
 from midepoch.sources.storage import make_private
 from midepoch.sources.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
 _READ = 1 << 20
+_FETCH = 8 << 20
 _MOST_FILES = 128
 """Maximum number of open files: a process may have 1,024 descriptors, and each file takes one or two."""
 
@@ -52,6 +53,12 @@ def skip(stream: Any, size: int) -> None:
     """Skip ``size`` bytes by reading them."""
     while size and (passed := len(stream.read(min(size, _READ)))):
         size -= passed
+
+
+def can_be_fetched(store: Store, entry: Entry) -> bool:
+    """Return True if all bytes of a file can be read, so that a failure to decompress them is in its contents."""
+    with store.open(entry) as file:
+        return all(file.arrow.read(min(_FETCH, left)) for left in range(file.size, 0, -_FETCH))
 
 
 def decompressed(store: Store, block: Block) -> bytes:

@@ -14,11 +14,11 @@ import pyarrow.csv as pc
 
 from midepoch.errors import FormatError
 from midepoch.sources.damage import is_damage
-from midepoch.sources.files import COMPRESSIONS
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import Int64Array, broken_quoted_rows, is_closed, row_ends
 from midepoch.sources.formats.lines import read_rows, scan_lines
+from midepoch.sources.names import COMPRESSIONS
 from midepoch.sources.stores import Entry, Store
 
 _HEADER = 1 << 20

@@ -18,7 +18,7 @@ import pyarrow as pa
 from midepoch.errors import FormatError
 from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, Scanned
-from midepoch.sources.formats.compressed import compression, contents, decompressed, skip
+from midepoch.sources.formats.compressed import can_be_fetched, compression, contents, decompressed, skip
 from midepoch.sources.formats.cutting import Int64Array, is_closed, without
 from midepoch.sources.formats.inferred import lacking, nulls, widest
 from midepoch.sources.stores import Entry, Store
@@ -142,7 +142,11 @@ class Pieces:
                 position += len(data)
                 yield data
         except (OSError, pa.ArrowException) as problem:
-            if not is_damage(problem) or compression(self._entry.path) is None or not self._can_be_fetched():
+            if (
+                not is_damage(problem)
+                or compression(self._entry.path) is None
+                or not can_be_fetched(self._store, self._entry)
+            ):
                 raise
             if not self._salvage:
                 raise FormatError(
@@ -151,11 +155,6 @@ class Pieces:
                 ) from None
             self.is_damaged = True
             yield self._before_damage(position)
-
-    def _can_be_fetched(self) -> bool:
-        """Return True if all bytes of the file can be read, so that a failure is in its contents."""
-        with self._store.open(self._entry) as file:
-            return all(file.arrow.read(min(_READ, left)) for left in range(file.size, 0, -_READ))
 
     def _before_damage(self, position: int) -> bytes:
         """Return the contents from a position on. A failed read loses its bytes, so that reads become smaller."""

@@ -1,0 +1,203 @@
+"""Samples whose values lie one after the other, each in a range of bytes: the layout of MDS shards and LitData chunks.
+
+A column of a block is an array of ranges. It is gathered into one Arrow buffer, without a Python object per value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch._native.ranges import copy_ranges
+from midepoch.errors import CorruptBlockError
+
+Bytes = npt.NDArray[np.uint8]
+Int64Array = npt.NDArray[np.int64]
+
+_MOST = np.iinfo(np.int32).max
+BLOCK_BYTES = 8 << 20
+
+
+class BadSampleError(ValueError):
+    """A sample of a block that cannot be decoded. ``number`` counts from the first sample of the block."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(number, reason)
+        self.number, self.reason = number, reason
+
+
+@contextmanager
+def naming(name: str, first: int, column: str | None = None) -> Iterator[None]:
+    """Convert BadSampleError to CorruptBlockError with the file, the sample and the column."""
+    try:
+        yield
+    except BadSampleError as problem:
+        where = f"sample {first + problem.number}" + (f", column {column!r}" if column is not None else "")
+        raise CorruptBlockError(f"{name}: {where}: {problem.reason}.") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """One column of a block: the range of bytes of each value."""
+
+    data: Bytes
+    starts: Int64Array
+    sizes: Int64Array
+
+    def value(self, number: int) -> bytes:
+        """Return the bytes of one value."""
+        start = int(self.starts[number])
+        return self.data[start : start + int(self.sizes[number])].tobytes()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def without(self, head: Int64Array | int) -> Values:
+        """Return the values without their first bytes."""
+        return Values(self.data, self.starts + head, self.sizes - head)
+
+    def checked(self, sizes: Int64Array | int, what: str) -> None:
+        """Raise BadSampleError if a value does not have the size that it needs."""
+        first_true(self.sizes != sizes, lambda i: f"{what}: {self.sizes[i]} bytes are no such value")
+
+
+def first_true(wrong: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:
+    """Raise BadSampleError for the first sample with ``wrong``. ``reason`` makes its text."""
+    if wrong.any():
+        number = int(np.argmax(wrong))
+        raise BadSampleError(number, reason(number))
+
+
+def columns_of(data: Bytes, offsets: Int64Array, fixed: Sequence[int | None]) -> list[Values]:
+    """Return the ranges of all columns. A sample has the sizes of its variable columns (uint32), then all values.
+
+    ``offsets``: the start of each sample in ``data``, and the end of the last one. ``fixed``: the size of each column,
+    None for a variable one. Raise BadSampleError if the sizes do not add up.
+    """
+    begins, ends = offsets[:-1], offsets[1:]
+    variable = sum(size is None for size in fixed)
+    least = 4 * variable + sum(size or 0 for size in fixed)
+    first_true(ends - begins < least, lambda i: f"it has {ends[i] - begins[i]} bytes, at least {least} are expected")
+    heads = integers(data, begins, variable, "<u4")
+    at, columns, number = begins + 4 * variable, [], 0
+    for size in fixed:
+        sizes = np.full(len(begins), size, np.int64) if size is not None else heads[:, number]
+        number += size is None
+        columns.append(Values(data, at, sizes))
+        at = at + sizes
+    first_true(
+        at != ends, lambda i: f"its values have {at[i] - begins[i]} bytes in all, it has {ends[i] - begins[i]} bytes"
+    )
+    return columns
+
+
+def integers(data: Bytes, starts: Int64Array, count: int, dtype: str) -> Int64Array:
+    """Return ``count`` integers from each start on, one row for each start. The caller has checked the bounds."""
+    size = np.dtype(dtype).itemsize * count
+    if not size or not len(starts):
+        return np.zeros((len(starts), count), np.int64)
+    found: Int64Array = data[starts[:, None] + np.arange(size)].view(dtype).astype(np.int64)
+    return found
+
+
+def gathered(values: Values) -> Bytes:
+    """Return the bytes of all values, one after the other. A view where they already are."""
+    data, starts, sizes = values.data, values.starts, values.sizes
+    if not len(starts):
+        return np.empty(0, np.uint8)
+    if (starts[1:] == starts[:-1] + sizes[:-1]).all():
+        return data[int(starts[0]) : int(starts[-1] + sizes[-1])]
+    size, steps = int(sizes[0]), np.diff(starts)
+    if (sizes == size).all() and (steps == steps[0]).all():
+        step = int(steps[0])
+        rows = np.lib.stride_tricks.as_strided(data[int(starts[0]) :], (len(starts), size), (step, 1))
+        return np.ascontiguousarray(rows).reshape(-1)
+    targets = np.cumsum(sizes) - sizes
+    out = np.empty(int(sizes.sum()), np.uint8)
+    copy_ranges(data, starts, sizes, out, targets)
+    return out
+
+
+def buffer_of(array: npt.NDArray[Any]) -> pa.Buffer:
+    """Return an array as a buffer that is aligned to 8 bytes."""
+    if array.__array_interface__["data"][0] % 8:
+        array = array.copy()
+    return pa.py_buffer(array)
+
+
+def bytes_array(values: Values, kind: pa.DataType) -> pa.Array:
+    """Return values as binary or text. Raise BadSampleError for bytes that are not UTF-8."""
+    total = int(values.sizes.sum())
+    if total > _MOST:
+        raise BadSampleError(int(np.argmax(values.sizes)), f"a block of {total} bytes of one column is too large")
+    ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(values.sizes, dtype=np.int32)])
+    array = pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(ends), buffer_of(gathered(values))])
+    if pa.types.is_string(kind):
+        try:
+            array.validate(full=True)
+        except pa.ArrowInvalid:
+            raise BadSampleError(*_not_text(values)) from None
+    return array
+
+
+def _not_text(values: Values) -> tuple[int, str]:
+    for number in range(len(values)):
+        try:
+            values.value(number).decode()
+        except UnicodeDecodeError as problem:
+            return number, f"its text is not UTF-8: {problem.reason} at byte {problem.start}"
+    raise AssertionError("Arrow refuses text that Python decodes")
+
+
+def numbers_array(flat: Bytes, dtype: np.dtype[Any]) -> pa.Array:
+    """Return bytes as an array of numbers, booleans, or pairs of floats for complex numbers."""
+    if dtype.kind == "c":
+        parts = numbers_array(flat, np.dtype(f"f{dtype.itemsize // 2}"))
+        return pa.FixedSizeListArray.from_arrays(parts, 2)
+    count = len(flat) // dtype.itemsize
+    if dtype.kind == "b":
+        bits = np.packbits(flat != 0, bitorder="little")
+        return pa.Array.from_buffers(pa.bool_(), count, [None, pa.py_buffer(bits)])
+    if dtype.byteorder == ">":
+        flat = flat.view(dtype).astype(dtype.newbyteorder("<")).view(np.uint8)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(dtype.newbyteorder("=")), count, [None, buffer_of(flat)])
+
+
+def arrays(values: Values, dtype: np.dtype[Any], shapes: Int64Array) -> pa.Array:
+    """Return values as nested lists. ``shapes``: a row of dimensions for each value."""
+    sizes = np.prod(shapes.astype(float), axis=1) * dtype.itemsize
+    first_true(
+        sizes != values.sizes,
+        lambda i: f"an array of shape {tuple(shapes[i].tolist())} and {dtype} does not have {values.sizes[i]} bytes",
+    )
+    array = numbers_array(gathered(values), dtype)
+    for axis in reversed(range(shapes.shape[1])):
+        lengths = np.repeat(shapes[:, axis], np.prod(shapes[:, :axis], axis=1))
+        ends = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+        offsets = pa.Array.from_buffers(pa.int32(), len(ends), [None, pa.py_buffer(ends)])
+        array = pa.ListArray.from_arrays(offsets, array)
+    return array
+
+
+def fixed_arrays(values: Values, dtype: np.dtype[Any], shape: Sequence[int]) -> pa.Array:
+    """Return values of one shape as nested lists of fixed sizes."""
+    values.checked(int(np.prod(shape)) * dtype.itemsize, f"an array of shape {tuple(shape)} and {dtype}")
+    array = numbers_array(gathered(values), dtype)
+    for size in reversed(shape):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def cut(offsets: Int64Array, target: int | None = None) -> list[int]:
+    """Return the first sample of each block. Blocks have about ``target`` bytes (8 MB), and at least one sample."""
+    if len(offsets) < 2:
+        return []
+    marks = np.arange(int(offsets[0]), int(offsets[-1]), target or BLOCK_BYTES)
+    firsts = np.searchsorted(offsets[:-1], marks, side="right") - 1 if len(marks) else np.zeros(1, np.int64)
+    return [int(first) for first in np.unique(firsts)]

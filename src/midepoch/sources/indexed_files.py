@@ -1,0 +1,176 @@
+"""Files of an index, in columns: ten thousand of them are opened and compared without an object for each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.sources.arrow_ipc import Chains
+from midepoch.sources.partitions import Values
+from midepoch.sources.stores import Entry
+
+Int64Array = npt.NDArray[np.int64]
+_NUMBERS = ("size", "mtime_ns", "rows", "blocks")
+_TEXTS = ("path", "fingerprint", "etag", "more")
+
+
+class IndexedFile(NamedTuple):
+    """State of one file when it was indexed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    rows: int
+    blocks: int
+    fingerprint: str
+    dictionaries: Chains = ()
+    etag: str = ""
+    partition: Values = ()
+    broken: int = 0
+    """Number of unreadable lines, which are not part of the data."""
+    broken_lines: tuple[int, ...] = ()
+    """Line numbers of the first of them."""
+
+    def unchanged(self) -> bool:
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            return False
+        return stat.st_size == self.size and stat.st_mtime_ns == self.mtime_ns
+
+
+class IndexedFiles(Sequence[IndexedFile]):
+    """Files in order. ``more`` is what few files have, as JSON: dictionaries, partitions, unreadable lines."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._texts = {name: columns[name] for name in _TEXTS}
+        self.size: Int64Array = columns["size"]
+        self.mtime_ns: Int64Array = columns["mtime_ns"]
+        self.rows: Int64Array = columns["rows"]
+        self.blocks: Int64Array = columns["blocks"]
+
+    @staticmethod
+    def of(files: Iterable[IndexedFile]) -> IndexedFiles:
+        """Return files as columns."""
+        listed = list(files)
+        columns: dict[str, Any] = {
+            name: np.array([getattr(file, name) for file in listed], dtype=np.int64) for name in _NUMBERS
+        }
+        for name in ("path", "fingerprint", "etag"):
+            columns[name] = [getattr(file, name) for file in listed]
+        columns["more"] = [_more(file) for file in listed]
+        return IndexedFiles(columns)
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @overload
+    def __getitem__(self, number: int) -> IndexedFile: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[IndexedFile, ...]: ...
+    def __getitem__(self, number: int | slice) -> IndexedFile | tuple[IndexedFile, ...]:
+        if isinstance(number, slice):
+            return tuple(self[i] for i in range(*number.indices(len(self))))
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"there are {len(self)} files, not {number + 1}")
+        path, fingerprint, etag, more = (_text(self._texts[name][number]) for name in _TEXTS)
+        size, mtime_ns, rows, blocks = (int(getattr(self, name)[number]) for name in _NUMBERS)
+        chains, partition, broken, lines = _parsed(more)
+        return IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
+
+    def __iter__(self) -> Iterator[IndexedFile]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IndexedFiles) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared only in tests
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (self.serialised(),)
+
+    @cached_property
+    def paths(self) -> list[str]:
+        return _list(self._texts["path"])
+
+    @property
+    def with_broken_lines(self) -> list[IndexedFile]:
+        """The files that have unreadable lines."""
+        some = [i for i, more in enumerate(_list(self._texts["more"])) if more]
+        return [file for file in map(self.__getitem__, some) if file.broken]
+
+    def part(self, first: int, stop: int) -> IndexedFiles:
+        """Return the files ``first`` to ``stop``, excluded."""
+        texts = {name: column[first:stop] for name, column in self._texts.items()}
+        return IndexedFiles({**texts, **{name: getattr(self, name)[first:stop] for name in _NUMBERS}})
+
+    def are(self, entries: Sequence[Entry]) -> bool:
+        """Return True if these are the entries of a listing, unchanged. ETags are compared where a listing has them."""
+        paths, sizes, times, etags = zip(*entries, strict=True) if entries else ((), (), (), ())
+        if len(entries) != len(self) or self.paths != list(paths):
+            return False
+        if any(etags) and list(etags) != _list(self._texts["etag"]):
+            return False
+        return bool((np.array(sizes) == self.size).all() and (np.array(times) == self.mtime_ns).all())
+
+    def described(self) -> Iterator[str]:
+        """Yield the fingerprint, the rows and the partition of each file."""
+        columns = (_list(self._texts["fingerprint"]), self.rows.tolist(), _list(self._texts["more"]))
+        for fingerprint, rows, more in zip(*columns, strict=True):
+            partition = _parsed(more)[1]
+            yield f"{fingerprint} {rows}{f' {partition}' if partition else ''}\n"
+
+    def serialised(self) -> bytes:
+        """Return the files as an Arrow stream."""
+        arrays = [_strings(self._texts[name]) for name in _TEXTS]
+        arrays += [pa.array(getattr(self, name), pa.int64()) for name in _NUMBERS]
+        batch = pa.RecordBatch.from_arrays(arrays, names=[*_TEXTS, *_NUMBERS])
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        return bytes(sink.getvalue())
+
+    @staticmethod
+    def deserialised(data: bytes) -> IndexedFiles:
+        """Return files from an Arrow stream. Raise ``pa.ArrowException``, KeyError or ValueError if it is damaged."""
+        batch = pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()
+        columns: dict[str, Any] = {name: batch.column(name) for name in _TEXTS}
+        for name in _NUMBERS:  # not Array.to_numpy, which would import pandas
+            columns[name] = np.frombuffer(batch.column(name).buffers()[1], np.int64, batch.num_rows)
+        return IndexedFiles(columns)
+
+
+def _loaded(data: bytes) -> IndexedFiles:
+    return IndexedFiles.deserialised(data)
+
+
+def _strings(column: Any) -> pa.Array:
+    return column if isinstance(column, pa.Array) else pa.array(column, pa.large_string())
+
+
+def _list(column: Any) -> list[str]:
+    return column.to_pylist() if isinstance(column, pa.Array) else list(column)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value.as_py())
+
+
+def _more(file: IndexedFile) -> str:
+    more = (file.dictionaries, file.partition, file.broken, file.broken_lines)
+    return json.dumps(more) if any(more) else ""
+
+
+def _parsed(more: str) -> tuple[Chains, Values, int, tuple[int, ...]]:
+    if not more:
+        return (), (), 0, ()
+    dictionaries, partition, broken, broken_lines = json.loads(more)
+    chains = tuple(tuple(map(tuple, versions)) for versions in dictionaries)
+    return chains, tuple(map(tuple, partition)), broken, tuple(broken_lines)

@@ -1,0 +1,122 @@
+"""Listings of local folders and of stores, and the files in them that count."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pyarrow.fs as fs
+
+from midepoch.sources.stores import Entry, Store
+
+GLOB = re.compile(r"[*?\[]")
+
+
+def nearest(store: Store, path: str) -> str:
+    """Describe the nearest existing folder, for an error message."""
+    if not store.local:
+        if not isinstance(store.given, fs.FileSystem) or isinstance(store.given, fs.PyFileSystem):
+            return "Check the address, and that the credentials may read it."
+        return "Check the bucket and the key, and that the credentials may list them."
+    folder = path
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    held = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"The folder {folder} exists and contains {held or 'nothing'}."
+
+
+def existing(store: Store, path: str) -> str:
+    """Return the existing folders at the beginning of a path whose names look like globs: ``runs/run[1]``."""
+    parts = path.split("/")
+    signs = "*?[" if store.local else "["  # in other stores each check costs a request, and few keys contain stars
+    for i in reversed(range(len(parts))):
+        folder = "/".join(parts[: i + 1])
+        if any(sign in parts[i] for sign in signs) and store.is_folder(folder):
+            return folder
+    return ""
+
+
+def stat(store: Store, path: str) -> Entry | None:
+    if not store.local:
+        globs = GLOB.search(path) is not None and "[" not in path  # a key may contain a bracket
+        return None if path.endswith("/") or globs else store.stat(path)
+    if not os.path.isfile(path):
+        return None
+    stat = os.stat(path)
+    return Entry(path, stat.st_size, stat.st_mtime_ns)
+
+
+def below(store: Store, folder: str) -> list[Entry]:
+    return _walk(folder) if store.local else store.list(folder.rstrip("/"))
+
+
+def _walk(folder: str) -> list[Entry]:
+    """Return all files below a local folder, including linked folders, each folder once."""
+    seen, found, todo = set(), [], [folder]
+    links: list[str] = []
+    while todo or links:
+        # Folders before links to them, and links by name: the path of a file is the same on every host.
+        here = todo.pop() if todo else links.pop(links.index(min(links)))
+        try:
+            stat = os.stat(here)
+            entries = list(os.scandir(here))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if (stat.st_dev, stat.st_ino) in seen:
+            continue  # a link to a parent, or to a folder already visited
+        seen.add((stat.st_dev, stat.st_ino))
+        for entry in entries:
+            if entry.is_file():
+                about = entry.stat()
+                found.append(Entry(entry.path, about.st_size, about.st_mtime_ns))
+            elif entry.is_dir():
+                (links if entry.is_symlink() else todo).append(entry.path)
+    return found
+
+
+def all_visible(found: list[Entry], root: str) -> list[Entry]:
+    """Return the visible files. Usually all of them are, which one search shows."""
+    start = len(root)
+    names = "\n".join(["/" + entry[0][start:] for entry in found]) + "\n"
+    if not any(sign in names for sign in ("/.", "/_", ".crc\n")):
+        return found
+    return [entry for entry in found if is_visible(entry.path, root)]
+
+
+def is_visible(path: str, root: str) -> bool:
+    """Return False for hidden files, markers (``_SUCCESS``, ``.crc``) and files in hidden folders.
+
+    A folder like ``_year=2024`` is a partition, not hidden.
+    """
+    inner = path[len(root) :].strip("/")
+    if inner.endswith(".crc"):
+        return False
+    if not inner.startswith((".", "_")) and "/." not in inner and "/_" not in inner:
+        return True
+    *folders, name = inner.split("/")
+    return not name.startswith((".", "_")) and not any(
+        part.startswith(".") or (part.startswith("_") and "=" not in part) for part in folders
+    )
+
+
+def translated(pattern: str) -> str:
+    """Return a glob as a regular expression: ``**`` crosses folders, ``*`` and ``?`` do not."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        wildcards.get(part)
+        or (part.replace("[!", "[^") if part.startswith("[") and part.endswith("]") else re.escape(part))
+        for part in parts
+    )
+
+
+def in_folder(store: Store, folder: str, wanted: set[str]) -> dict[str, Entry]:
+    if not store.local:
+        return {entry.path: entry for entry in store.list(folder) if entry.path in wanted}
+    try:
+        found = [entry for entry in os.scandir(folder or "/") if entry.path in wanted and entry.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    stats = [(entry.path, entry.stat()) for entry in found]
+    return {path: Entry(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats}

@@ -1,0 +1,161 @@
+"""Folders that a manifest describes: ``index.json`` of MosaicML's MDS shards and of LitData's chunks.
+
+Only the manifest is looked up when a dataset is opened. The files that it names are listed when the index is built, and
+each is compared with the index when it is read: 10,000 shards need no ``stat`` (0.1 s) for a second opening.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.stores import Entry, Store
+
+NAME = "index.json"
+FORMATS = ("mds", "litdata")
+_KEYS = {"shards": "mds", "chunks": "litdata"}
+_BEGINNING = re.compile(rb'\s*\{\s*"(shards|chunks)"\s*:\s*\[')
+_PARQUET = re.compile(rb'"filename":\s*"[^"]*\.parquet"')
+_HEAD = 512
+
+
+def is_manifest(path: str) -> bool:
+    """Return True if a file may be a manifest, by its name."""
+    return path == NAME or path.endswith("/" + NAME)
+
+
+def manifest_format(store: Store, entry: Entry) -> str | None:
+    """Return the format that a manifest describes: "mds", "litdata", or "parquet" (of LitData's ``ParquetLoader``).
+
+    None for any other JSON file. Both packages write their keys in order, so that the first bytes suffice.
+    """
+
+    def head() -> bytes:
+        with store.open(entry) as file:
+            return file.read_at(min(_HEAD, file.size), 0)
+
+    start = store.persist(entry.path, "read", head)
+    if (match := _BEGINNING.match(start)) is not None:
+        return "parquet" if _PARQUET.search(start) else _KEYS[match[1].decode()]
+    try:
+        contents = _parsed(store, entry)
+    except ValueError:
+        return None
+    return next((form for key, form in _KEYS.items() if isinstance(contents.get(key), list)), None)
+
+
+def read_manifest(store: Store, entry: Entry) -> dict[str, Any]:
+    """Return the contents of a manifest. Raise FormatError if it cannot be parsed."""
+    try:
+        return _parsed(store, entry)
+    except ValueError as problem:
+        raise FormatError(f"{store.name(entry.path)}: not a manifest: {problem}. Copy or download it again.") from None
+
+
+def _parsed(store: Store, entry: Entry) -> dict[str, Any]:
+    def read() -> bytes:
+        with store.open(entry) as file:
+            return file.read_at(file.size, 0)
+
+    contents = json.loads(store.persist(entry.path, "read", read))
+    if not isinstance(contents, dict):
+        raise ValueError("it is not a JSON object")
+    return contents
+
+
+def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None) -> tuple[str, Entry] | None:
+    """Return the manifest of a folder and its format, or None if there is none. ``found``: the files of the folder.
+
+    The manifest may be in the folder or in one folder below it, as for splits. Raise FormatError if there are several.
+    """
+    if not _may_be(wanted):
+        return None
+    top = folder.rstrip("/")
+    named = [entry for entry in found if is_manifest(entry.path)]
+    outer = [entry for entry in named if os.path.dirname(entry.path).rstrip("/") == top]
+    kinds = [(kind, entry) for entry in outer or named if (kind := manifest_format(store, entry)) is not None]
+    if len(kinds) > 1:
+        folders = sorted(store.name(os.path.dirname(entry.path)) for _, entry in kinds)
+        listed = ", ".join(folders[:5]) + (", …" if len(folders) > 5 else "")
+        raise FormatError(
+            f"{store.name(folder)} contains {len(folders)} datasets with an {NAME}: {listed}. Choose one of them, or "
+            "pass a list of folders."
+        )
+    if not kinds and wanted is not None:
+        raise DataNotFoundError(
+            f"no {NAME} of format {wanted!r} in {store.name(folder)}. Check the path: the manifest names the files of "
+            "the dataset."
+        )
+    return _checked(store, *kinds[0], wanted) if kinds else None
+
+
+def _base(form: str) -> str:
+    """Return the name of a format without its argument."""
+    return form.partition(":")[0]
+
+
+def _may_be(wanted: str | None) -> bool:
+    return wanted is None or _base(wanted) in FORMATS
+
+
+def _checked(store: Store, kind: str, entry: Entry, wanted: str | None) -> tuple[str, Entry]:
+    if wanted is not None and _base(wanted) != (kind if kind in FORMATS else "litdata"):
+        raise FormatError(f"{store.name(entry.path)} describes {kind} data, format={wanted!r} was given. Omit it.")
+    return kind, entry
+
+
+def of_file(store: Store, entry: Entry, wanted: str | None) -> tuple[str, Entry] | None:
+    """Return a file and its format if it is a manifest, else None."""
+    if not is_manifest(entry.path) or not _may_be(wanted):
+        return None
+    kind = manifest_format(store, entry)
+    return None if kind is None else _checked(store, kind, entry, wanted)
+
+
+def is_litdata(store: Store, path: str) -> bool:
+    """Return True if a path is the manifest of LitData's chunks, or a folder that has one."""
+    entry = store.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
+    return entry is not None and manifest_format(store, entry) == "litdata"
+
+
+def inside(store: Store, manifest: Entry, name: Any) -> str:
+    """Return the path of a file that a manifest names. Raise FormatError for one outside of its folder."""
+    if not isinstance(name, str) or not name or name.startswith("/") or ".." in name.split("/"):
+        raise FormatError(f"{store.name(manifest.path)} names the file {name!r}, which is not below its folder.")
+    folder = os.path.dirname(manifest.path)
+    return f"{folder}/{name}" if folder else name
+
+
+def parquet_files(store: Store, manifest: Entry) -> list[Entry]:
+    """Return the Parquet files that a manifest of LitData names, in its order."""
+    chunks = read_manifest(store, manifest)["chunks"]
+    paths = [inside(store, manifest, chunk.get("filename")) for chunk in chunks]
+    present = files_beside(store, manifest, paths)
+    for path in paths:
+        if path not in present:
+            raise DataNotFoundError(
+                f"{store.name(path)} does not exist, but {store.name(manifest.path)} names it. Copy or download it."
+            )
+    return [present[path] for path in paths]
+
+
+def files_beside(store: Store, manifest: Entry, paths: Sequence[str]) -> dict[str, Entry]:
+    """Return those of the files that exist, from one listing of each folder."""
+    if not store.local:
+        return {entry.path: entry for entry in store.list(os.path.dirname(manifest.path))}
+    wanted, found = set(paths), {}
+    for folder in {os.path.dirname(path) for path in paths}:
+        try:
+            entries = list(os.scandir(folder or "."))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if path in wanted and entry.is_file():
+                about = entry.stat()
+                found[path] = Entry(path, about.st_size, about.st_mtime_ns)
+    return found

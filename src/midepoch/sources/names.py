@@ -1,0 +1,101 @@
+"""Names of files: the format that a name indicates, and the calls that read other kinds of files."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from midepoch.sources.folders import MEDIA
+
+FORMATS = ("arrow", "parquet", "orc", "csv", "jsonl", "text", "tar", "mds", "litdata", "image", "audio", "video")
+_ALIASES = {
+    "feather": "arrow",
+    "ipc": "arrow",
+    "json": "jsonl",
+    "ndjson": "jsonl",
+    "tsv": "csv",
+    "txt": "text",
+    "webdataset": "tar",
+    "wds": "tar",
+    "imagefolder": "image",
+    "audiofolder": "audio",
+    "videofolder": "video",
+}
+_SUFFIXES = {
+    ".arrow": "arrow",
+    ".arrows": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".parquet": "parquet",
+    ".parq": "parquet",
+    ".pq": "parquet",
+    ".orc": "orc",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "jsonl",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".tar": "tar",
+    ".tgz": "tar",
+    ".txt": "text",
+    ".text": "text",
+    **MEDIA,
+}
+_OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
+"""Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".tgz": "gzip"}
+_COMPRESSED = ("csv", "jsonl", "text", "tar")
+_MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\xff": "arrow"}
+_WITH_NUMBER = re.compile(r"litdata:[1-9][0-9]*")
+_TOKEN_READERS = {
+    ".idx": "midepoch.from_megatron(prefix)",
+    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
+    **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
+}
+"""Files that are not tables: the calls that read them."""
+
+
+def check_format(given: str | None) -> str | None:
+    """Return the canonical name of a format. Raise ValueError for an unknown one."""
+    if given is None:
+        return None
+    name = _ALIASES.get(str(given).lower(), str(given).lower())
+    if name not in FORMATS and not _WITH_NUMBER.fullmatch(name):
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {given!r}")
+    return name
+
+
+def format_of(path: str, wanted: str | None = None) -> str | None:
+    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
+    if wanted in _OF_TOKENS:
+        return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
+    stem, dot, suffix = path.lower().rpartition(".")
+    if "." + suffix in COMPRESSIONS and "." + suffix not in _SUFFIXES:
+        named = _SUFFIXES.get("." + stem.rpartition(".")[2])
+        return named if named in _COMPRESSED else None
+    return _SUFFIXES.get(dot + suffix)
+
+
+def formats_of(paths: list[str], wanted: str | None) -> list[str | None]:
+    """Return the format of each path. Ten thousand files usually have one suffix, which is resolved a single time."""
+    suffixes = [path.rpartition(".")[2] for path in paths]
+    plain = {suffix: "." + suffix.lower() not in COMPRESSIONS for suffix in set(suffixes)}
+    known = {suffix: format_of("x." + suffix, wanted) for suffix in plain}
+    return [
+        known[suffix] if plain[suffix] and "/" not in suffix else format_of(path, wanted)
+        for path, suffix in zip(paths, suffixes, strict=True)
+    ]
+
+
+def format_of_bytes(start: bytes) -> str | None:
+    """Return the format that the first bytes of a file indicate, or None."""
+    return next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def other_reader(paths: list[str]) -> str:
+    """Return the call that reads such files, as the last sentence of a message. Empty for files of other kinds."""
+    if any(".mds" in path for path in paths):
+        return " Shards of MDS are read by their index.json: pass the folder that has it."
+    suffixes = {os.path.splitext(path)[1].lower() for path in paths}
+    reader = next((call for suffix, call in _TOKEN_READERS.items() if suffix in suffixes), None)
+    return "" if reader is None else f" For tokens, use {reader}."
