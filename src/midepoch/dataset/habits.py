@@ -238,6 +238,13 @@ OPEN = {
         "input_dir": "Did you mean paths=?",
         "sep": "Files called .csv have commas, .tsv have tabs: rename them.",
         "delimiter": "Files called .csv have commas, .tsv have tabs: rename them.",
+        "data_dir": "Did you mean paths=?",
+        "root": "Did you mean paths=?",
+        "transform": "Use from_files(…).decode('image', …).map(function).",
+        "drop_labels": "Use from_files(…).remove_columns('label').",
+        "drop_metadata": "Use a glob that does not match it: from_files('photos/*/*.jpg').",
+        "sample_by": "Rows of text are lines. Combine them with from_files(…).batch(…), or in a map.",
+        "field": "Use load_dataset('json', data_files=…, field=…, split='train').",
     },
     "from_tokens": {
         "block_size": "Did you mean sequence_length=?",
