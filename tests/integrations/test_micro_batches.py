@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import midepoch
 from data import Numbers
+from forks import Forks
 from midepoch.errors import CheckpointMismatchError
 from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, cut, rank_rows
 from midepoch.integrations.sequences import next_tokens
@@ -133,3 +138,22 @@ def test_next_tokens() -> None:
         next_tokens({"text": ["a"]})
     constant = torch.ones(1, 4, dtype=torch.int64)
     assert next_tokens({"tokens": constant, "labels": constant}).labels.tolist() == constant.tolist()
+
+
+def test_processes_that_share_a_data_rank(tmp_path: Path, torch_forks: Forks) -> None:
+    """With lanes of their own, data ranks agree on the last step, and the state is that of both."""
+    documents = [[number] * (1 + number % 7) for number in range(100)]
+    pq.write_table(pa.table({"input_ids": documents}), tmp_path / "data.parquet", row_group_size=10)
+    torch_forks.ranks(4, str(Path(__file__).with_name("data_ranks_job.py")), str(tmp_path))
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [rank for rank, *_ in seen] == [0, 0, 1, 1]
+    assert len({state for _, state, *_ in seen}) == 1
+    assert seen[0] == seen[1] and seen[2] == seen[3] and len(seen[0][3]) == len(seen[2][3]) > 10
+    sequences = [tuple(row) for _, _, first, rest in seen[::2] for part in first + rest for row in part]
+    whole = [tuple(row) for row in ds_rows(tmp_path)]
+    assert len(sequences) == len(set(sequences)) > len(whole) - 16 and set(sequences) <= set(whole)
+
+
+def ds_rows(folder: Path) -> list[list[int]]:
+    packed = midepoch.from_files(folder / "data.parquet").with_lanes(2).pack(4)
+    return [row.tolist() for batch in packed.loader(1) for row in batch["input_ids"]]

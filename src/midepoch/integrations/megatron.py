@@ -52,7 +52,8 @@ class DataIterator:
     """
 
     def __init__(self, steps: _Steps) -> None:
-        self._steps, self._step, self._next, self._missed = steps, 0, 0, 0
+        self._steps, self._load = steps, steps.loads
+        self._step = self._next = self._missed = 0
 
     def __iter__(self) -> DataIterator:
         return self
@@ -60,14 +61,15 @@ class DataIterator:
     def __next__(self) -> Any:
         steps = self._steps
         if self._step != steps.number:
-            if self._missed:
+            if self._missed and self._load == steps.loads:
                 raise MidepochError(
                     f"another model chunk began a step before this one had taken the last {self._missed} micro-batches "
                     "of the step before. All chunks must take as many micro-batches."
                 )
             self._step, self._next = steps.number, 0
         part = steps.part(self._next)
-        self._step, self._next, self._missed = steps.number, part.number + 1, part.total - part.number - 1
+        self._load, self._step = steps.loads, steps.number
+        self._next, self._missed = part.number + 1, part.total - part.number - 1
         return part.batch
 
     @property
@@ -133,8 +135,8 @@ def iterators(
     **loader: Any,
 ) -> list[DataIterator]:
     """Return a data iterator for each model chunk of a virtual pipeline. All get the same micro-batches, read once."""
-    micro = calculator.get_micro_batch_size() if micro_batch_size is None else micro_batch_size
-    step = calculator.get_current_global_batch_size() if global_batch_size is None else global_batch_size
+    micro = _size(calculator.get_micro_batch_size) if micro_batch_size is None else micro_batch_size
+    step = _size(calculator.get_current_global_batch_size) if global_batch_size is None else global_batch_size
     ranks = parallel_state.get_data_parallel_world_size()
     rows: Any = (
         {first: rank_rows(size, micro, ranks) for first, size in step.items()}
@@ -148,12 +150,22 @@ def iterators(
     return [DataIterator(steps) for _ in range(chunks)]
 
 
+def _size(of: Callable[[], int]) -> int:
+    try:
+        return of()
+    except AttributeError:
+        raise ValueError(
+            "Megatron's num_microbatches_calculator is not initialised. Call init_num_microbatches_calculator before, "
+            "or pass micro_batch_size and global_batch_size."
+        ) from None
+
+
 class _Steps:
     """The step in progress, shared by the iterators of all model chunks."""
 
     def __init__(self, batches: MicroBatches, to_batch: Callable[[Any], Any], *, keeps: bool) -> None:
         self.batches, self._to_batch, self._keeps = batches, to_batch, keeps
-        self.number = 0
+        self.number = self.loads = 0
         self._parts: list[Part] = []
         self._source: Iterator[Part] = batches.passes()
 
@@ -174,7 +186,7 @@ class _Steps:
     def load(self, state: Any) -> None:
         self.batches.load(state)
         self._parts, self._source = [], self.batches.passes()
-        self.number += 1
+        self.number, self.loads = self.number + 1, self.loads + 1
 
 
 def _check_count(count: int) -> None:
