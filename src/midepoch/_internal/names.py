@@ -18,6 +18,8 @@ NAMES = {
     "from_list": "Data is read from files. Write it once, for example with pyarrow.parquet.write_table.",
     "from_generator": "Data is read from files. Write it once, for example with pyarrow.parquet.write_table.",
     "from_pandas": "Data is read from files. Write it once, for example with frame.to_parquet(path).",
+    "WebDataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
+    "from_webdataset": "Use midepoch.from_files('shards/{000000..000146}.tar').",
     "chain": "Use midepoch.concat([a, b]).",
     "interleave": "Use midepoch.mix([a, b], weights=…).",
     "Checkpoint": "Use midepoch.PipelineCheckpoint, or midepoch.checkpoint.",

@@ -205,6 +205,12 @@ OPEN = {
         "shuffle": "Use from_files(…).shuffle(seed=…).",
         "sep": "Files called .csv have commas, .tsv have tabs: rename them.",
         "delimiter": "Files called .csv have commas, .tsv have tabs: rename them.",
+        "urls": "Did you mean paths=?",
+        "shardshuffle": "Use from_files(…).shuffle(seed=…).",
+        "nodesplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
+        "workersplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
+        "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
+        "handler": "Use on_error='skip'.",
     },
     "mix": {
         "probabilities": "Did you mean weights=?",
