@@ -184,9 +184,12 @@ def _expand(store: Store, path: str, given: str, wanted: str | None) -> list[Ent
 def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
     """Return the files of paths in order. Many of them are found by one listing of each folder."""
     listed: dict[str, Entry] = {}
-    if len(paths) > _FEW and not any(map(_GLOB.search, paths)) and not paths[0].startswith(("http://", "https://")):
-        for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
-            listed |= _in_folder(store, folder, set(paths))
+    if len(paths) > _FEW and not _GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
+        names = set(paths)
+        for folder in dict.fromkeys(map(os.path.dirname, paths)):
+            listed |= _in_folder(store, folder, names)
+    if len(listed) == len(paths):
+        return [listed[path] for path in paths]
     return [
         entry for path in paths for entry in ([listed[path]] if path in listed else _expand(store, path, given, wanted))
     ]
@@ -196,11 +199,11 @@ def _in_folder(store: Store, folder: str, wanted: set[str]) -> dict[str, Entry]:
     if not store.local:
         return {entry.path: entry for entry in store.list(folder) if entry.path in wanted}
     try:
-        found = [entry for entry in os.scandir(folder or "/") if entry.path in wanted and entry.is_file()]
+        found = [entry for entry in os.scandir(folder) if entry.path in wanted and entry.is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return {}
     stats = [(entry.path, entry.stat()) for entry in found]
-    return {path: Entry(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats}
+    return {path: Entry(path, about.st_size, about.st_mtime_ns) for path, about in stats}
 
 
 def _other_reader(paths: list[str]) -> str:
