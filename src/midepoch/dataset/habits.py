@@ -245,6 +245,12 @@ OPEN = {
         "drop_metadata": "Use a glob that does not match it: from_files('photos/*/*.jpg').",
         "sample_by": "Rows of text are lines. Combine them with from_files(…).batch(…), or in a map.",
         "field": "Use load_dataset('json', data_files=…, field=…, split='train').",
+        "urls": "Did you mean paths=?",
+        "shardshuffle": "Use from_files(…).shuffle(seed=…).",
+        "nodesplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
+        "workersplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
+        "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
+        "handler": "Use on_error='skip'.",
     },
     "from_tokens": {
         "block_size": "Did you mean sequence_length=?",

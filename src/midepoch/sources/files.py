@@ -203,9 +203,12 @@ def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
 def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
     """Return the files of paths in order. Many of them are found by one listing of each folder."""
     listed: dict[str, Entry] = {}
-    if len(paths) > _FEW and not any(map(GLOB.search, paths)) and not paths[0].startswith(("http://", "https://")):
-        for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
-            listed |= in_folder(store, folder, set(paths))
+    if len(paths) > _FEW and not GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
+        names = set(paths)
+        for folder in dict.fromkeys(map(os.path.dirname, paths)):
+            listed |= in_folder(store, folder, names)
+    if len(listed) == len(paths):
+        return [listed[path] for path in paths]
     return [
         entry for path in paths for entry in ([listed[path]] if path in listed else expand(store, path, given, wanted))
     ]
