@@ -1,6 +1,6 @@
-"""Rows of a Lance table, read by the package ``lance``: a block is a range of the rows of a fragment that are not deleted.
+"""Rows of a Lance table, read by the package ``lance``: a block is a range of the rows of a fragment.
 
-The address and the version of the table, and the number of the fragment, are saved as the footer of a file.
+Deleted rows are not counted. The address and the version of the table, and the number of the fragment, are saved as the footer of a file.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class LanceFormat(NoStatistics):
         assert block.end is not None
         name = f"fragment {about['fragment']} of {store.name(about['table'])}"
         with refusals(store, name):
-            fragment = lance_table(store, about["table"], about["version"], about["manifest"]).get_fragment(about["fragment"])
+            fragment = lance_table(store, about["table"], about["version"], about["manifest"]).get_fragment(
+                about["fragment"]
+            )
             if fragment is None:
                 raise CorruptBlockError(f"{name} is missing in version {about['version']}.")
             if not columns:
