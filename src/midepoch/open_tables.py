@@ -137,7 +137,7 @@ def from_lance(
 
 
 def _agreed(kind: str, path: str, latest: int) -> int:
-    """Return the version that all ranks open, that of the first to arrive, if torch.distributed or JAX connects them."""
+    """Return the version that all ranks open, that of the first, if torch.distributed or JAX connects them."""
     key = f"table/{kind}/{path}"
     return int(first_value(f"{key}/{_openings.next(key)}", str(latest)) or latest)
 
