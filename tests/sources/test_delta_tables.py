@@ -16,7 +16,7 @@ import pytest
 import midepoch
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
 from s3 import KEY, SECRET, Server, storage_options
-from table_files import delta_field, delta_log, deletion_vector, rows
+from table_files import deletion_vector, delta_field, delta_log, rows
 
 deltalake = pytest.importorskip("deltalake")
 

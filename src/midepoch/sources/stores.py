@@ -94,8 +94,9 @@ class Store:
         """
         if self.owner != os.getpid() and self.forked_is_fatal:
             raise MidepochError(
-                f"{self.reader or self.scheme or 'this store'} cannot be read in a forked process. Use "
-                "ds.loader(num_workers=…), which does not fork its workers, or pass multiprocessing_context='spawn' to DataLoader."
+                f"{self.reader or self.scheme or 'this store'} cannot be read in a forked process. "
+                "Use ds.loader(num_workers=…), which does not fork its workers, or pass "
+                "multiprocessing_context='spawn' to DataLoader."
             )
         return self.given
 
