@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from midepoch.memory.hf import from_hf
     from midepoch.memory.map_style import from_map_style
     from midepoch.memory.tables import from_arrow, from_dict, from_list, from_pandas
-    from midepoch.open import from_files, load_dataset, load_from_disk
-    from midepoch.open_tables import from_delta, from_iceberg, from_lance
-    from midepoch.open_tokens import from_megatron, from_tokens
+    from midepoch.open.files import from_files, load_dataset, load_from_disk
+    from midepoch.open.tables import from_delta, from_iceberg, from_lance
+    from midepoch.open.tokens import from_megatron, from_tokens
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
 
@@ -66,21 +66,21 @@ _WHERE = {
     "concat": "midepoch.dataset.combine",
     "concatenate_datasets": "midepoch.dataset.combine",
     "from_arrow": "midepoch.memory.tables",
-    "from_delta": "midepoch.open_tables",
+    "from_delta": "midepoch.open.tables",
     "from_dict": "midepoch.memory.tables",
-    "from_files": "midepoch.open",
+    "from_files": "midepoch.open.files",
     "from_generator": "midepoch.memory.generated",
     "from_hf": "midepoch.memory.hf",
-    "from_iceberg": "midepoch.open_tables",
-    "from_lance": "midepoch.open_tables",
+    "from_iceberg": "midepoch.open.tables",
+    "from_lance": "midepoch.open.tables",
     "from_list": "midepoch.memory.tables",
     "from_map_style": "midepoch.memory.map_style",
-    "from_megatron": "midepoch.open_tokens",
+    "from_megatron": "midepoch.open.tokens",
     "from_pandas": "midepoch.memory.tables",
-    "from_tokens": "midepoch.open_tokens",
+    "from_tokens": "midepoch.open.tokens",
     "interleave_datasets": "midepoch.dataset.combine",
-    "load_dataset": "midepoch.open",
-    "load_from_disk": "midepoch.open",
+    "load_dataset": "midepoch.open.files",
+    "load_from_disk": "midepoch.open.files",
     "mix": "midepoch.dataset.combine",
     "zip": "midepoch.dataset.combine",
     **dict.fromkeys(

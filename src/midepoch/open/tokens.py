@@ -13,7 +13,7 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
-from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
+from midepoch.open.files import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
 from midepoch.sources import Access, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of

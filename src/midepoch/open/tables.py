@@ -13,7 +13,7 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.distributed.keyvalue import Counters
 from midepoch.distributed.rendezvous import first_value
-from midepoch.open import DEFAULT_CACHE_BYTES, Opening
+from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
