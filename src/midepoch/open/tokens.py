@@ -222,7 +222,7 @@ def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
 
     Files that were not listed are paths.
     """
-    if any(sign in path for sign in "*?[") or path.endswith("/") or (store.local and os.path.isdir(path)):
+    if any(sign in path for sign in "*?[") or text.endswith("/") or (store.local and os.path.isdir(path)):
         entries = {entry.path: entry for entry in expand(store, path, text, "megatron")}
         prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
     else:
