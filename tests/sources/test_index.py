@@ -219,10 +219,3 @@ def test_an_index_that_was_left_over_decides_nothing(tmp_path: Path) -> None:
     ]
     assert found[0] == found[1]
     assert len(midepoch.from_files(folder, index_dir=tmp_path / "old", validate=False)) == 12
-
-
-def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
-    for name in (b"a-\xff.arrow", "b-é.arrow".encode()):
-        write_arrow(Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))), pa.table({"id": [1, 2]}), 1)
-    for _ in range(2):
-        assert len(midepoch.from_files(tmp_path, index_dir=tmp_path / "index")) == 4
