@@ -77,6 +77,7 @@ class Engine:
         self._numbers = len(leaf.order.selection) if leaf.order.repeats else 0
         self._starts = leaf.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
+        self._least_run = min(MIN_RUN, self._run_rows)  # of wide rows, few are worth a view: a copy costs more
         self._expects = leaf.source.fetched
         nullable = leaf.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in leaf.head.items()}
@@ -158,13 +159,13 @@ class Engine:
         """
         rows = self._source_rows(chosen)
         first, count = int(rows[0]), len(rows)
-        if count < MIN_RUN or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
+        if count < self._least_run or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
             return [(self.read(chosen), count)]
         low, high = self._starts.searchsorted((first, first + count), side="right").tolist()
         ends = [start - first for start in self._starts[low:high].tolist()]
         if not ends or ends[-1] != count:
             ends.append(count)
-        if len(ends) * MIN_RUN > count:
+        if len(ends) * self._least_run > count:
             return [(self.read(chosen), count)]
         pieces: list[tuple[Batch, int]] = []
         at, reader = 0, self._open_reader()
