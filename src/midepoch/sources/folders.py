@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import posixpath
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,10 +44,10 @@ class Listing:
     @property
     def entry(self) -> Entry:
         """All files as one entry. Its modification time is a digest of their names, sizes and times."""
-        digest = hashlib.blake2b(digest_size=7)
-        rows = [f"{name}\0{e[1]}\0{e[2]}\0" for name, e in zip(self.names, self.files, strict=True)]
-        digest.update("".join(rows).encode("utf-8", "surrogateescape"))
-        return Entry(self.root, sum(e[1] for e in self.files), int.from_bytes(digest.digest(), "little"))
+        sizes, times = ([entry[i] for entry in self.files] for i in (1, 2))
+        digest = hashlib.blake2b("\0".join(self.names).encode("utf-8", "surrogateescape"), digest_size=7)
+        digest.update(array("q", [len(sizes), *sizes, *times]).tobytes())
+        return Entry(self.root, sum(sizes), int.from_bytes(digest.digest(), "little"))
 
 
 class Expanded(NamedTuple):
