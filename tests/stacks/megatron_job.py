@@ -42,6 +42,10 @@ def main(folder: Path, tensor_parallel: int, first: int, last: int) -> None:
                 print(step, *names, file=log)
             assert all(batch["tokens"].shape == batch["loss_mask"].shape == (2, 8) for batch in batches)
         state = {"dataloader_state_dict": data.iterable.save_state()}  # as Megatron's maybe_save_dataloader_state does
+        assert state["dataloader_state_dict"] == chunks[1].state_dict()
+        begun = next(chunks[0])  # of a step, which a load ends on all chunks
+        chunks[0].load_state_dict(state["dataloader_state_dict"])
+        assert all((next(chunks[index])["tokens"] == begun["tokens"]).all() for index in (2, 0))
         path = folder / f"iter_{last:07d}" / "mp_rank_00" / f"train_dataloader_dprank{rank:03d}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, path)

@@ -33,3 +33,8 @@ def test_global_batches_on_4_then_2_then_8_ranks(forks: Forks, tmp_path: Path) -
 
 def test_page(forks: Forks, tmp_path: Path) -> None:
     check_page(forks, "nemo-automodel.md", tmp_path)
+
+
+def test_config(forks: Forks, tmp_path: Path) -> None:
+    (done,) = forks.run([str(Path(__file__).with_name("nemo_automodel_config_job.py")), str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-3000:]

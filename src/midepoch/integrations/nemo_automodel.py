@@ -8,7 +8,7 @@ dataset:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,11 @@ class ResumableDataloader:
 
     def __iter__(self) -> Iterator[Any]:
         for part in self._batches.one_pass():
-            if not self._checked and {"input_ids", "labels"} <= set(part.batch):
-                check_shifted(part.batch["input_ids"], part.batch["labels"])
+            batch = part.batch
+            if not self._checked and isinstance(batch, Mapping) and "input_ids" in batch and "labels" in batch:
+                check_shifted(batch["input_ids"], batch["labels"])
             self._checked = True
-            yield part.batch
+            yield batch
 
     def __len__(self) -> int:
         return len(self._batches.loader) * self._batches.per_step
