@@ -200,7 +200,8 @@ def edited(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "csv"}, "shards of the format 'csv', only 'mds'"),
+        ({"format": "tar"}, "its shard 1 is described wrongly: .*'tar' is not one of mds, json"),
+        ({"format": "csv", "raw_meta": {"bytes": 1}}, "the encoding 'bytes' is not one of str, int, float"),
         ({"samples": 49}, "shard.00001.mds: it has 50 samples, its index.json says 49"),
         ({"column_encodings": ["bytes", "int", "str", "tensor"]}, "the encoding 'tensor' is not one of MDS"),
         ({"column_encodings": ["bytes", "int"]}, "its shard 1 is described wrongly"),
@@ -259,6 +260,18 @@ def flips(data: bytes, count: int) -> Iterator[tuple[int, bytes]]:
     for _ in range(count):
         at = int(draw.integers(0, len(data)))
         yield at, bytes([data[at] ^ 1 << int(draw.integers(0, 8))])
+
+
+def test_damaged_lines_of_text_shards(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "mds/tsv", tmp_path / "tsv"))
+    ds = midepoch.from_files(folder)
+    shard = folder / "shard.00001.tsv"
+    overwrite(shard, 0, b"\xff")
+    with pytest.raises(CorruptBlockError, match=r"shard.00001.tsv: sample 0: its line cannot be read"):
+        list(ds)
+    (folder / "shard.00001.tsv.meta").unlink()
+    with pytest.raises(DataNotFoundError, match=r"shard.00001.tsv.meta does not exist, but .*index.json names it"):
+        midepoch.from_files(folder, force_reindex=True)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd", "bz2"])
