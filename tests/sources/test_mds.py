@@ -266,7 +266,7 @@ def test_damaged_lines_of_text_shards(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "mds/tsv", tmp_path / "tsv"))
     ds = midepoch.from_files(folder)
     shard = folder / "shard.00001.tsv"
-    overwrite(shard, 0, b"\xff")
+    overwrite(shard, shard.read_bytes().index(b"\n") + 1, b"x")  # after the names of the columns
     with pytest.raises(CorruptBlockError, match=r"shard.00001.tsv: sample 0: its line cannot be read"):
         list(ds)
     (folder / "shard.00001.tsv.meta").unlink()
