@@ -28,6 +28,7 @@ from midepoch.sources.formats import records
 from midepoch.testing import assert_resumes_exactly
 from s3 import Server, storage_options
 from shard_files import FIXTURES, assert_equal, write_mds
+from web import WebServer
 
 COLUMNS = {"id": "int", "text": "str", "tokens": "ndarray:int32", "data": "bytes"}
 
@@ -110,6 +111,8 @@ def test_exact_resume_with_workers_and_ranks(compression: str | None, tmp_path: 
     assert_resumes_exactly(loader, epochs=1, tail=4)
     assert_resumes_exactly(loader, epochs=1, steps=[3], resume_with=[lambda: loader(2)])
     ds = midepoch.from_files(folder).shuffle(seed=3)
+    for scope in ("files", "rows"):
+        assert sorted(row["id"] for row in midepoch.from_files(folder).shuffle(seed=1, scope=scope)) == list(range(120))
     parts = [batch["id"] for rank in range(3) for batch in ds.with_format("python").loader(8, rank=rank, world_size=3)]
     assert sorted(sum(parts, [])) == list(range(120))
 
@@ -188,6 +191,14 @@ def test_in_an_object_store(s3_server: Server, tmp_path: Path) -> None:
         assert in_order(midepoch.from_files(f"s3://mdsbucket/data/{path}", **options)) == rows()
     with pytest.raises(FormatError, match="contains 2 datasets"):
         midepoch.from_files("s3://mdsbucket/data", **options)
+
+
+def test_on_a_web_server(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    files = {f"mds/{path.name}": path.read_bytes() for path in written(tmp_path / "mds").iterdir()}
+    with WebServer(files, "me", "password", "signature") as server:
+        address = f"http://me:password@{server.host}/mds/index.json"
+        assert in_order(midepoch.from_files(address, index_dir=tmp_path)) == rows()
 
 
 def edited(folder: Path, **fields: Any) -> None:
