@@ -241,13 +241,13 @@ def _commit_deletes(table: Any, content: pa.Table, *, content_kind: int, partiti
     with table.io.new_output(path).create() as file:
         pq.write_table(content, file)
     size = len(table.io.new_input(path))
-    _commit(table, [dict(content=content_kind, file_path=path, file_format="PARQUET", record_count=content.num_rows,
-                         file_size_in_bytes=size, partition=partition, **more)])  # fmt: skip
+    about = {"content": content_kind, "file_path": path, "file_format": "PARQUET", "record_count": content.num_rows}
+    _commit(table, [{**about, "file_size_in_bytes": size, "partition": partition, **more}])
 
 
 def _vector_entry(path: str, size: int, referenced: str, offset: int, length: int) -> dict[str, Any]:
-    return dict(content=1, file_path=path, file_format="PUFFIN", record_count=1, file_size_in_bytes=size,
-                referenced_data_file=referenced, content_offset=offset, content_size_in_bytes=length)  # fmt: skip
+    about = {"content": 1, "file_path": path, "file_format": "PUFFIN", "record_count": 1, "file_size_in_bytes": size}
+    return {**about, "referenced_data_file": referenced, "content_offset": offset, "content_size_in_bytes": length}
 
 
 def _commit(table: Any, files: Sequence[Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import midepoch
 from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, MidepochError
 from s3 import KEY, SECRET, Server, storage_options
-from table_files import delta_field, delta_log, deletion_vector, rows
+from table_files import deletion_vector, delta_field, delta_log, rows
 
 deltalake = pytest.importorskip("deltalake")
 
@@ -105,7 +105,10 @@ def test_renamed_columns_deletion_vectors_and_partitions(tmp_path: Path, mode: s
 
     pq.write_table(physical(0), tmp_path / "a%20b.parquet", row_group_size=10)
     pq.write_table(physical(100, **{"col-4": "new"}), tmp_path / "b.parquet", row_group_size=10)
-    struct = {"type": "struct", "fields": [delta_field("renamed", "string", 4, "col-4"), delta_field("x", "long", 3, "col-3")]}
+    struct = {
+        "type": "struct",
+        "fields": [delta_field("renamed", "string", 4, "col-4"), delta_field("x", "long", 3, "col-3")],
+    }
     items = {"type": "struct", "fields": [delta_field("y", "long", 7, "col-7")]}
     fields = [
         delta_field("day", "date", 5, "col-5"),
@@ -171,7 +174,12 @@ def test_files_with_older_types_are_read_in_those_of_the_table(tmp_path: Path) -
     delta_log(tmp_path, 0, fields=fields, adds=adds, features=["typeWidening"])
     ds = midepoch.from_delta(tmp_path)
     assert by_text(list(ds)) == by_text([*old.to_pylist(), *new.to_pylist()])
-    assert ds.schema.types == [pa.int64(), pa.float64(), pa.decimal128(20, 2), pa.list_(pa.field("element", pa.int64()))]
+    assert ds.schema.types == [
+        pa.int64(),
+        pa.float64(),
+        pa.decimal128(20, 2),
+        pa.list_(pa.field("element", pa.int64())),
+    ]
 
 
 def test_timestamps_of_spark_have_the_range_of_the_table(tmp_path: Path) -> None:
@@ -217,7 +225,9 @@ def test_a_deletion_vector_that_is_missing_or_damaged_is_an_error_and_no_row_ret
 
 
 def test_a_vector_with_rows_that_a_file_does_not_have_is_refused(tmp_path: Path) -> None:
-    simple(tmp_path, add={"deletionVector": deletion_vector(tmp_path, [1, 99]), "stats": '{"numRecords": 1000}'}, **VECTORS)
+    simple(
+        tmp_path, add={"deletionVector": deletion_vector(tmp_path, [1, 99]), "stats": '{"numRecords": 1000}'}, **VECTORS
+    )
     with pytest.raises(FormatError, match=r"a.parquet: row 99 is deleted by the table, but the file has 10 rows"):
         midepoch.from_delta(tmp_path)
 
@@ -253,7 +263,9 @@ def test_a_table_in_an_object_store_leaves_no_credentials(
     bucket = s3_server.folder / f"bucket-{named}"
     (bucket / "inner").mkdir(parents=True)
     for start in (0, 10):
-        deltalake.write_deltalake(bucket / "inner" / "t", rows(start, start + 10), mode="append", partition_by=["maybe"])
+        deltalake.write_deltalake(
+            bucket / "inner" / "t", rows(start, start + 10), mode="append", partition_by=["maybe"]
+        )
     deltalake.DeltaTable(bucket / "inner" / "t").delete("id = 3")
     address, options = f"s3://{bucket.name}/inner/t", storage_options(s3_server.endpoint)
     if named == "deltalake":

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,25 @@ def test_no_file_is_read_for_other_columns(tmp_path: Path) -> None:
     assert [row["text"] for row in described.remove_columns("image")] == [line["text"] for line in LINES]
     with pytest.raises(DataNotFoundError, match=r"a/2\.png was removed after the dataset was opened"):
         raw(images)
+
+
+def test_a_filter_keeps_the_blocks_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_rows, "BLOCK_FILES", 2)
+    root = write(tmp_path / "data", LABELLED)
+    ds = midepoch.from_files(root, filters=[("label", "in", [1, 3])])
+    names = [name for name in sorted(LABELLED) if name.startswith(("a/", "b/"))]
+    assert [row["image"] for row in raw(ds)] == [{"bytes": (root / name).read_bytes(), "path": name} for name in names]
+    assert 4 <= len(ds.pipeline.source.offsets) < 6
+
+
+def test_datasets_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    ds = midepoch.from_files(write(tmp_path / "data", LABELLED))
+    assert next(ds.decode("image", size=4).loader(10))["image"].shape == (10, 3, 4, 4)
+    with pytest.raises(midepoch.MidepochError, match=r"column 'image' needs decoding, by ds\.decode\('image', …\)"):
+        ds[0]
+    with pytest.raises(TypeError, match=r"from_files.*drop_labels.*remove_columns"):
+        midepoch.from_files(tmp_path, drop_labels=True)  # type: ignore[call-arg]
 
 
 def test_changes_are_noticed(tmp_path: Path) -> None:

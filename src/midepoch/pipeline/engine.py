@@ -35,6 +35,7 @@ from midepoch.transforms import (
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import Allocate, UnreadableError, readable
 from midepoch.transforms.generators import Generators
+from midepoch.transforms.items import ItemMap
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -270,7 +271,15 @@ class Engine:
             return batch
         began = perf_counter()
         leaf = self.leaf
-        run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
+        run = RunContext(
+            leaf.seed,
+            epoch,
+            self._place,
+            leaf.path,
+            self.generators,
+            skipped=self._skip,
+            source_rows=leaf.order.selection.source_rows,
+        )
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
         result = run_steps(chosen, batch, run, collect)
         self.timings.functions += perf_counter() - began
@@ -281,6 +290,8 @@ class Engine:
 
     def _place(self, row: int) -> str:
         source_row = self.leaf.order.selection.source_rows(np.array([row]))[0]
+        if self.leaf.steps and isinstance(first := self.leaf.steps[0], ItemMap):
+            return f"{first.name}[{source_row}]"
         return self.leaf.source.place(int(source_row))
 
     def rows(self, batch: Batch) -> list[Any]:

@@ -87,11 +87,14 @@ def choose(
     """
     present = Counter(kind for kind in formats if kind is not None)
     media = [kind for kind in KINDS if present[kind]]
-    if wanted in KINDS or (wanted is None and media and _only_metadata(visible, formats)):
+    tables = [kind for kind in present if kind not in KINDS and kind != "text"]
+    if wanted in KINDS or (wanted is None and media and (not tables or _only_metadata(visible, formats))):
         if wanted is None and len(media) > 1:
             raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
-        return _of_kind(visible, formats, wanted or media[0]), wanted or media[0]
-    tables = [kind for kind in present if kind not in KINDS and kind != "text"]
+        kind = wanted or media[0]
+        if tables and any(is_metadata(entry[0]) for entry in visible):
+            return list(visible), kind  # metadata may name any of them
+        return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind
     if wanted is not None:
         accepted = [wanted]
     else:
@@ -106,12 +109,6 @@ def _only_metadata(visible: Sequence[Entry], formats: Sequence[str | None]) -> b
         kind is None or kind in KINDS or kind == "text" or is_metadata(entry[0])
         for entry, kind in zip(visible, formats, strict=True)
     )
-
-
-def _of_kind(visible: Sequence[Entry], formats: Sequence[str | None], kind: str) -> list[Entry]:
-    if any(is_metadata(entry[0]) for entry in visible):
-        return list(visible)  # it may name any of them
-    return [entry for entry, each in zip(visible, formats, strict=True) if each == kind]
 
 
 def _warn_of_others(name: str, present: Counter[str], tables: list[str], media: list[str]) -> None:

@@ -59,8 +59,8 @@ def scan_media(store: Store, listing: Listing, kind: str, *, skip_damage: bool) 
     if len(rows.sizes) and rows.sizes.max() > _LARGEST:
         row = int(rows.sizes.argmax())
         raise FormatError(
-            f"{store.name(listing.root)}: the files of row {row} have {rows.sizes[row]} bytes, and 2 GiB is the most of a "
-            "row. Remove it."
+            f"{store.name(listing.root)}: the files of row {row} have {rows.sizes[row]} bytes, and a row may have "
+            "2 GiB. Remove it."
         )
     return _grouped(rows, skip_damage)
 

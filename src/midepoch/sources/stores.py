@@ -94,8 +94,9 @@ class Store:
         """
         if self.owner != os.getpid() and self.forked_is_fatal:
             raise MidepochError(
-                f"{self.reader or self.scheme or 'this store'} cannot be read in a forked process. Use "
-                "ds.loader(num_workers=…), which does not fork its workers, or pass multiprocessing_context='spawn' to DataLoader."
+                f"{self.reader or self.scheme or 'this store'} cannot be read in a forked process. "
+                "Use ds.loader(num_workers=…), which does not fork its workers, or pass "
+                "multiprocessing_context='spawn' to DataLoader."
             )
         return self.given
 
@@ -248,7 +249,7 @@ class Store:
         if attempt + 1 == self.retry.attempts:
             return None
         if (seconds := retry_after(problem)) is not None:
-            return self.retry.pause_asked(seconds, spent)
+            return self.retry.pause_asked(max(seconds, self.retry.pause(attempt)), spent)
         pause = self.retry.pause(attempt)
         return None if spent + pause > self.retry.budget else pause
 

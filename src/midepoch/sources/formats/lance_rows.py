@@ -1,6 +1,7 @@
-"""Rows of a Lance table, read by the package ``lance``: a block is a range of the rows of a fragment that are not deleted.
+"""Rows of a Lance table, read by the package ``lance``: a block is a range of the rows of a fragment.
 
-The address and the version of the table, and the number of the fragment, are saved as the footer of a file.
+Deleted rows are not counted. The address and the version of the table, and the number of the fragment, are saved as the
+footer of a file.
 """
 
 from __future__ import annotations

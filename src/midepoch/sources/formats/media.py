@@ -55,8 +55,8 @@ def _with_contents(store: Store, column: pa.Array, skips: bool) -> pa.Array:
         return _files(store, column, skips)
     if pa.types.is_list(column.type) and column.type.value_type == LOCATED:
         files = _files(store, column.flatten(), skips)
-        lengths = np.array([0 if value is None else value for value in column.value_lengths().to_pylist()])
-        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+        lengths = [length or 0 for length in column.value_lengths().to_pylist()]
+        offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
         mask = column.is_null() if column.null_count else None
         return pa.ListArray.from_arrays(offsets, files, mask=mask)
     return column
@@ -64,28 +64,26 @@ def _with_contents(store: Store, column: pa.Array, skips: bool) -> pa.Array:
 
 def _files(store: Store, located: pa.StructArray, skips: bool) -> pa.Array:
     """Return the files as structs of bytes and path. With ``skips``, bytes of a file that cannot be read are null."""
-    paths, names, sizes, times = (each.to_pylist() for each in located.flatten())
-    entries = [
-        None if path is None else Entry(path, size, mtime)
-        for path, size, mtime in zip(paths, sizes, times, strict=True)
-    ]
+    columns = located.flatten()
+    paths, sizes, times = (columns[i].to_pylist() for i in (0, 2, 3))
     contents = np.empty(sum(size or 0 for size in sizes), np.uint8)
     view, jobs, start = memoryview(contents.data), [], 0
-    offsets = np.zeros(len(entries) + 1, np.int32)
-    read = _read_local if store.local else _read_remote
-    for i, entry in enumerate(entries):
-        if entry is not None:
-            jobs.append((i, entry, view[start : start + entry.size]))
-            start += entry.size
+    offsets = np.zeros(len(paths) + 1, np.int32)
+    for i, (path, size, mtime) in enumerate(zip(paths, sizes, times, strict=True)):
+        if path is not None:
+            jobs.append((i, Entry(path, size, mtime), view[start : start + size]))
+            start += size
         offsets[i + 1] = start
-    for i in _missing(store, jobs, read, skips):
-        paths[i], names[i] = None, store.name(paths[i])
-    missing = [path is None for path in paths]
-    bits = None if not any(missing) else pa.array([not each for each in missing], pa.bool_()).buffers()[1]
+    names, bits, mask = columns[1], None, None
+    missing = _missing(store, jobs, _read_local if store.local else _read_remote, skips)
+    if missing or located.null_count:  # not otherwise: pa.array of a list imports pandas, which takes 0.3 s
+        given, absent = names.to_pylist(), {*missing, *(i for i, path in enumerate(paths) if path is None)}
+        names = pa.array([store.name(paths[i]) if i in missing else name for i, name in enumerate(given)], pa.string())
+        bits = pa.array([i not in absent for i in range(len(paths))], pa.bool_()).buffers()[1]
+        mask = pa.array([path is None for path in paths], pa.bool_())
     buffers = [bits, pa.py_buffer(offsets), pa.py_buffer(contents)]
-    binary = pa.Array.from_buffers(pa.binary(), len(entries), buffers)
-    mask = pa.array([entry is None for entry in entries], pa.bool_()) if None in entries else None
-    return pa.StructArray.from_arrays([binary, pa.array(names, pa.string())], fields=list(FILE), mask=mask)
+    binary = pa.Array.from_buffers(pa.binary(), len(paths), buffers)
+    return pa.StructArray.from_arrays([binary, names], fields=list(FILE), mask=mask)
 
 
 Job = tuple[int, Entry, memoryview]

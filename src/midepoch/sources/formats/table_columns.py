@@ -1,7 +1,7 @@
 """Columns of a table in its Parquet files: found by id or by name, with the fields and types that the table has now.
 
-A field of a table's schema has metadata that says how files name it: ``id`` (the Parquet field id) and ``names`` (a JSON
-list). Files that were written before a column was added, renamed, reordered or widened are converted when they are read.
+A field of a table's schema has metadata that says how files name it: ``id`` (the Parquet field id) and ``names`` (a
+JSON list). Files from before a column was added, renamed, moved or widened are converted when they are read.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
 
 def _deleted(table: Any) -> dict[str, npt.NDArray[np.int64]]:
     """Return the deleted rows of each file, by its path in the store."""
-    found = {}
+    found: dict[str, npt.NDArray[np.int64]] = {}
     for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         for uri, kept in zip(*batch.columns, strict=True):
             parts = urlsplit(uri.as_py())

@@ -81,8 +81,7 @@ class Deletes:
 
         store, name = self._table.store, self._table.store.name(self._table.place(file.path))
         entry = Entry(self._table.place(file.path), file.size, 0)
-        assert file.offset is not None and file.length is not None
-        offset, length = file.offset, file.length
+        offset, length = file.offset or 0, file.length or 0
 
         def read() -> bytes:
             with store.open(entry) as opened:
@@ -128,8 +127,8 @@ class Deletes:
         missing = [number for number in ids if number not in known]
         if missing:
             raise FormatError(
-                f"the Iceberg table {self._table.name} has equality deletes by fields inside of structs (ids {missing}), "
-                "which is not supported. Compact the table, for example with rewrite_data_files."
+                f"the Iceberg table {self._table.name} has equality deletes by fields inside of structs (ids "
+                f"{missing}), which is not supported. Compact the table, for example with rewrite_data_files."
             )
         fields = described_fields(self._table.name, [known[number] for number in ids], table.name_mapping())
         return [field.with_name(str(number)) for field, number in zip(fields, ids, strict=True)]

@@ -13,7 +13,7 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.distributed.keyvalue import Counters
 from midepoch.distributed.rendezvous import first_value
-from midepoch.open import DEFAULT_CACHE_BYTES, Opening
+from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import PathLike, check_path
 from midepoch.sources.filters import parse_filter
@@ -77,9 +77,9 @@ def from_iceberg(
 ) -> Dataset:
     """Return the rows of an Iceberg table at one snapshot, without its deleted rows.
 
-    ``table``: a name, ``"catalog.namespace.table"``, the path of a metadata file, that of a table with a version hint, or
-    a table of ``pyiceberg``. Changed schemas, positional and equality deletes and deletion vectors are read as the table
-    defines them.
+    ``table``: a name, ``"catalog.namespace.table"``, the path of a metadata file or of a folder with a version hint, or
+    a table of ``pyiceberg``. Changed schemas, positional deletes, equality deletes and deletion vectors are read as the
+    table defines them.
 
     - ``snapshot_id``: a number, a tag or branch, or a datetime; default: the current snapshot. It is pinned: workers
       never see a newer one, and a state of another snapshot is refused
@@ -137,7 +137,7 @@ def from_lance(
 
 
 def _agreed(kind: str, path: str, latest: int) -> int:
-    """Return the version that all ranks open, if torch.distributed or JAX connects them: that of the first to arrive."""
+    """Return the version that all ranks open, that of the first, if torch.distributed or JAX connects them."""
     key = f"table/{kind}/{path}"
     return int(first_value(f"{key}/{_openings.next(key)}", str(latest)) or latest)
 
