@@ -159,7 +159,9 @@ def compare(case: str, folder: Path, own: Callable[[Path], Make], args: argparse
     times = np.array([[first_batch(folder, share) for share in (0.0, 0.9)] for _ in range(args.rounds + 2)])
     fresh, resumed = np.median(times, axis=0)
     verdict = "passed" if resumed <= RESUME_BAR * fresh else "LOST"
-    print(f"{case + ', first batch':34} {fresh * 1e3:7.0f} ms {resumed * 1e3:7.0f} ms {resumed / fresh:6.2f}  {verdict}")
+    print(
+        f"{case + ', first batch':34} {fresh * 1e3:7.0f} ms {resumed * 1e3:7.0f} ms {resumed / fresh:6.2f}  {verdict}"
+    )
 
 
 if __name__ == "__main__":
