@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from midepoch.errors import CheckpointMismatchError, DataError, DataNotFoundError, FormatError
+from launch import Launch
+from midepoch.errors import CheckpointMismatchError, DataError, DataNotFoundError, FormatError, MidepochError
 from midepoch.sources.tables import delta, iceberg
 from midepoch.testing import assert_resumes_exactly
 from table_files import TABLES, Table, rows
@@ -174,3 +175,59 @@ def test_a_folder_that_is_no_table_is_refused(tmp_path: Path) -> None:
         midepoch.from_lance(tmp_path)
     with pytest.raises(TypeError, match="'table_uri'. Did you mean uri="):
         midepoch.from_delta(table_uri="x")  # type: ignore[call-arg]
+
+
+RANKS = """
+import os, sys
+import torch.distributed as dist
+import midepoch
+from table_files import rows
+from deltalake import write_deltalake
+
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), sys.argv[1]
+if rank == 0:
+    ds = midepoch.from_delta(folder)
+    write_deltalake(folder, rows(30, 40), mode="append")
+dist.barrier()
+if rank == 1:
+    ds = midepoch.from_delta(folder)  # the table has changed since the first rank opened it
+    assert len(midepoch.from_delta(folder)) == 37  # the second open is a new agreement
+else:
+    assert len(midepoch.from_delta(folder)) == 37
+assert len(ds) == 27, len(ds)
+found = [batch["id"].tolist() for batch in ds.shuffle(seed=1).loader(4, num_workers=0)]
+gathered = [None, None]
+dist.all_gather_object(gathered, sum(found, []))
+assert sorted(sum(gathered, [])) == [i for i in range(30) if i not in (3, 10, 17)], gathered
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_open_the_version_of_the_first(tmp_path: Path, launched: Launch) -> None:
+    pytest.importorskip("deltalake")
+    table = TABLES["delta"][1](tmp_path / "delta")
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launched(2, str(tmp_path / "ranks.py"), table.path)
+
+
+def test_random_damage_is_an_error_or_changes_nothing(table: Table) -> None:
+    """Damage of data files. Lance has no checksums: there a changed value cannot be told from a written one."""
+    found = sorted(path for path in Path(table.path).rglob("*") if path.suffix in (".parquet", ".lance", ".arrow"))
+    files = [path for path in found if path.is_file() and not path.name.startswith("deletes")]
+    draw, refused = np.random.default_rng(1), 0
+    for _ in range(25):
+        path = files[int(draw.integers(len(files)))]
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        if draw.random() < 0.3:
+            damaged = damaged[: int(draw.integers(len(whole)))]
+        else:
+            damaged[int(draw.integers(len(whole)))] ^= 1 << int(draw.integers(8))
+        path.write_bytes(damaged)
+        try:
+            assert sorted(ids(table.open(force_reindex=True, columns=["id"]))) == table.ids or table.kind == "lance"
+        except MidepochError:
+            refused += 1
+        path.write_bytes(whole)
+    assert refused
