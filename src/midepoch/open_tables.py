@@ -42,7 +42,8 @@ def from_delta(
 ) -> Dataset:
     """Return the rows of a Delta table at one version, without its deleted rows.
 
-    ``uri``: a path or an address, or a table of ``deltalake``, whose version is then opened. Partitions, column mapping, deletion vectors and changed schemas are read as the table defines them.
+    ``uri``: a path or an address, or a table of ``deltalake``, whose version is then opened. Partitions, renamed
+    columns, deletion vectors and changed schemas are read as the table defines them.
 
     - ``version``: a number, or a time (a datetime, or text as in ISO 8601); default: the latest version. It is pinned:
       workers never see a newer one, and a state of another version is refused

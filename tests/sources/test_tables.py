@@ -57,7 +57,7 @@ def test_states_are_small_and_resume_exactly_with_workers(written: Table) -> Non
     def make(workers: int = 0) -> midepoch.Loader:
         return written.open().shuffle(seed=3, window=2).loader(4, num_workers=workers)
 
-    assert_resumes_exactly(make, steps=[0, 4, 7, 8, 12])
+    assert_resumes_exactly(make, steps=[0, 4, 7, 12])
     assert_resumes_exactly(make, steps=[3], epochs=1, resume_with=[lambda: make(2)])
     assert len(json.dumps(make().state_dict())) < 1024
 
@@ -106,6 +106,7 @@ def test_columns_and_filters(written: Table) -> None:
 def test_files_of_a_table_are_not_read_as_plain_files(written: Table) -> None:
     inner = next(Path(written.path).rglob("*.parquet"), Path(written.path) / "data" / "x.lance").parent
     given = [written.path, os.path.dirname(written.path), f"{written.path}/**/*.parquet"]
+    given += [str(inner), f"{inner}/*.parquet"] if written.kind == "iceberg" else []
     for path in given:
         with pytest.raises(FormatError, match=rf"midepoch\.from_{written.kind}\('.*{written.kind}"):
             midepoch.from_files(path)
