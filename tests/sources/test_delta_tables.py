@@ -287,8 +287,12 @@ def test_a_table_in_an_object_store_leaves_no_credentials(
     saved = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert SECRET.encode() not in saved and KEY.encode() not in saved and SECRET not in str(ds.state_dict())
     assert len(make(version=0)) == 10
-    with pytest.raises(FormatError, match=f"from_delta..s3://{bucket.name}/inner/t"):
-        midepoch.from_files(f"s3://{bucket.name}/inner", storage_options=storage_options(s3_server.endpoint))
+    for path in ("inner", "inner/t/maybe=1"):
+        with pytest.raises(FormatError, match=f"from_delta..s3://{bucket.name}/inner/t"):
+            midepoch.from_files(f"s3://{bucket.name}/{path}", storage_options=storage_options(s3_server.endpoint))
+    for path in ("maybe=1", "maybe=1/*.parquet"):
+        with pytest.raises(FormatError, match="is part of the Delta table"):
+            midepoch.from_files(bucket / "inner" / "t" / path)
     wrong = {**storage_options(s3_server.endpoint), "secret_key": "WRONGSECRET"}
     with pytest.raises(MidepochError) as problem:
         midepoch.from_delta(f"s3://{bucket.name}/inner/t", storage_options=wrong, force_reindex=True)

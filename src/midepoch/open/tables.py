@@ -27,7 +27,7 @@ _openings = Counters()
 
 @hinted(habits.OPEN["from_delta"])
 def from_delta(
-    uri: PathLike,
+    uri: Any,
     *,
     version: int | str | datetime | None = None,
     columns: Sequence[str] | None = None,
@@ -42,7 +42,8 @@ def from_delta(
 ) -> Dataset:
     """Return the rows of a Delta table at one version, without its deleted rows.
 
-    Partitions, column mapping, deletion vectors and changed schemas are read as the table defines them.
+    ``uri``: a path or an address, or a table of ``deltalake``, whose version is then opened. Partitions, renamed
+    columns, deletion vectors and changed schemas are read as the table defines them.
 
     - ``version``: a number, or a time (a datetime, or text as in ISO 8601); default: the latest version. It is pinned:
       workers never see a newer one, and a state of another version is refused
@@ -50,9 +51,11 @@ def from_delta(
     - all others as in ``from_files``
     """
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    if hasattr(uri, "table_uri"):
+        uri, version = uri.table_uri, uri.version() if version is None else version
     chosen, address = parse_filter(filters), check_path(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
-    where = (store, path, *reader_options(address, storage_options))
+    where = (store, path, *((path, {}) if store.local else reader_options(address, storage_options)))
     table = delta.find_version(*where, version)
     if version is None and (agreed := _agreed("delta", path, table.version)) != table.version:
         table = delta.find_version(*where, agreed)
@@ -106,7 +109,7 @@ def from_iceberg(
 
 @hinted(habits.OPEN["from_lance"])
 def from_lance(
-    uri: PathLike,
+    uri: Any,
     *,
     version: int | str | None = None,
     columns: Sequence[str] | None = None,
@@ -121,12 +124,16 @@ def from_lance(
 ) -> Dataset:
     """Return the rows of a Lance table at one version, without its deleted rows. Blobs are delivered as bytes.
 
+    ``uri``: a path or an address, or a dataset of ``lance``, whose version is then opened.
+
     - ``version``: a number, or a tag; default: the latest version. It is pinned: workers never see a newer one, and a
       state of another version is refused
     - ``storage_options``: credentials, under the names of ``from_files`` or of ``lance``
     - all others as in ``from_files``
     """
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    if hasattr(uri, "lance_schema"):
+        uri, version = uri.uri, uri.version if version is None else version
     chosen, address = parse_filter(filters), check_path(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
     store = replace(store, reader="a Lance table")

@@ -168,7 +168,7 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
     mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     fields = json.loads(table.schema().to_json())["fields"]
     schema = pa.schema([_field(name, each, mode) for each in fields])
-    deleted = _deleted(table) if "deletionVectors" in features else {}
+    deleted = _deleted(table, store, path, name) if "deletionVectors" in features else {}
     actions = pa.table(table.get_add_actions())
     names = [each for each in ("path", "size_bytes", "modification_time", "partition") if each in actions.schema.names]
     rows = sorted(actions.select(names).to_pylist(), key=lambda row: (row["modification_time"], row["path"]))
@@ -182,17 +182,24 @@ def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema
     return schema, files
 
 
-def _deleted(table: Any) -> dict[str, npt.NDArray[np.int64]]:
+def _deleted(table: Any, store: Store, path: str, name: str) -> dict[str, npt.NDArray[np.int64]]:
     """Return the deleted rows of each file, by its path in the store."""
+    root = table.table_uri
     found: dict[str, npt.NDArray[np.int64]] = {}
     for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         for uri, kept in zip(*batch.columns, strict=True):
-            parts = urlsplit(uri.as_py())
-            place = unquote(parts.path if parts.scheme == "file" else parts.netloc + parts.path)
+            place = _under(uri.as_py(), root, path) or _place(store, path, name, uri.as_py())
             mask = kept.values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
             rows = np.flatnonzero(mask == 0).astype(np.int64)
             found |= {place: rows} if len(rows) else {}
     return found
+
+
+def _under(uri: str, root: str, path: str) -> str | None:
+    """Return the path in the store of an address below the root of a table. The root may be a link, resolved."""
+    file, folder = (unquote(urlsplit(each).path) for each in (uri, root))
+    folder = folder.rstrip("/") + "/"
+    return f"{path}/{file[len(folder) :]}" if file.startswith(folder) else None
 
 
 def _place(store: Store, path: str, name: str, given: str) -> str:

@@ -5,11 +5,11 @@ Metadata and manifests are read by the package ``pyiceberg``, which also opens c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
@@ -23,6 +23,7 @@ from midepoch.sources.stores import Store
 from midepoch.sources.tables.iceberg_schema import described_fields, partition_values
 from midepoch.sources.tables.opening import TableFile, scanned_files
 
+_ADDRESS = re.compile(r"[a-z][\w+.-]*:/")
 _STATUS, _SEQUENCE, _FILE = 0, 3, 2
 _CONTENT, _PATH, _FORMAT, _PARTITION, _SIZE = 134, 100, 101, 102, 104
 _KEY, _EQUALITY, _REFERENCED, _OFFSET, _LENGTH = 131, 135, 143, 144, 145
@@ -103,17 +104,13 @@ class IcebergTableAt:
 
 
 def place_of(store: Store, location: str, name: str) -> str:
-    """Return the path in a store of a location, as metadata has it: an address or a local path."""
-    if "://" not in location and not location.startswith("file:"):
-        if store.local:
-            return location
-    else:
-        parts = urlsplit(location)
-        scheme = {"s3a": "s3", "s3n": "s3"}.get(parts.scheme, parts.scheme)
-        if scheme == "file" and store.local:
-            return unquote(parts.path) if "%" in parts.path else parts.path
-        if store.scheme == f"{scheme}://":
-            return location.partition("://")[2]
+    """Return the path in a store of a location in metadata: an address or a local path, in which nothing is quoted."""
+    scheme, mark, rest = location.partition(":") if _ADDRESS.match(location) else ("file", "", location)
+    scheme = {"s3a": "s3", "s3n": "s3"}.get(scheme, scheme)
+    if scheme == "file" and store.local:
+        return "/" + rest.lstrip("/") if mark else rest
+    if store.scheme == f"{scheme}://":
+        return rest.removeprefix("//")
     raise FormatError(f"the Iceberg table {name} has a file in another store ({location}): this is not supported.")
 
 
