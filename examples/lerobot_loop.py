@@ -1,7 +1,7 @@
 """Behaviour cloning on a LeRobot dataset in place: frames, videos and chunks of actions, with an exact resume.
 
 python examples/lerobot_loop.py ROBOT run --die-at 5                        # ROBOT: the folder of a dataset
-torchrun --nproc-per-node 2 examples/lerobot_loop.py ROBOT run              # resumes, with the same frames in every step
+torchrun --nproc-per-node 2 examples/lerobot_loop.py ROBOT run              # resumes, with the same frames
 """
 
 import argparse
