@@ -11,12 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from launch import Program
 from midepoch import CheckpointMismatchError, DataNotFoundError, FormatError, MapError
 from midepoch.testing import assert_resumes_exactly
 
 pytest.importorskip("av", reason="PyAV is not installed")
 from midepoch.integrations.lerobot import from_lerobot
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lerobot"
 DELTAS = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.top": [-0.1, 0.0]}
 TOP = "observation.images.top"
@@ -60,6 +62,23 @@ def test_resumes_exactly() -> None:
     other = from_lerobot(FIXTURES / "v3.0", episodes=[0, 2], delta_timestamps={"action": [0.1]}).shuffle(seed=1)
     with pytest.raises(CheckpointMismatchError):
         other.loader(6).load_state_dict(state)
+
+
+def test_example(program: Program, tmp_path: Path) -> None:
+    """Killed alone, and resumed on two ranks: 5 steps in an epoch, a checkpoint every two."""
+    script, robot = EXAMPLES / "lerobot_loop.py", str(FIXTURES / "v3.0")
+    assert program(1, script, robot, str(tmp_path), "--die-at", "7") != 0
+    assert program(2, script, robot, str(tmp_path)) == 0
+    steps: dict[int, list[int]] = {}
+    for line in "".join((tmp_path / f"rows-{rank}.txt").read_text() for rank in range(2)).splitlines():
+        step, *rows = (int(word) for word in line.split())
+        steps.setdefault(step, []).extend(rows)
+    loader = from_lerobot(FIXTURES / "v3.0").shuffle(seed=42).loader(4, last_batch="drop")
+    expected = [sorted(batch["index"].tolist()) for _ in range(2) for batch in loader]
+    assert sorted(steps.pop(7)) == sorted(expected[6] * 2)  # before the kill, and again
+    assert {step: sorted(rows) for step, rows in steps.items()} == {
+        step: rows for step, rows in enumerate(expected, 1) if step != 7
+    }
 
 
 def test_damage(tmp_path: Path) -> None:

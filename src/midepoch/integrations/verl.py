@@ -23,7 +23,7 @@ from midepoch.open import from_files
 class PromptDataset(RLHFDataset):  # type: ignore[misc]
     """``RLHFDataset`` of files in place, of all formats and stores, which are neither copied nor held in memory."""
 
-    def _download(self, use_origin_parquet: bool = False) -> None:
+    def _download(self, use_origin_parquet: bool = False) -> None:  # noqa: ARG002 (the signature of verl)
         self.data_files = copy.deepcopy(self.original_data_files)
 
     def _read_files_and_tokenize(self) -> None:
@@ -68,8 +68,8 @@ class _Rows:
 class ResumablePrompts:
     """Mixin for ``RayPPOTrainer``: batches of a midepoch loader, whose state is the ``data.pt`` of each checkpoint.
 
-    The trainer must finish a batch before it takes the next one. Trainers that generate ahead of the update need leases:
-    see examples/grpo_verl.
+    The trainer must finish a batch before it takes the next one. Trainers that generate ahead of the update need
+    leases: see examples/grpo_verl.
     """
 
     def _create_dataloader(self: Any, train_dataset: Any, val_dataset: Any, collate: Any, train_sampler: Any) -> None:

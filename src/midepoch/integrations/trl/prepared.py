@@ -27,6 +27,7 @@ class ResumablePreparation(ResumableTraining):
     """
 
     _ours: Dataset | None = None
+    train_dataset: Any
 
     def __init__(self, *rest: Any, train_dataset: Any = None, **named: Any) -> None:
         if not isinstance(train_dataset, (Dataset, Loader)):
