@@ -148,6 +148,20 @@ def test_values_of_more_than_2_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["jpg"] for row in ds] == [data for name, data in files.items() if name.endswith("jpg")]
 
 
+def test_wide_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consecutive rows of more than 1 MB are views of a block, even if there are few."""
+    monkeypatch.setattr(tar_samples, "BLOCK_BYTES", 1_000_000)
+    files = dict(samples(7, size=400_000))
+    write_tar(tmp_path / "a.tar", files.items())
+    ds = midepoch.from_files(tmp_path)
+    assert all(row["jpg"] == files[row["__key__"] + ".jpg"] for row in ds)
+    assert keys(ds) == list(range(7))
+    for order in (ds, ds.shuffle(seed=1), ds.slice(1, 6)):
+        for batch in order.loader(3, drop_last=False):
+            assert batch["jpg"] == [files[key + ".jpg"] for key in batch["__key__"]]
+    assert_resumes_exactly(lambda: ds.loader(2), epochs=1, steps=[0, 1, 3])
+
+
 def test_fingerprint_depends_on_contents_alone(tmp_path: Path) -> None:
     first = write_tar(tmp_path / "a.tar", samples(5, size=3000), form="pax")
     moved = write_tar(tmp_path / "elsewhere.tar.gz", samples(5, size=3000), mode="w:gz")
