@@ -259,8 +259,9 @@ class Opening:
     def index_folder(self) -> Path | None:
         return None if self.index_dir is None else local_folder(self.index_dir, "index_dir")
 
-    def dataset(self, index: Index, store: Store, chosen: Filter | None) -> Dataset:
-        """Return the rows of an index whose blocks are fetched or decoded."""
-        spec = cache_spec(self.cache_dir, self.cache_bytes)
-        ds = make_dataset(Source((index,), Access(store, chosen, spec)), on_error=self.on_error)
+    def dataset(self, index: Index, store: Store, chosen: Filter | None = None, *, mapped: bool = False) -> Dataset:
+        """Return the rows of an index. ``mapped``: local files are mapped, and only others fetched."""
+        access = Access(store, chosen, cache_spec(self.cache_dir, self.cache_bytes))
+        source = Source((index,), None if mapped and store.local else access)
+        ds = make_dataset(source, on_error=self.on_error)
         return ds if self.columns is None else ds.select_columns(list(self.columns))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from midepoch._internal.hints import hinted
@@ -13,8 +12,7 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
-from midepoch.open.files import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
-from midepoch.sources import Access, Source
+from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
 from midepoch.sources.formats.tokens import DTYPES
@@ -57,6 +55,7 @@ def from_tokens(
     if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
         raise ValueError(f"sequence_length must be a number of tokens of at least 1, got {sequence_length!r}")
     form = f"tokens:{_dtype_name(dtype)}:{sequence_length}"
+    opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     if (
@@ -72,8 +71,7 @@ def from_tokens(
     def find(store: Store, given: Sequence[str]) -> list[Entry]:
         return [entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")]
 
-    opened = _opened(texts, form, find, where, index_dir, force_reindex, validate, on_error)
-    return opened.dataset(opened.index, cache_dir, cache_bytes, on_error)
+    return opening.dataset(*_opened(texts, form, find, where, opening, validate), mapped=True)
 
 
 @hinted(habits.OPEN["from_megatron"])
@@ -113,32 +111,18 @@ def from_megatron(
         counts[:] = [len(group) for group in groups]
         return _entries(store, [each for group in groups for each in group])
 
+    opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    # One index for all prefixes, so that a blend of a hundred is one file to open. Its parts follow from a listing.
+    index, store = _opened(texts, "megatron", find, where, opening, validate or shares is not None)
     if shares is None:
-        opened = _opened(texts, "megatron", find, where, index_dir, force_reindex, validate, on_error)
-        ds = opened.dataset(opened.index, cache_dir, cache_bytes, on_error)
+        ds = opening.dataset(index, store, mapped=True)
         return ds if seed is None else ds.shuffle(seed=seed)
-    # One index for all prefixes, so that a blend of a hundred is one file to open. Its freshness needs their names.
-    opened = _opened(texts, "megatron", find, where, index_dir, force_reindex, True, on_error)
     parts, first = [], 0
     for count in counts:
-        part = opened.dataset(opened.index.part(first, first + count), cache_dir, cache_bytes, on_error)
+        part = opening.dataset(index.part(first, first + count), store, mapped=True)
         parts.append(part if seed is None else part.shuffle(seed=seed))
         first += count
     return mix(dict(zip(_names(texts), parts, strict=True)), shares, seed=seed or 0, stop=stop)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """An index, and the store of its files."""
-
-    index: Index
-    store: Store
-
-    def dataset(self, index: Index, cache_dir: PathLike | None, cache_bytes: int, on_error: str) -> Dataset:
-        """Return the rows of an index. Local files are mapped."""
-        spec = cache_spec(cache_dir, cache_bytes)
-        access = None if self.store.local else Access(self.store, None, spec)
-        return make_dataset(Source((index,), access), on_error=on_error)
 
 
 def _opened(
@@ -146,28 +130,24 @@ def _opened(
     form: str,
     find: Callable[[Store, Sequence[str]], list[Entry]],
     where: Mapping[str, Any],
-    index_dir: PathLike | None,
-    force: bool,
+    opening: Opening,
     validate: bool,
-    on_error: str,
-) -> _Opened:
-    check_on_error(on_error)
+) -> tuple[Index, Store]:
+    """Return the index of files that ``find`` lists, and their store."""
     resolved = [resolve(text, **where) for text in texts]
     store, given = resolved[0][0], tuple(path for _, path in resolved)
     if len({each.identity for each, _ in resolved}) > 1:
         raise ValueError("all files of a dataset must be in one store. Open them separately, and use mix or concat.")
-
-    if force:
+    if opening.force_reindex:
         store.refresh()
 
     def found() -> DataFiles:
         return DataFiles(store, form, tuple(find(store, given)))
 
-    request = Request(store, given, form, None, None, on_error == "skip", found)
-    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
+    request = Request(store, given, form, None, None, opening.on_error == "skip", found)
+    force, folder = opening.force_reindex, opening.index_folder
     with shown("indexing", "files") as report:
-        index = open_lake(request, index_dir=folder, force=force, validate=validate, progress=report)
-    return _Opened(index, store)
+        return open_lake(request, index_dir=folder, force=force, validate=validate, progress=report), store
 
 
 def _dtype_name(dtype: Any) -> str:
