@@ -23,8 +23,8 @@ from benchmarks.latency import Measured
 
 MANY = 10_000
 SHARDS = 4
-SIZES = {"2 KB": (2_000, 40_000), "20 KB": (20_000, 16_000), "100 KB": (100_000, 4_000)}
-"""Bytes of an image, and number of samples."""
+SIZES = {"2 KB": (2_000, 40_000), "20 KB": (20_000, 16_000), "100 KB": (100_000, 4_000), "1 MB": (1_000_000, 300)}
+"""Average bytes of an image, and number of samples."""
 
 _OPEN = """
 import sys, time
@@ -42,11 +42,11 @@ def write_shards(folder: Path, size: int, count: int) -> Path:
     if (folder / "done").exists():
         return folder
     folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).bytes(2 * size)
+    noise = np.random.default_rng(0).bytes(3 * size)
     for shard in range(SHARDS):
         with tarfile.open(folder / f"{shard:04d}.tar", "w") as archive:
             for number in range(count // SHARDS):
-                image = noise[number % size :][: size // 2 + number * 37 % size]
+                image = noise[number % size :][: size // 2 + number * 7919 % size]
                 for extension, value in (("jpg", image), ("cls", str(number).encode())):
                     info = tarfile.TarInfo(f"{shard:04d}{number:06d}.{extension}")
                     info.size = len(value)

@@ -36,6 +36,13 @@ ALL_MDS = {
     "pkl": "pkl",
     **{name: name for name in ("pil", "jpeg", "png", "jpegarray", "list[pil]", "list[jpeg]", "list[png]")},
 }
+TEXT_MDS = {"id": "int", "text": "str", "str_float": "float"}
+TEXTS: dict[str, dict[str, Any]] = {
+    "json": {"writer": "JSONWriter"},
+    "csv-gz": {"writer": "CSVWriter", "compression": "gz"},
+    "tsv": {"writer": "TSVWriter", "newline": "\r\n"},
+    "xsv-zstd": {"writer": "XSVWriter", "separator": "||", "compression": "zstd"},
+}
 COMPRESSIONS = {"br": "br:5", "bz2": "bz2", "gz": "gz:1", "snappy": "snappy", "zstd": "zstd:7"}
 
 
@@ -43,8 +50,8 @@ def described(value: Any) -> Any:
     """Return a value of a reader as JSON that says all of it: types, shapes, pixels."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
+    if isinstance(value, (bytes, memoryview)):
+        return {"bytes": bytes(value).hex()}
     if isinstance(value, Decimal):
         return {"decimal": str(value)}
     if isinstance(value, dict):
@@ -105,12 +112,14 @@ def mds_row(i: int) -> dict[str, Any]:
     }
 
 
-def write_mds(folder: Path, columns: dict[str, str], rows: Iterator[dict[str, Any]], **options: Any) -> None:
-    from streaming import MDSWriter
+def write_mds(
+    folder: Path, columns: dict[str, str], rows: Iterator[dict[str, Any]], writer: str = "MDSWriter", **options: Any
+) -> None:
+    import streaming
 
-    with MDSWriter(out=str(folder), columns=columns, **options) as writer:
+    with getattr(streaming, writer)(out=str(folder), columns=columns, **options) as shards:
         for row in rows:
-            writer.write({name: row[name] for name in columns})
+            shards.write({name: row[name] for name in columns})
 
 
 def read_mds(folder: Path) -> list[dict[str, Any]]:
@@ -121,11 +130,12 @@ def read_mds(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for shard in index["shards"]:
         reader = reader_from_json(str(folder), None, shard)
-        if not (folder / shard["raw_data"]["basename"]).exists():
-            from streaming.base.compression import decompress
+        for part in ("data", "meta"):
+            if shard.get(f"zip_{part}"):
+                from streaming.base.compression import decompress
 
-            packed = (folder / shard["zip_data"]["basename"]).read_bytes()
-            (folder / shard["raw_data"]["basename"]).write_bytes(decompress(shard["compression"], packed))
+                packed = (folder / shard[f"zip_{part}"]["basename"]).read_bytes()
+                (folder / shard[f"raw_{part}"]["basename"]).write_bytes(decompress(shard["compression"], packed))
         rows += [reader[i] for i in range(shard["samples"])]
     return rows
 
@@ -226,9 +236,13 @@ def write_all(root: Path) -> None:
     rows = [mds_row(i) for i in range(ROWS)]
     write_mds(root / "mds/all", ALL_MDS, iter(rows), size_limit=16_000, hashes=["sha1", "xxh64"])
     save(root / "mds/all", read_mds(root / "mds/all"))
-    for name, compression in COMPRESSIONS.items():
+    cases: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+        **{name: (PLAIN_MDS, {"compression": each, "size_limit": 550}) for name, each in COMPRESSIONS.items()},
+        **{name: (TEXT_MDS, {**each, "size_limit": 200}) for name, each in TEXTS.items()},
+    }
+    for name, (columns, options) in cases.items():
         folder = root / "mds" / name
-        write_mds(folder, PLAIN_MDS, iter(rows), compression=compression, size_limit=550)
+        write_mds(folder, columns, iter(rows), **options)
         shutil.copytree(folder, root / "copy")
         save(folder, read_mds(root / "copy"))
         shutil.rmtree(root / "copy")

@@ -40,8 +40,13 @@ if TYPE_CHECKING:
         WorldError,
     )
     from midepoch.loader import Lease, Loader
-    from midepoch.open import from_files, load_dataset, load_from_disk
-    from midepoch.open_tokens import from_megatron, from_tokens
+    from midepoch.memory.generated import from_generator
+    from midepoch.memory.hf import from_hf
+    from midepoch.memory.map_style import from_map_style
+    from midepoch.memory.tables import from_arrow, from_dict, from_list, from_pandas
+    from midepoch.open.files import from_files, load_dataset, load_from_disk
+    from midepoch.open.tables import from_delta, from_iceberg, from_lance
+    from midepoch.open.tokens import from_megatron, from_tokens
     from midepoch.order.schedule import Phase, Schedule
     from midepoch.sources.stores import Retry
 
@@ -50,9 +55,9 @@ __version__ = "0.1.0"
 # Names are imported when first used: `import midepoch` takes 1 ms instead of the 150 ms of numpy and pyarrow.
 _WHERE = {
     "Dataset": "midepoch.dataset",
+    "Keep": "midepoch.checkpoint",
     "Lease": "midepoch.loader",
     "Loader": "midepoch.loader",
-    "Keep": "midepoch.checkpoint",
     "Phase": "midepoch.order.schedule",
     "PipelineCheckpoint": "midepoch.checkpoint",
     "Retry": "midepoch.sources.stores",
@@ -60,12 +65,22 @@ _WHERE = {
     "StructuredDataset": "midepoch.compat.structured",
     "concat": "midepoch.dataset.combine",
     "concatenate_datasets": "midepoch.dataset.combine",
-    "from_files": "midepoch.open",
-    "from_megatron": "midepoch.open_tokens",
-    "from_tokens": "midepoch.open_tokens",
+    "from_arrow": "midepoch.memory.tables",
+    "from_delta": "midepoch.open.tables",
+    "from_dict": "midepoch.memory.tables",
+    "from_files": "midepoch.open.files",
+    "from_generator": "midepoch.memory.generated",
+    "from_hf": "midepoch.memory.hf",
+    "from_iceberg": "midepoch.open.tables",
+    "from_lance": "midepoch.open.tables",
+    "from_list": "midepoch.memory.tables",
+    "from_map_style": "midepoch.memory.map_style",
+    "from_megatron": "midepoch.open.tokens",
+    "from_pandas": "midepoch.memory.tables",
+    "from_tokens": "midepoch.open.tokens",
     "interleave_datasets": "midepoch.dataset.combine",
-    "load_dataset": "midepoch.open",
-    "load_from_disk": "midepoch.open",
+    "load_dataset": "midepoch.open.files",
+    "load_from_disk": "midepoch.open.files",
     "mix": "midepoch.dataset.combine",
     "zip": "midepoch.dataset.combine",
     **dict.fromkeys(
@@ -126,8 +141,18 @@ __all__ = [
     "__version__",
     "concat",
     "concatenate_datasets",
+    "from_arrow",
+    "from_delta",
+    "from_dict",
     "from_files",
+    "from_generator",
+    "from_hf",
+    "from_iceberg",
+    "from_lance",
+    "from_list",
+    "from_map_style",
     "from_megatron",
+    "from_pandas",
     "from_tokens",
     "interleave_datasets",
     "load_dataset",

@@ -21,7 +21,7 @@ import torch
 
 import midepoch
 from data import dataset_of, numbered
-from midepoch.dataset import cached
+from midepoch.dataset import parts
 from midepoch.errors import ColumnError, DataNotFoundError, MidepochError
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -29,8 +29,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_ROWS", 10)
-    monkeypatch.setattr(cached, "_PART_BYTES", 1)
+    monkeypatch.setattr(parts, "ROWS", 10)
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_an_error_keeps_what_was_written(ds: midepoch.Dataset, tmp_path: Path) -
 JOB = """
 import json, os, sys, time
 import midepoch
-from midepoch.dataset import cached
-cached._ROWS, cached._PART_BYTES = 10, 1
+from midepoch.dataset import parts
+parts.ROWS, parts.PART_BYTES = 10, 1
 folder, slow = sys.argv[1], float(sys.argv[2])
 
 def work(row):
@@ -215,7 +215,7 @@ def test_a_full_disk_is_said(ds: midepoch.Dataset, tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(MidepochError, match=r"cannot be written.*No space.*make room"):
-        patch.setattr(cached.pa.ipc, "new_file", full)
+        patch.setattr(parts.pa.ipc, "new_file", full)
         ds.cache(tmp_path / "full")
     assert len(ds.cache(tmp_path / "full")) == 95
     (folder,) = (tmp_path / "full").iterdir()
@@ -261,8 +261,8 @@ def test_files_depend_on_nothing_but_the_rows(ds: midepoch.Dataset, tmp_path: Pa
     for workers in (1, 2):
         assert made.cache(tmp_path / str(workers), num_workers=workers).pipeline.base.source.fingerprint == expected
     (folder,) = (tmp_path / "0").iterdir()
-    parts = len(list(folder.glob("part-*.arrow")))
-    for kept in {1, parts // 2, parts - 1, parts}:
+    count = len(list(folder.glob("part-*.arrow")))
+    for kept in {1, count // 2, count - 1, count}:
         cut = tmp_path / f"cut-{kept}" / folder.name
         cut.mkdir(parents=True)
         for number in range(kept):
@@ -280,8 +280,8 @@ def test_a_name_stands_for_functions_and_for_nothing_else(ds: midepoch.Dataset, 
         with lock:
             return {"n": row["id"]}
 
-    parts = ds.train_test_split(0.2, seed=1)
-    found = {name: part.map(locked).cache(root, key="v1") for name, part in parts.items()}
+    halves = ds.train_test_split(0.2, seed=1)
+    found = {name: part.map(locked).cache(root, key="v1") for name, part in halves.items()}
     assert [len(found["train"]), len(found["test"])] == [76, 19]
     others = [
         ds.take(10).map(locked),
@@ -321,7 +321,7 @@ def test_columns_that_come_and_go_are_refused(ds: midepoch.Dataset, tmp_path: Pa
 
 def test_parts_are_alike_whichever_process_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that become longer, and an interruption between them: the files are those of an uninterrupted run."""
-    monkeypatch.setattr(cached, "_PART_BYTES", 2000)
+    monkeypatch.setattr(parts, "PART_BYTES", 2000)
     ds = dataset_of(tmp_path / "data", numbered(0, 200), 20)
 
     def lengthen(row: dict[str, Any]) -> dict[str, Any]:
@@ -335,8 +335,8 @@ def test_parts_are_alike_whichever_process_writes_them(tmp_path: Path, monkeypat
         ds.map(lengthen).cache(tmp_path / "in two")
     (tmp_path / "fail").unlink()
     ds.map(lengthen).cache(tmp_path / "in two")
-    parts = [
+    files = [
         {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.arrow")} for name in ("at once", "in two")
     ]
-    assert len(parts[0]) > 2
-    assert parts[0] == parts[1]
+    assert len(files[0]) > 2
+    assert files[0] == files[1]

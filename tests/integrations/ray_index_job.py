@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import midepoch.open
+import midepoch.open.files
 from midepoch.integrations.ray import build_index
 
 OPTIONS = {"filters": [("id", "<", 900)]}  # so that rows are looked at, too
@@ -57,7 +57,7 @@ def index(folder: Path, lose_a_node: Callable[[], None]) -> None:
 
         yield report
 
-    midepoch.open.shown = shown  # type: ignore[assignment]  # it draws a bar on a terminal
+    midepoch.open.files.shown = shown  # type: ignore[assignment]  # it draws a bar on a terminal
     path = build_index(folder / "lake", index_dir=folder / "by-ray", **OPTIONS)
     (folder / "index.json").write_text(
         json.dumps({"path": str(path), "seen": seen, "killed": len(killed), "lost": len(lost)})

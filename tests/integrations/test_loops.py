@@ -9,6 +9,7 @@ import pytest
 
 import launch
 import midepoch
+from forks import Forks
 from launch import Program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -55,6 +56,27 @@ def check(program: Program, name: str, ranks: int, ends: str, tmp_path: Path) ->
         whole, seen = uninterrupted(tmp_path, rank, ranks, ends), noted(tmp_path, rank)
         assert seen[:DIE_AT] == whole[:DIE_AT]
         assert seen[DIE_AT:] == whole[SAVED:]
+
+
+def test_datamodule_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Lightning on 4, 2 and 8 ranks, killed in between: the global batches of 4 ranks. A checkpoint every two steps."""
+    with Forks("torch._dynamo", "pyarrow.parquet", "lightning.pytorch") as forks:
+        check_datamodule(forks.program, tmp_path)
+
+
+def check_datamodule(program: Program, tmp_path: Path) -> None:
+    script, steps, found = EXAMPLES / "lightning_datamodule.py", (3, 9, 12), []
+    for ranks, first, last in zip((4, 2, 8), (1, 3, 9), steps, strict=True):
+        die = [] if last == steps[-1] else ["--die-at", str(last)]
+        assert (program(ranks, script, str(tmp_path), *die) != 0) == bool(die)
+        parts = [dict(noted(tmp_path, rank)) for rank in range(ranks)]
+        found += [sorted(sum((part[step] for part in parts), [])) for step in range(first, last + (not die))]
+        found = found[: last - 1] if die else found
+        for rank in range(ranks):
+            (tmp_path / f"rows-{rank}.txt").unlink()
+    train = midepoch.from_files(tmp_path / "data.parquet").slice(None, "90%").shuffle(seed=42)
+    loader = train.with_lanes(4).loader(8, last_batch="drop")
+    assert found == [sorted(batch["id"].tolist()) for _ in range(2) for batch in loader]
 
 
 def test_rows_of_stateful_dataloader(program: Program, tmp_path: Path) -> None:

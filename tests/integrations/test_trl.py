@@ -1,4 +1,5 @@
-"""TRL's GRPO trainer, killed within generations and resumed on other numbers of ranks: each prompt exactly once."""
+"""TRL's trainers, killed and resumed on other numbers of ranks: GRPO trains on each prompt exactly once, SFT and DPO on
+the same rows in every step."""
 
 from __future__ import annotations
 
@@ -12,18 +13,21 @@ from typing import Any
 
 import pytest
 
+import midepoch
 from forks import Forks
 from midepoch.audit import read_run
 
 pytest.importorskip("trl", reason="midepoch[trl] is not installed")
 
 JOB = Path(__file__).with_name("trl_job.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def trl_forks() -> Iterator[Forks]:
     """Runs scripts that train with TRL, which takes 5 s to import."""
-    with Forks("torch._dynamo", "pyarrow.parquet", "trl.trainer.grpo_trainer", "transformers.models.llama") as forks:
+    trainers = [f"trl.trainer.{name}_trainer" for name in ("grpo", "sft", "dpo")]
+    with Forks("torch._dynamo", "pyarrow.parquet", "transformers.models.llama", *trainers) as forks:
         yield forks
 
 
@@ -160,3 +164,48 @@ def test_example(trl_forks: Forks, tmp_path: Path) -> None:
     (epoch,) = read_run(tmp_path / "ledger").epochs
     assert epoch.exact and epoch.complete and epoch.leases is not None
     assert (epoch.leases.acknowledged, epoch.leases.never, epoch.leases.out) == (40, 0, 0)
+
+
+def test_rows_are_prepared_as_by_trl(trl_forks: Forks, tmp_path: Path) -> None:
+    done = trl_forks.run([str(JOB.with_name("trl_prepared_job.py")), str(tmp_path)])
+    assert done[0].returncode == 0, done[0].stderr[-3000:]
+    cases = json.loads((tmp_path / "rows.json").read_text())
+    for case, (theirs, ours) in cases.items():
+        if "bfd" in case:  # the same sequences, in another order
+            theirs, ours = (sorted(rows, key=json.dumps) for rows in (theirs, ours))
+        assert ours == theirs, case
+    assert len(cases["completions"][1]) == len(cases["pairs"][1]) == 2  # nothing is left of the longest prompt
+    refused = json.loads((tmp_path / "refusals.json").read_text())
+    assert "got a loader" in refused["loader"] and "loader_options" in refused["loader"]
+    assert "precompute_ref_log_probs=True reads the complete data" in refused["precomputed"]
+
+
+def global_batches(folder: Path, first: int, last: int) -> list[list[int]]:
+    """Sorted rows of steps over all ranks, from the last attempt that made each."""
+    steps: dict[int, dict[int, list[int]]] = {}
+    for path in folder.glob("rows-*.txt"):
+        rank = int(path.stem.removeprefix("rows-"))
+        for line in path.read_text().splitlines():
+            step, *rows = (int(word) for word in line.split())
+            steps.setdefault(step, {})[rank] = rows
+    return [sorted(row for rows in steps[step].values() for row in rows) for step in range(first, last + 1)]
+
+
+@pytest.mark.parametrize(("name", "worlds"), [("sft", (4, 2, 8)), ("dpo", (2, 1, 2))])
+def test_same_global_batches_on_other_numbers_of_ranks(
+    name: str, worlds: tuple[int, ...], trl_forks: Forks, tmp_path: Path
+) -> None:
+    script, steps, found = str(EXAMPLES / f"{name}_trl.py"), (3, 9, 12), []
+    for ranks, first, last in zip(worlds, (1, 3, 9), steps, strict=True):  # a checkpoint every two steps
+        die = () if last == steps[-1] else ("--die-at", str(last))
+        command = [script, str(tmp_path), *die]
+        done = trl_forks.world(ranks, *command) if ranks > 1 else trl_forks.run(command)
+        codes = {one.returncode for one in done}
+        assert codes == ({-signal.SIGKILL} if die else {0}), done[0].stderr[-3000:]
+        found += global_batches(tmp_path, first, last - (last % 2 if die else 0))
+        for path in tmp_path.glob("rows-*.txt"):
+            path.unlink()
+    ds = midepoch.from_files(tmp_path / "data.parquet").shuffle(seed=42)
+    ds = ds.map(lambda row: {"id": int(row["prompt"].split()[0])}).with_lanes(worlds[0])  # those of the first ranks
+    loader = ds.loader(8, last_batch="drop")
+    assert found == [sorted(batch["id"].tolist()) for _ in range(2) for batch in loader]

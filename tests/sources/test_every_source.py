@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from data import write_arrow
 from midepoch.sources import index as index_module
 from midepoch.sources import lake
 from midepoch.testing import assert_resumes_exactly
+from tar_files import write_tar
 from token_files import write_megatron
 
 ROWS = 60
@@ -60,6 +61,31 @@ def by_first_token(row: dict[str, Any]) -> int:
     return int(row["input_ids"][0])
 
 
+def write_ids(folder: Path, first: int) -> None:
+    (folder / "ids.json").write_text(json.dumps(list(range(first, first + ROWS))))
+
+
+def read_ids(folder: Path) -> list[int]:
+    return list(json.loads((folder / "ids.json").read_text()))
+
+
+def generate(ids: list[int]) -> Iterator[dict[str, int]]:
+    for i in ids:
+        yield {"id": i}
+
+
+def write_delta(folder: Path, first: int) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    for start, stop in PARTS:
+        deltalake.write_deltalake(str(folder / "table"), table(range(first + start, first + stop)), mode="append")
+
+
+def write_lance(folder: Path, first: int) -> None:
+    lance = pytest.importorskip("lance")
+    for start, stop in PARTS:
+        lance.write_dataset(table(range(first + start, first + stop)), str(folder / "table.lance"), mode="append")
+
+
 SOURCES: dict[str, Entry] = {
     "arrow": Entry(in_parts(lambda path, ids: write_arrow(path, table(ids), 7), ".arrow"), midepoch.from_files, by_id),
     "parquet": Entry(
@@ -79,6 +105,28 @@ SOURCES: dict[str, Entry] = {
         midepoch.from_files,
         by_id,
     ),
+    "json array": Entry(
+        in_parts(lambda path, ids: path.write_text(json.dumps([{"id": i} for i in ids], indent=1)) and None, ".json"),
+        midepoch.from_files,
+        by_id,
+    ),
+    "text": Entry(
+        in_parts(lambda path, ids: path.write_text("".join(f"{i}\n" for i in ids)) and None, ".txt"),
+        midepoch.from_files,
+        lambda row: int(row["text"]),
+    ),
+    "tar": Entry(
+        in_parts(lambda path, ids: write_tar(path, [(f"{i:05d}.txt", b"x") for i in ids]) and None, ".tar"),
+        midepoch.from_files,
+        lambda row: int(row["__key__"]),
+    ),
+    "tar.gz": Entry(
+        in_parts(
+            lambda path, ids: write_tar(path, [(f"{i:05d}.a", b"x") for i in ids], mode="w:gz") and None, ".tar.gz"
+        ),
+        midepoch.from_files,
+        lambda row: int(row["__key__"]),
+    ),
     "tokens": Entry(
         in_parts(lambda path, ids: np.save(path, np.repeat(np.array(ids, np.uint16), 8)), ".npy"),
         lambda folder: midepoch.from_tokens(folder, 8),
@@ -89,6 +137,17 @@ SOURCES: dict[str, Entry] = {
         midepoch.from_megatron,
         by_first_token,
     ),
+    "dict": Entry(write_ids, lambda folder: midepoch.from_dict({"id": read_ids(folder)}), by_id),
+    "generator": Entry(
+        write_ids, lambda folder: midepoch.from_generator(generate, gen_kwargs={"ids": read_ids(folder)}), by_id
+    ),
+    "map style": Entry(
+        write_ids,
+        lambda folder: midepoch.from_map_style(list(generate(read_ids(folder))), fingerprint=str(read_ids(folder)[0])),
+        by_id,
+    ),
+    "delta": Entry(write_delta, lambda folder: midepoch.from_delta(folder / "table"), by_id),
+    "lance": Entry(write_lance, lambda folder: midepoch.from_lance(folder / "table.lance"), by_id),
 }
 
 

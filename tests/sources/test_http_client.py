@@ -1,22 +1,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from midepoch.sources.http_client import HttpClient, origin_of
+from midepoch.sources.http_client import HttpClient, _tls, origin_of
 
 Answerer = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
-def server(answer: Answerer) -> Iterator[str]:
+def server(answer: Answerer, context: ssl.SSLContext | None = None) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -28,10 +32,13 @@ def server(answer: Answerer) -> Iterator[str]:
 
     served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     served.daemon_threads = True
+    if context is not None:
+        served.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that do not trust it
+        served.socket = context.wrap_socket(served.socket, server_side=True)
     thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{served.server_port}"
+        yield f"{'http://127.0.0.1' if context is None else 'https://localhost'}:{served.server_port}"
     finally:
         served.shutdown()
         thread.join()
@@ -114,6 +121,28 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
         nobody.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionError, match="the connection to localhost failed"):
             HttpClient().get(f"http://localhost:{nobody.getsockname()[1]}/", {})
+
+
+def test_certificates_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    about = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2", "-nodes"]
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *about, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(make, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with server(lambda handler: send(handler, port_of(handler)), context) as url:
+        _tls.cache_clear()
+        with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            HttpClient().get(url, {})
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        _tls.cache_clear()
+        with closing(HttpClient()) as client:
+            assert len({client.get(url, {}).body for _ in range(3)}) == 1
+            with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+                client.get(url.replace("localhost", "127.0.0.1"), {})
+    _tls.cache_clear()
 
 
 def test_origins() -> None:

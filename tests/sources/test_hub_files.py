@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +26,7 @@ from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFo
 from midepoch.sources.hub_address import parse_hub_path
 from midepoch.sources.stores import Retry
 from midepoch.testing import assert_resumes_exactly
+from tar_files import samples, write_tar
 
 SHARDS, ROWS = 4, 30
 TOKEN = "hf_" + "PLANTED" * 6
@@ -65,6 +68,10 @@ def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ids(ds: midepoch.Dataset) -> list[int]:
     return [row["id"] for row in ds]
+
+
+def as_table(ds: midepoch.Dataset) -> pa.Table:
+    return pa.concat_tables(ds.with_format("arrow").loader(batch_size=5))
 
 
 def reopened(
@@ -128,6 +135,29 @@ def test_text_formats(hub: HubServer, size: int) -> None:
     assert ids(midepoch.from_files("hf://datasets/org/text/t.csv")) == list(range(size))
     with pytest.raises(FormatError, match="different formats"):
         midepoch.from_files("hf://datasets/org/text")
+
+
+def test_other_formats(hub: HubServer, tmp_path: Path) -> None:
+    """Every format that reads ranges of bytes from a store reads them from the Hub."""
+    fixtures = Path(__file__).parents[1] / "fixtures"
+    (tmp_path / "tar").mkdir()
+    for i in range(2):
+        write_tar(tmp_path / "tar" / f"train-{i}.tar", samples(5, 5 * i))
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "a.png").write_bytes(b"PNG" * 500)
+    np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16))
+    folders = [tmp_path / "tar", tmp_path / "images", fixtures / "mds" / "zstd", fixtures / "litdata" / "rows"]
+    for number, folder in enumerate(folders):
+        local = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        data = {name: path.read_bytes() for name, path in local.items() if not name.startswith("expected")}
+        hub.add(f"org/f{number}", {**data, "README.md": b"# A dataset"})
+        shutil.copytree(folder, tmp_path / "copies" / str(number), ignore=shutil.ignore_patterns("expected*"))
+        expected = midepoch.from_files(tmp_path / "copies" / str(number))
+        found = midepoch.from_files(f"hf://datasets/org/f{number}")
+        assert as_table(found).equals(as_table(expected)), folder
+    hub.add("org/tokens", {"a.npy": (tmp_path / "tokens.npy").read_bytes()})
+    rows = midepoch.from_tokens("hf://datasets/org/tokens/a.npy", 10)
+    assert [row["input_ids"][0] for row in rows] == list(range(0, 1000, 10))
 
 
 def test_splits_in_one_folder_are_pointed_out(hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,6 +274,17 @@ def test_a_push_of_other_files_keeps_the_index(
     assert hub.requests["revision"] == 2 and hub.requests["resolve"] == asked
     loader.load_state_dict(state)
     assert len(list(loader)) == 15
+
+
+def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks"))
+    asked = hub.requests.total()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("midepoch.sources.hub_listings.time.time", lambda: 1e10)
+    assert ids(midepoch.from_files(GLOB, cache_dir=tmp_path / "blocks")) == list(range(SHARDS * ROWS))
+    assert hub.requests.total() == asked
+    with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
+        midepoch.from_files(GLOB, force_reindex=True)
 
 
 def test_force_reindex_looks_at_the_revision_again(hub: HubServer) -> None:

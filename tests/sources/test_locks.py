@@ -30,14 +30,14 @@ ROWS = 500
 HOLDERS = {
     "parquet": """
 from midepoch.sources.lake import open_lake
-import midepoch.open
-midepoch.open.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress": pause})
+import midepoch.open.files
+midepoch.open.files.open_lake = lambda *a, **k: open_lake(*a, **{**k, "progress": pause})
 midepoch.from_files(path, index_dir=folder)
 """,
     "arrow": """
 from midepoch.sources.index import open_index
-import midepoch.open
-midepoch.open.open_index = lambda *a, **k: open_index(*a, **{**k, "progress": pause})
+import midepoch.open.files
+midepoch.open.files.open_index = lambda *a, **k: open_index(*a, **{**k, "progress": pause})
 midepoch.from_files(path, index_dir=folder)
 """,
     "block": """

@@ -15,7 +15,8 @@ import pytest
 
 import midepoch
 from midepoch.errors import DataChangedError, DataNotFoundError, FormatError
-from midepoch.sources.formats import tar_samples
+from midepoch.sources import files as source_files
+from midepoch.sources.formats import tar_samples, tar_shards
 from midepoch.testing import assert_resumes_exactly
 from proxy import Proxy
 from s3 import Server, storage_options
@@ -119,14 +120,32 @@ def test_numbers_in_base_256_and_signed_checksums(tmp_path: Path) -> None:
     def large(block: bytearray) -> None:
         block[124:136] = b"\x80" + (5).to_bytes(11, "big")
 
+    def absurd(block: bytearray) -> None:
+        block[124:136] = b"\x80" + (1 << 80).to_bytes(11, "big")
+
+    (tmp_path / "b.tar").write_bytes(header_with("a.txt", b"", absurd))
+    with pytest.raises(FormatError, match="the size is not a number in the header at byte 0"):
+        midepoch.from_files(tmp_path / "b.tar")
     signed = bytearray(header_with("né.txt", b"12345", lambda block: None))
     total = sum(byte - 256 if byte > 127 else byte for byte in signed[:148] + signed[156:512]) + 256
     signed[148:156] = b"%06o\0 " % total
     (tmp_path / "a.tar").write_bytes(header_with("a.txt", b"12345", large) + bytes(signed) + bytes(1024))
-    assert [(row["__key__"], row["txt"]) for row in midepoch.from_files(tmp_path)] == [
+    assert [(row["__key__"], row["txt"]) for row in midepoch.from_files(tmp_path / "a.tar")] == [
         ("a", b"12345"),
         ("né", b"12345"),
     ]
+
+
+def test_values_of_more_than_2_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In effect: the limit of 32-bit offsets is lowered."""
+    for module in (tar_samples, tar_shards):
+        monkeypatch.setattr(module, "LARGEST", 1000)
+    write_tar(tmp_path / "0.tar", samples(3, size=900))
+    write_tar(tmp_path / "1.tar", samples(3, 3, size=1500))
+    ds = midepoch.from_files(tmp_path)
+    assert ds.schema.types == [pa.string(), pa.large_binary(), pa.binary()]
+    files = dict(samples(3, size=900) + samples(3, 3, size=1500))
+    assert [row["jpg"] for row in ds] == [data for name, data in files.items() if name.endswith("jpg")]
 
 
 def test_fingerprint_depends_on_contents_alone(tmp_path: Path) -> None:
@@ -246,7 +265,8 @@ def bucket(s3_server: Server) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_in_a_store(bucket: Path, proxy: Proxy, tmp_path: Path) -> None:
+def test_in_a_store(bucket: Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_files, "_FEW", 2)
     for number in range(3):
         write_tar(bucket / f"s-{number:02d}.tar", samples(20, 20 * number))
     address = f"s3://{bucket.name}/s-{{00..02}}.tar"

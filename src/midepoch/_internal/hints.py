@@ -102,6 +102,16 @@ def no_attribute(owner: str, name: str, names: Iterable[str], hints: Hints) -> A
     return AttributeError(f"{owner} has no attribute {name!r}.{' ' if hint else ''}{hint}")
 
 
+class Elsewhere:
+    """Attribute of a class that does not exist there. Reading it raises AttributeError with a hint."""
+
+    def __init__(self, owner: str, name: str, hint: str) -> None:
+        self._text = f"{owner} has no attribute {name!r}. {hint}"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(self._text)
+
+
 def nearest(name: str, names: Iterable[str], form: str) -> str:
     """Return "Did you mean …?" with the nearest of some names, or "" if none is near."""
     public = [each for each in names if not each.startswith("_")]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +14,21 @@ import pyarrow as pa
 
 from midepoch._internal.digest import UndigestibleError, digest_of
 from midepoch._internal.progress import Progress, shown
-from midepoch.errors import ColumnError, DataNotFoundError, MidepochError, StateError
+from midepoch.dataset import parts
+from midepoch.dataset.parts import PartWriter
+from midepoch.errors import DataNotFoundError, MidepochError, StateError
 from midepoch.order import Order, Selection
 from midepoch.pipeline.leaf import Leaf
 from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import Slice
 from midepoch.sources import Source
-from midepoch.sources.index import default_index_dir, open_index
+from midepoch.sources.index import default_index_dir
 from midepoch.sources.locks import LockFile
-from midepoch.sources.storage import atomic_write, make_private, sweep, temporary_path
-from midepoch.transforms.cast import common_type, converted
+from midepoch.sources.storage import make_private, sweep
+from midepoch.transforms.default_collate import ITEMS
 from midepoch.transforms.function import Function
+from midepoch.transforms.items import NAME_COLUMNS
 from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
@@ -36,10 +38,7 @@ _log = logging.getLogger("midepoch")
 
 VERSION = 2
 """Number of the layout of a folder, and of everything else that is not part of the pipeline."""
-_ROWS = 1000
-"""Rows of a record batch."""
-_PART_BYTES = 64 << 20
-_COMPLETE = "complete.json"
+_ROOM = "What was written is kept: make room, or choose another folder with cache(directory)."
 
 
 def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: int, key: str | None) -> PipelineSpec:
@@ -49,49 +48,19 @@ def cached(ds: Dataset, directory: str | os.PathLike[str] | None, num_workers: i
         raise ValueError("cache(directory): the name of the folder is empty.")
     root = default_index_dir() / "cached" if directory is None else Path(os.path.expanduser(directory)).absolute()
     folder = root / _key(ds.pipeline, key)
-    if not (folder / _COMPLETE).exists():
-        with _said(folder):
+    if not (folder / parts.COMPLETE).exists():
+        writer = _Writer(ds, PartWriter(folder, "cache", _ROOM), num_workers)
+        with writer.parts.writing():
             make_private(folder)
-        with closing(LockFile(folder / "lock")) as lock, _held(lock, folder):
-            if not (folder / _COMPLETE).exists():  # by another process, meanwhile
+        with closing(LockFile(folder / "lock")) as lock, parts.held(lock, f"writing the cache {folder}"):
+            if not (folder / parts.COMPLETE).exists():  # by another process, meanwhile
                 with shown("caching", "rows") as report:
-                    _Writer(ds, folder, num_workers).write(report)
-    try:
-        parts = json.loads((folder / _COMPLETE).read_bytes())["parts"]
-    except (OSError, ValueError, KeyError) as problem:
-        raise MidepochError(f"the cache {folder} cannot be read ({problem}). Delete this folder.") from None
-    if not parts:
+                    writer.write(report)
+    source = parts.open_parts(folder)
+    if source is None:
         raise DataNotFoundError("cache: there are no rows to cache. Check that the filters keep some.")
-    index = open_index([folder / _part(number) for number in range(parts)], index_dir=folder)
-    source = Source((index,))
     leaf = Leaf(source, Order(Selection.of_ranges([(0, source.rows)])))
     return replace(PipelineSpec.of(leaf), format=ds.pipeline.format)
-
-
-def _part(number: int) -> str:
-    return f"part-{number:05}.arrow"
-
-
-@contextmanager
-def _said(folder: Path) -> Iterator[None]:
-    """Say what to do if the folder cannot be written."""
-    try:
-        yield
-    except OSError as problem:
-        raise MidepochError(
-            f"the cache {folder} cannot be written: {problem}. What was written is kept: make room, or choose another "
-            "folder with cache(directory)."
-        ) from problem
-
-
-@contextmanager
-def _held(lock: LockFile, folder: Path) -> Iterator[None]:
-    lock.acquire(0, f"writing the cache {folder}", wait=True)
-    try:
-        with lock.signs_of_life(0):
-            yield
-    finally:
-        lock.release(0)
 
 
 def _check(ds: Dataset) -> None:
@@ -104,6 +73,8 @@ def _check(ds: Dataset) -> None:
         )
     if _is_endless(spec.node):
         raise ValueError('cache() of a mix with stop="never" would have no end. Use stop="all", or take(n).')
+    if spec.format == ITEMS:
+        raise ValueError(f"cache(): a row is an item here, without columns. {NAME_COLUMNS}")
     if ds._iteration.start.begun:
         raise ValueError("a state was loaded into this dataset. Call cache() first, then load the state.")
 
@@ -160,84 +131,61 @@ class _Writer:
     """Writes the rows in parts, each with the state after it: an interrupted run continues after its last part."""
 
     ds: Dataset
-    folder: Path
+    parts: PartWriter
     num_workers: int
-    schema: pa.Schema | None = None
     rows: int = 0
     part_rows: int = 0  # the same for all parts, whichever process writes them
-    _schemas: list[pa.Schema] = field(default_factory=list)
 
     def write(self, report: Progress) -> None:
-        sweep(self.folder, ".*.tmp")
+        folder = self.parts.folder
+        sweep(folder, ".*.tmp")
         spec = replace(self.ds.pipeline, format="arrow", global_seed=0)  # the same draws in every run
         ds = type(self.ds)(spec)
         total = len(ds) if spec.has_positions else 0
-        with ds.loader(_ROWS, self.num_workers, rank=0, world_size=1, last_batch="uneven") as loader:
+        with ds.loader(parts.ROWS, self.num_workers, rank=0, world_size=1, last_batch="uneven") as loader:
             self._resume(loader)
             if self.rows:
-                _log.info("the cache %s is continued at row %d", self.folder, self.rows)
+                _log.info("the cache %s is continued at row %d", folder, self.rows)
             report(self.rows, total)
             part: list[pa.Table] = []
             rows = 0
             loader.set_epoch(0)  # a state after the last row must not continue with another epoch
             for table in loader:
-                part.append(_copied(self._fitted(table)))
+                part.append(parts.copied(self._fitted(table)))
                 rows += table.num_rows
-                self.part_rows = self.part_rows or _part_rows(part[0])
+                self.part_rows = self.part_rows or parts.part_rows(part[0])
                 report(self.rows + rows, total)
                 if rows >= self.part_rows:
                     self._finish(part, rows, loader.state_dict())
                     part, rows = [], 0
             if part:
                 self._finish(part, rows, loader.state_dict())
-        self._unify()
-        self._note(_COMPLETE, {"version": VERSION, "parts": len(self._schemas), "rows": self.rows})
-
-    def _note(self, name: str, content: dict[str, Any]) -> None:
-        with _said(self.folder):
-            atomic_write(self.folder / name, json.dumps(content).encode())
+        self.parts.complete({"version": VERSION, "rows": self.rows})
 
     def _resume(self, loader: Any) -> None:
         """Continue after the last part that was finished."""
         state: Any = None
-        while (note := self.folder / f"{_part(len(self._schemas))}.json").exists():
+        done = self.parts
+        while (note := done.folder / f"{parts.part_name(len(done.schemas))}.json").exists():
             try:
                 about = json.loads(note.read_bytes())
-                self.schema = pa.ipc.open_file(pa.memory_map(str(note.with_suffix("")))).schema
+                done.schema = pa.ipc.open_file(pa.memory_map(str(note.with_suffix("")))).schema
             except (OSError, ValueError):
                 break
-            self._schemas.append(self.schema)
+            done.schemas.append(done.schema)
             self.rows, state = self.rows + about["rows"], about["state"]
             self.part_rows = about["part_rows"]
         if state is not None:
             try:
                 loader.load_state_dict(state)
             except StateError as problem:  # of another version: begin again
-                _log.warning("the cache %s is written again: %s", self.folder, problem)
-                self.schema, self.rows, self.part_rows, self._schemas = None, 0, 0, []
+                _log.warning("the cache %s is written again: %s", done.folder, problem)
+                done.schema, done.schemas, self.rows, self.part_rows = None, [], 0, 0
 
     def _fitted(self, table: pa.Table) -> pa.Table:
-        """Return a table with the types so far, which become wider if necessary."""
-        if self.schema is None:
-            self.schema = self._with_features(table.schema)
-        new = [name for name in table.column_names if name not in self.schema.names]
-        if new:
-            raise ColumnError(f"cache: some rows have a column {new[0]!r}, others not. Return the same for every row.")
-        kinds = {}
-        for column in self.schema:
-            if column.name not in table.column_names:
-                raise ColumnError(f"cache: some rows have no column {column.name!r}. Return the same for every row.")
-            found = table.schema.field(column.name).type
-            both = common_type(column.type, found)
-            if both is None:
-                raise ColumnError(
-                    f"cache: column {column.name!r} is {column.type} in some rows and {found} in others. Convert it "
-                    f"first: cast({{{column.name!r}: …}})."
-                )
-            kinds[column.name] = both
-        wide = pa.schema(list(kinds.items()), metadata=self.schema.metadata)
-        self.schema = self.schema if wide.equals(self.schema) else wide
-        return _as(table, self.schema)
+        if self.parts.schema is None:
+            self.parts.schema = self._with_features(table.schema)
+        return self.parts.fitted(table)
 
     def _with_features(self, schema: pa.Schema) -> pa.Schema:
         """Return the schema with the Hugging Face features of its columns, if there are any."""
@@ -249,55 +197,6 @@ class _Writer:
 
     def _finish(self, tables: list[pa.Table], rows: int, state: Any) -> None:
         """Write a part, then the state after it."""
-        assert self.schema is not None
-        name = _part(len(self._schemas))
-        self._write(name, [_as(table, self.schema) for table in tables], self.schema)
-        self._note(f"{name}.json", {"rows": rows, "part_rows": self.part_rows, "state": state})
+        name = self.parts.finish(tables)
+        self.parts.note(f"{name}.json", {"rows": rows, "part_rows": self.part_rows, "state": state})
         self.rows += rows
-        self._schemas.append(self.schema)
-
-    def _write(self, name: str, tables: list[pa.Table], schema: pa.Schema) -> None:
-        path = self.folder / name
-        temporary = temporary_path(path)
-        try:
-            with _said(self.folder):
-                with temporary.open("wb") as file:
-                    with pa.ipc.new_file(file, schema) as writer:
-                        for table in tables:
-                            writer.write_table(_copied(table), max_chunksize=_ROWS)
-                    file.flush()
-                    os.fsync(file.fileno())  # the note after it must not outlive the part
-                os.replace(temporary, path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
-
-    def _unify(self) -> None:
-        """Write parts again whose types are narrower than those of later ones."""
-        for number, schema in enumerate(self._schemas):
-            if self.schema is not None and not schema.equals(self.schema):
-                with pa.memory_map(str(self.folder / _part(number))) as file:
-                    table = _as(pa.ipc.open_file(file).read_all(), self.schema)
-                    self._write(_part(number), [table], self.schema)
-
-
-def _part_rows(table: pa.Table) -> int:
-    """Return the rows of a part: a power of two of batches, so that it hardly depends on the first one."""
-    batches = max(1, int(_PART_BYTES // max(1, table.nbytes * _ROWS // max(1, table.num_rows))))
-    return _ROWS * (1 << (batches.bit_length() - 1))
-
-
-def _copied(table: pa.Table) -> pa.Table:
-    """Return a table in new memory: the bytes of a file must not depend on how its rows were made, nor by whom."""
-    columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
-    return pa.Table.from_arrays(columns, schema=table.schema)
-
-
-def _as(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    columns = [
-        pa.chunked_array(
-            [converted(each.name, chunk, each.type) for chunk in table.column(each.name).chunks], each.type
-        )
-        for each in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)

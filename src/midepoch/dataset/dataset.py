@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from midepoch._internal import html
 from midepoch._internal.checks import integer
-from midepoch._internal.hints import hinted_methods, no_attribute
+from midepoch._internal.hints import Elsewhere, hinted_methods, no_attribute
 from midepoch._internal.resumable import Resumable
 from midepoch.dataset import habits
 from midepoch.dataset.cached import cached
@@ -23,6 +23,7 @@ from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Decode, FilterExpression, Function, Step
+from midepoch.transforms.default_collate import ITEMS
 from midepoch.transforms.formats import check_format
 from midepoch.transforms.media.packages import installed
 from midepoch.transforms.packing import PackSpec
@@ -162,7 +163,11 @@ class Dataset(Loading, Resumable):
 
     @property
     def _input_format(self) -> str:
-        return self.pipeline.format or "python"
+        return "python" if self.pipeline.format in (None, ITEMS) else self.pipeline.format
+
+    @property
+    def _has_items(self) -> bool:
+        return self.pipeline.format == ITEMS
 
     @property
     def _tensors(self) -> bool:
@@ -302,6 +307,10 @@ class Dataset(Loading, Resumable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._iteration, self._access = state["iteration"], None
         register_with_torch(Dataset)
+
+
+for _name, _hint in habits.OPENERS.items():
+    setattr(Dataset, _name, Elsewhere("the class Dataset", _name, _hint))
 
 
 def _count(rows: int | None, known: bool) -> str:

@@ -178,7 +178,33 @@ ATTRIBUTES = {
 }
 """Attributes that do not exist."""
 
+OPENERS = {
+    **{
+        name: f"Use midepoch.{name}(…), a function of the package."
+        for name in ("from_dict", "from_list", "from_generator", "from_pandas")
+    },
+    "from_polars": "Use midepoch.from_pandas(frame), which also takes frames of polars.",
+    "from_parquet": "Use midepoch.from_files('*.parquet').",
+    "from_csv": "Use midepoch.from_files('*.csv').",
+    "from_json": "Use midepoch.from_files('*.jsonl').",
+    "from_file": "Use midepoch.from_files(path).",
+    "from_text": "Use midepoch.load_dataset('text', data_files=…, split='train').",
+    "load_from_disk": "Use midepoch.load_from_disk(folder).",
+}
+"""Class methods of other libraries' datasets."""
+
+ATTRIBUTES |= OPENERS
+
 _OPEN_SPLIT = "Choose one, also in part: split='train', split='train[:90%]+validation'."
+
+_FEATURES = "Use schema={'label': 'int64'}, or from_hf(datasets.Dataset.from_dict(data, features=…))."
+_IN_MEMORY = {
+    "batch_size": "Use .loader(batch_size=…) of the result.",
+    "shuffle": "Use .shuffle(seed=…) of the result.",
+    "info": "Omit it.",
+    "split": "Slice the result: ds.slice(None, '90%').",
+    "keep_in_memory": "Rows are mapped from a file of the cache: omit it.",
+}
 
 OPEN = {
     "load_dataset": {
@@ -219,6 +245,12 @@ OPEN = {
         "drop_metadata": "Use a glob that does not match it: from_files('photos/*/*.jpg').",
         "sample_by": "Rows of text are lines. Combine them with from_files(…).batch(…), or in a map.",
         "field": "Use load_dataset('json', data_files=…, field=…, split='train').",
+        "urls": "Did you mean paths=?",
+        "shardshuffle": "Use from_files(…).shuffle(seed=…).",
+        "nodesplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
+        "workersplitter": "Ranks and workers are detected, and share the rows equally: omit it.",
+        "resampled": "Use from_files(…).weighted(…) to draw rows with replacement, or omit it.",
+        "handler": "Use on_error='skip'.",
     },
     "from_tokens": {
         "block_size": "Did you mean sequence_length=?",
@@ -232,6 +264,46 @@ OPEN = {
         "prefix": "Did you mean blend=?",
         "sequence_length": "Rows are documents. Use from_megatron(…).pack(sequence_length).",
         "split": "Use from_megatron(…).slice(None, '90%').",
+    },
+    "from_delta": {
+        "table_uri": "Did you mean uri=?",
+        "timestamp": "Did you mean version=? It takes a time, too.",
+        "snapshot_id": "Did you mean version=?",
+    },
+    "from_iceberg": {
+        "version": "Did you mean snapshot_id=?",
+        "catalog_name": "Put it before the name: 'catalog.namespace.table'.",
+    },
+    "from_lance": {
+        "path": "Did you mean uri=?",
+        "tag": "Did you mean version=? It takes a tag, too.",
+        "asof": "Did you mean version=?",
+    },
+    "from_dict": {"features": _FEATURES, "mapping": "It is the first argument.", **_IN_MEMORY},
+    "from_list": {"features": _FEATURES, "mapping": "It is the first argument.", **_IN_MEMORY},
+    "from_arrow": {"table": "It is the first argument.", **_IN_MEMORY},
+    "from_pandas": {"features": _FEATURES, "df": "It is the first argument.", **_IN_MEMORY},
+    "from_hf": {
+        "transform": "Use from_hf(ds).map(function), or with_transform(function).",
+        "dataset": "It is the first argument.",
+        **_IN_MEMORY,
+    },
+    "from_generator": {
+        "generator": "It is the first argument: the function, not called.",
+        "features": "Use schema={'label': 'int64'}.",
+        "num_proc": "The function runs once, in one process. Write shards with several programs for more.",
+        "streaming": "Rows are stored once, so that a resume finds them: omit it.",
+        "args": "Use gen_kwargs={…}.",
+        "kwargs": "Use gen_kwargs={…}.",
+        **_IN_MEMORY,
+    },
+    "from_map_style": {
+        "dataset": "It is the first argument.",
+        "version": "Did you mean fingerprint=?",
+        "name": "Did you mean fingerprint=?",
+        "sampler": "The order belongs to the dataset: from_map_style(ds).shuffle(seed=…).",
+        "transform": "Use from_map_style(ds, columns=[…]).map(function).",
+        **_IN_MEMORY,
     },
     "mix": {
         "probabilities": "Did you mean weights=?",

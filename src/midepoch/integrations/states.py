@@ -12,9 +12,9 @@ from midepoch.loader import Loader
 from midepoch.sources.storage import atomic_write
 
 
-def for_all_ranks(loader: Loader, state: Any) -> Any:
-    """Return the state that restores every rank. All ranks must call it, because they may have to exchange their
-    states.
+def for_all_ranks(loader: Loader, state: Any, group: Any = None) -> Any:
+    """Return the state that restores every rank. All ranks (of a process group that has all data ranks) must call it,
+    because they may have to exchange their states.
     """
     if loader.state_is_global or loader.shard.count == 1:
         return state
@@ -26,8 +26,8 @@ def for_all_ranks(loader: Loader, state: Any) -> Any:
             "there "
             "is no process group to exchange states. Initialise torch.distributed, or use with_lanes(1)."
         )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (loader.shard.index, state))
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (loader.shard.index, state), group)
     states = dict(gathered)  # ranks that share a data rank have the same state
     return [states[index] for index in range(loader.shard.count)]
 

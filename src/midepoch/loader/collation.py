@@ -13,6 +13,7 @@ from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
+from midepoch.transforms.default_collate import ITEMS
 from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
 from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
@@ -34,7 +35,9 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
 
 def named(batch: Batch, kind: str, options: Options) -> Batch:
     """Add the columns of provenance, if a format has a value of its own for each row."""
-    return with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow") else batch
+    return (
+        with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow", ITEMS) else batch
+    )
 
 
 def added(batch: Batch, options: Options) -> dict[str, Any] | None:
@@ -53,7 +56,7 @@ def completed(columns: Any, kind: str, options: Options, more: dict[str, Any] | 
     """Return presented columns as this rank gets them: its part of every sequence, and ``more`` of provenance."""
     if options.context is not None and options.layout is None:
         columns = options.context.cut(columns, pads=options.pads)
-    if more is None or kind in ("python", "arrow"):
+    if more is None or kind in ("python", "arrow", ITEMS):
         return columns
     if not more.keys().isdisjoint(columns):
         check_names(columns, options.provenance)

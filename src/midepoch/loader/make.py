@@ -94,7 +94,7 @@ def make_loader(
     agreed = not spec.has_positions and _is_agreed(spec, together, last_batch)
     if last_batch is None and (not spec.has_positions or not (together and shard.count > 1)):
         last_batch = "uneven"  # ranks that train together would wait for one without a batch
-    row_bytes = max(leaf.source.bytes_per_row for leaf in spec.node.leaves)
+    row_bytes = max(leaf.row_bytes for leaf in spec.node.leaves)
     typical = batch_size if batched.planning is None else batched.planning.typical_rows
     made_rows = typical if spec.has_positions and spec.base.group is None else 1024  # in one piece, by a worker
     ahead = ahead_for(made_rows * row_bytes) if prefetch is None else prefetch

@@ -35,6 +35,7 @@ from midepoch.transforms import (
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import Allocate, UnreadableError, readable
 from midepoch.transforms.generators import Generators
+from midepoch.transforms.items import ItemMap
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -76,6 +77,7 @@ class Engine:
         self._numbers = len(leaf.order.selection) if leaf.order.repeats else 0
         self._starts = leaf.source.layout.block_starts
         self._run_rows = self.chunk_rows(_RUN_BYTES)
+        self._least_run = min(MIN_RUN, self._run_rows)  # of wide rows, few are worth a view: a copy costs more
         self._expects = leaf.source.fetched
         nullable = leaf.source.nullable
         self._nullable = {name: nullable[source_name] for name, source_name in leaf.head.items()}
@@ -157,13 +159,13 @@ class Engine:
         """
         rows = self._source_rows(chosen)
         first, count = int(rows[0]), len(rows)
-        if count < MIN_RUN or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
+        if count < self._least_run or int(rows[-1]) - first != count - 1 or not (rows[1:] > rows[:-1]).all():
             return [(self.read(chosen), count)]
         low, high = self._starts.searchsorted((first, first + count), side="right").tolist()
         ends = [start - first for start in self._starts[low:high].tolist()]
         if not ends or ends[-1] != count:
             ends.append(count)
-        if len(ends) * MIN_RUN > count:
+        if len(ends) * self._least_run > count:
             return [(self.read(chosen), count)]
         pieces: list[tuple[Batch, int]] = []
         at, reader = 0, self._open_reader()
@@ -270,7 +272,15 @@ class Engine:
             return batch
         began = perf_counter()
         leaf = self.leaf
-        run = RunContext(leaf.seed, epoch, self._place, leaf.path, self.generators, skipped=self._skip)
+        run = RunContext(
+            leaf.seed,
+            epoch,
+            self._place,
+            leaf.path,
+            self.generators,
+            skipped=self._skip,
+            source_rows=leaf.order.selection.source_rows,
+        )
         chosen = self.leaf.tail[after:] if steps is None else self.leaf.tail[after : after + steps]
         result = run_steps(chosen, batch, run, collect)
         self.timings.functions += perf_counter() - began
@@ -281,6 +291,8 @@ class Engine:
 
     def _place(self, row: int) -> str:
         source_row = self.leaf.order.selection.source_rows(np.array([row]))[0]
+        if self.leaf.steps and isinstance(first := self.leaf.steps[0], ItemMap):
+            return f"{first.name}[{source_row}]"
         return self.leaf.source.place(int(source_row))
 
     def rows(self, batch: Batch) -> list[Any]:

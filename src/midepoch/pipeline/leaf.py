@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from midepoch.order import Order, Shard
 from midepoch.order.intervals import EMPTY, Intervals
@@ -24,6 +25,7 @@ from midepoch.transforms import (
     Unbatch,
 )
 from midepoch.transforms.arguments import arguments_of
+from midepoch.transforms.items import ItemMap
 
 ON_ERROR = ("raise", "skip")
 
@@ -66,6 +68,11 @@ class Leaf:
     def rows(self) -> int:
         """Rows of an epoch, over all shards."""
         return len(self.order)
+
+    @property
+    def row_bytes(self) -> float:
+        """Approximate bytes of a row as read. Infinite for items of a map-style dataset, which may be large."""
+        return inf if self.steps and isinstance(self.steps[0], ItemMap) else self.source.bytes_per_row
 
     @property
     def seed(self) -> int:

@@ -95,7 +95,7 @@ def _native(address: Address, options: dict[str, Any], secrets: Secrets, retry: 
     inner, given = native_options(link)
     options = {**given, **options}
     if link.scheme == "s3":
-        made = _s3(tuple(sorted(_s3_options(options).items())))
+        made = _s3(tuple(sorted(s3_options(options).items())))
     elif link.scheme in ("gs", "gcs"):
         made = fs.GcsFileSystem(**options)
     else:
@@ -151,7 +151,7 @@ def check_endpoint(endpoint: str) -> None:
         raise ValueError("the endpoint contains a user or a password. Use access_key and secret_key instead")
 
 
-def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options under pyarrow's names. Those of fsspec and boto are accepted, too."""
     given = {**options, **options.get("client_kwargs", {})}
     given.pop("client_kwargs", None)

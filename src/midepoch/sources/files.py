@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from midepoch._internal.address import refuse_lost_slash
+from midepoch._internal.openers import opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
@@ -20,6 +21,7 @@ from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
 from midepoch.sources.names import FORMATS, check_format, format_of, format_of_bytes, formats_of, other_reader
 from midepoch.sources.stores import Entry, Retry, Store
+from midepoch.sources.table_folders import refuse_tables
 
 PathLike = str | os.PathLike[str]
 _FEW = 16
@@ -101,7 +103,9 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
     package = type(paths).__module__.partition(".")[0]
     if isinstance(paths, (bytes, Mapping)) or package in _NO_PATHS or not isinstance(paths, Iterable):
         raise TypeError(_not_a_path(paths))
-    listed = [check_path(path) for path in paths]
+    if isinstance(paths, (list, tuple)) and paths and (opener_of(paths[0]) or isinstance(paths[0], Mapping)):
+        raise TypeError(_not_a_path(paths))
+    listed = [check_path(path, paths if isinstance(paths, Generator) else None) for path in paths]
     if not listed:
         raise DataNotFoundError("no files given: the list of paths is empty.")
     return listed
@@ -110,11 +114,11 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
 _NO_PATHS = ("datasets", "midepoch", "pyarrow", "pandas", "polars", "torch")
 
 
-def check_path(given: Any) -> str:
-    """Return a path as a string. Raise TypeError for anything else."""
+def check_path(given: Any, within: Any = None) -> str:
+    """Return a path as a string. Raise TypeError for anything else, about the object ``within`` which it is, if any."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(path, str):
-        raise TypeError(_not_a_path(given))
+        raise TypeError(_not_a_path(given if within is None else within))
     refuse_lost_slash(given)
     if path.startswith("pipe:"):
         raise ValueError(f"commands are not run, got {path[:60]!r}. Pass the address itself, for example s3://….")
@@ -123,11 +127,8 @@ def check_path(given: Any) -> str:
 
 def _not_a_path(given: Any) -> str:
     kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
-    if kind.startswith("datasets."):
-        return (
-            f"paths of files are expected, got a {kind}. Call midepoch.load_dataset(name, split=…) with its source, "
-            "or write it with save_to_disk(folder) and call midepoch.load_from_disk(folder)."
-        )
+    if (opener := opener_of(given)) is not None:
+        return f"paths of files are expected, got a {kind}. Call {opener}."
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
 
 
@@ -154,7 +155,9 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
     if (glob := GLOB.search(path, len(folder))) is not None:
         base = path[: glob.start()].rpartition("/")[0]
         matches = re.compile(re.escape(folder) + translated(path[len(folder) :])).fullmatch
-        found = [each for each in all_visible(below(store, base or "/"), base) if matches(each.path)]
+        all_files = below(store, base or "/")
+        refuse_tables(store, base, [each.path for each in all_files])
+        found = [each for each in all_visible(all_files, base) if matches(each.path)]
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
         return Expanded(base or "/", sorted(found, key=itemgetter(0)))
@@ -164,6 +167,7 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         if entry is None:
             raise DataNotFoundError(f"{name!r} does not exist{where}. {nearest(store, path)}")
         return Expanded("", [entry])
+    refuse_tables(store, path, [each.path for each in found])
     visible = sorted(all_visible(found, path), key=itemgetter(0))  # by path
     if (manifest := manifests.chosen(store, path, visible, wanted)) is not None:
         return _described(store, *manifest)
@@ -175,7 +179,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     name = store.name(path)
     formats = formats_of([each.path for each in visible], wanted)
     typed, kind = choose(name, visible, formats, wanted)
-    if isinstance(store.given, HubFiles):
+    if isinstance(store.given, HubFiles) and kind is None:
         typed = data_files(path, typed, parquet_only=wanted is None)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
@@ -199,9 +203,12 @@ def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
 def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
     """Return the files of paths in order. Many of them are found by one listing of each folder."""
     listed: dict[str, Entry] = {}
-    if len(paths) > _FEW and not any(map(GLOB.search, paths)) and not paths[0].startswith(("http://", "https://")):
-        for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths):
-            listed |= in_folder(store, folder, set(paths))
+    if len(paths) > _FEW and not GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
+        names = set(paths)
+        for folder in dict.fromkeys(map(os.path.dirname, paths)):
+            listed |= in_folder(store, folder, names)
+    if len(listed) == len(paths):
+        return [listed[path] for path in paths]
     return [
         entry for path in paths for entry in ([listed[path]] if path in listed else expand(store, path, given, wanted))
     ]

@@ -77,7 +77,7 @@ class Hub:
         answer = self._get(url, {"Range": part}, follow_etag=True)
         if answer.status in _REDIRECTS:
             return Redirect(answer.headers["location"], _plain(answer.headers.get("x-linked-etag", "")))
-        return answer if answer.status == 416 else self._checked(of, answer)
+        return answer if answer.status == 416 else self._checked(of._replace(revision=commit), answer)
 
     def read_elsewhere(self, url: str, part: str) -> Answer:
         """Return a part of a file from the server that the Hub redirected to, whatever its status."""
@@ -91,7 +91,7 @@ class Hub:
 
     def _get(self, url: str, headers: Mapping[str, str] | None = None, *, follow_etag: bool = False) -> Answer:
         """Return the answer of the Hub, after redirects to itself, as for a repository with a new name."""
-        if os.environ.get("HF_HUB_OFFLINE", "").lower() in _YES:
+        if is_offline():
             raise FetchError(f"{self.endpoint} is not asked, because HF_HUB_OFFLINE is set. Unset it.")
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
@@ -125,7 +125,10 @@ class Hub:
                 'HF_TOKEN or pass storage_options={"token": …}.'
             )
         if code == "RevisionNotFound":
-            raise DataNotFoundError(f"{repo} has no revision {of.revision!r}. Check the part after the @.")
+            raise DataNotFoundError(
+                f"{repo} has no revision {of.revision!r}. Check the part after the @, and whether the history of the "
+                "repository was rewritten."
+            )
         if code == "EntryNotFound":
             raise DataNotFoundError(f"{repo} has no file {of.path!r} in revision {of.revision!r}. Check the path.")
         if answer.status == 401 and "Invalid" in text:
@@ -161,6 +164,11 @@ class Hub:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hub, (self.endpoint, self._token)
+
+
+def is_offline() -> bool:
+    """Return True if the environment forbids requests to the Hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in _YES
 
 
 _busy: dict[tuple[str, bool], float] = {}

@@ -38,6 +38,7 @@ class HubFiles:
         self._hub, self._commits = hub, dict(commits or {})
         self._listings: dict[tuple[str, bool], list[Entry]] = {}
         self._redirects: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        self._named: tuple[list[Entry], dict[str, Entry]] | None = None
         self._before: list[str] = []
         self._fresh_seconds = FRESH_SECONDS
 
@@ -81,7 +82,11 @@ class HubFiles:
         if not at.path:
             return None
         folder = at._replace(path=at.path.rpartition("/")[0])
-        return next((file for file in self._listed(folder, persist, recursive=False) if file.path == path), None)
+        listed = self._listed(folder, persist, recursive=False)
+        named = self._named
+        if named is None or named[0] is not listed:
+            self._named = named = listed, {file.path: file for file in listed}
+        return named[1].get(path)
 
     def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
         key = at.given, recursive
@@ -102,6 +107,7 @@ class HubFiles:
         at = parse_hub_path(file.path)
         revision = at.repo, at.revision
         self._listings.clear()  # once files are read, they only take memory
+        self._named = None
         if revision not in self._commits:  # of an index that is trusted without a listing
             self._commits[revision] = saved_commit(self._hub, at) or self._hub.commit(at)
         commit = self._commits[revision]
@@ -115,17 +121,17 @@ class HubFiles:
             if answer.status in (200, 206):
                 return _contents(answer, file, start, stop)
         with _resolving[hash(key) % len(_resolving)]:  # threads that read one file ask for its address once
-            if self._redirects.get(key) == url:  # there is none, or it was refused: signed addresses expire
+            other = self._redirects.get(key)
+            if other is None or other == url:  # there is none, or it was refused: signed addresses expire
                 found = self._hub.read(at, commit, part)
                 if isinstance(found, Answer):
                     _check_etag(file, found.headers.get("etag", "").removeprefix("W/").strip('"'))
                     return _contents(found, file, start, stop)
                 _check_etag(file, found.etag)
-                self._redirects[key] = found.url
+                self._redirects[key] = other = found.url
                 while len(self._redirects) > _REDIRECTS_KEPT:
                     self._redirects.popitem(last=False)
-            url = self._redirects[key]
-        return _contents(self._hub.read_elsewhere(url, part), file, start, stop)
+        return _contents(self._hub.read_elsewhere(other, part), file, start, stop)
 
 
 _resolving: list[threading.Lock] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import HubPath
-from midepoch.sources.hub_api import Hub
+from midepoch.sources.hub_api import Hub, is_offline
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
@@ -54,6 +55,8 @@ def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: fl
     if of.is_pinned:
         return Lookup(of.revision)
     path = _path("revision", hub.endpoint, of.repo, of.revision)
+    if is_offline() and fresh_seconds:
+        fresh_seconds = math.inf
     if (saved := _fresh_lookup(path, fresh_seconds)) is not None:
         return saved
     started = time.time()
@@ -83,7 +86,7 @@ def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, re
         found: list[Entry] = []
         url = hub.first_page(of, commit, recursive)
         while url:
-            files, url = persist(partial(hub.page, of, url))  # a failure repeats one page
+            files, url = persist(partial(hub.page, of._replace(revision=commit), url))  # a failure repeats one page
             found += files
         below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]
         about = {"repo": of.repo, "folder": of.path, "commit": commit}
@@ -99,10 +102,12 @@ def _path(kind: str, *parts: str, commit: str = "") -> Path:
 
 def _fresh_lookup(path: Path, seconds: float, since: float | None = None) -> Lookup | None:
     """Return a saved commit that was looked up within the last seconds, or since a time."""
-    saved = _loaded(path)
-    checked, now = saved.get("checked", 0.0), time.time()
+    saved, now = _loaded(path), time.time()
+    if not saved:
+        return None
+    checked = saved["checked"]
     recent = now - seconds < checked <= now or (since is not None and since <= checked <= now)
-    return Lookup(saved["commit"], saved.get("before", "")) if recent else None
+    return Lookup(saved["commit"], saved["before"]) if recent else None
 
 
 def _listing(path: Path, of: HubPath) -> list[Entry] | None:

@@ -60,14 +60,18 @@ class Index:
     ends: Int64Array | None = None
     footers: Footers = field(default_factory=Footers)
     row_bytes: float = 0.0
+    snapshot: str = ""
+    """The snapshot of a table to which the files belong: ``"delta 3"``."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the contents of all files, in order. It does not depend on their locations and names."""
+        """Fingerprint of the contents of all files, in order, and the snapshot of a table. It does not depend on the
+        locations and names of the files.
+        """
         digest = hashlib.blake2b(self.filter.encode(), digest_size=12)
         for text in self.files.described():
             digest.update(text.encode())
-        return digest.hexdigest()
+        return f"{digest.hexdigest()} {self.snapshot}" if self.snapshot else digest.hexdigest()
 
     def part(self, first: int, stop: int) -> Index:
         """Return the index of the files ``first`` to ``stop``, excluded."""
@@ -93,7 +97,7 @@ class Index:
             return _reopen, (self.path, self.fingerprint)
         return Index, (
             self.files, self.offsets, self.starts, self.schema_bytes, self.nullable, None,
-            self.format, self.filter, self.ends, self.footers, self.row_bytes,
+            self.format, self.filter, self.ends, self.footers, self.row_bytes, self.snapshot,
         )  # fmt: skip
 
 
@@ -114,7 +118,7 @@ def default_index_dir() -> Path:
 
 
 def open_index(
-    files: Sequence[Path],
+    files: Sequence[str | os.PathLike[str]],
     *,
     index_dir: Path | None = None,
     force: bool = False,
@@ -126,24 +130,24 @@ def open_index(
 
     ``as_mapped``: raise EncodedError for files whose record batches would have to be decoded.
     """
-    absolute = [Path(os.path.abspath(path)) for path in files]
+    absolute = [os.path.abspath(path) for path in files]
     how = f"{skip_damage}{' as_mapped' * as_mapped}"
-    key = hashlib.blake2b("\0".join([*map(str, absolute), how]).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b("\0".join([*absolute, how]).encode(), digest_size=16).hexdigest()
     path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
     if not force and (index := _fresh(path, absolute)) is not None:
         return index
     with locked(path, "the index") as place:
         if not force and (index := _fresh(path, absolute)) is not None:  # another process has built it
             return index
-        index = _build(absolute, skip_damage, as_mapped, progress)
+        index = _build([Path(path) for path in absolute], skip_damage, as_mapped, progress)
         if not place.keep(lambda: atomic_write(path, serialise(index))):
             return index
     return _fresh(path, absolute) or index
 
 
-def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
+def _fresh(path: Path, files: Sequence[str]) -> Index | None:
     index = read_index(path)
-    if index is None or index.files.paths != [str(file) for file in files]:
+    if index is None or index.files.paths != list(files):
         return None
     return index if all(file.unchanged() for file in index.files) else None
 
@@ -221,6 +225,7 @@ def serialise(index: Index) -> bytes:
         "format": index.format,
         "filter": index.filter,
         "row_bytes": index.row_bytes,
+        "snapshot": index.snapshot,
         "footers": [index.footers.path and os.path.basename(index.footers.path), index.footers.name],
         "schema": base64.b64encode(index.schema_bytes).decode(),
         "nullable": sorted(map(list, index.nullable)),
@@ -279,6 +284,7 @@ def read_index(path: Path) -> Index | None:
         ends,
         kept,
         header["row_bytes"],
+        header.get("snapshot", ""),
     )
 
 

@@ -130,7 +130,12 @@ class IndexedFiles(Sequence[IndexedFile]):
     def serialised(self) -> bytes:
         """Return the files as an Arrow stream."""
         arrays = [_strings(self._texts[name]) for name in _TEXTS]
-        arrays += [pa.array(getattr(self, name), pa.int64()) for name in _NUMBERS]
+        arrays += [
+            pa.Array.from_buffers(
+                pa.int64(), len(self), [None, pa.py_buffer(np.ascontiguousarray(getattr(self, name)))]
+            )
+            for name in _NUMBERS
+        ]
         batch = pa.RecordBatch.from_arrays(arrays, names=[*_TEXTS, *_NUMBERS])
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -152,15 +157,23 @@ def _loaded(data: bytes) -> IndexedFiles:
 
 
 def _strings(column: Any) -> pa.Array:
-    return column if isinstance(column, pa.Array) else pa.array(column, pa.large_string())
+    """Return an Arrow array of bytes: names of files need not be UTF-8. ``pa.array`` would import pandas."""
+    if isinstance(column, pa.Array):
+        return column
+    encoded = [text.encode("utf-8", "surrogateescape") for text in column]
+    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.large_binary(), len(encoded), buffers)
 
 
 def _list(column: Any) -> list[str]:
-    return column.to_pylist() if isinstance(column, pa.Array) else list(column)
+    if not isinstance(column, pa.Array):
+        return list(column)
+    return [text.decode("utf-8", "surrogateescape") for text in column.to_pylist()]
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value.as_py())
+    return value if isinstance(value, str) else str(value.as_py().decode("utf-8", "surrogateescape"))
 
 
 def _more(file: IndexedFile) -> str:

@@ -105,10 +105,15 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
         if index is not None and _fresh(index, found):  # another process has built it
             return index
         built = _build(request, found, progress)
-        if not place.keep(lambda: atomic_write(path, serialise(_with(built, built.footers.save(path))))):
+        if not place.keep(lambda: save(built, path)):
             return built
     index = read_index(path)
     return index if index is not None and _fresh(index, found) else built
+
+
+def save(index: Index, path: Path) -> None:
+    """Write an index, and its footers beside it."""
+    atomic_write(path, serialise(_with(index, index.footers.save(path))))
 
 
 def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
@@ -124,7 +129,7 @@ def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, vali
 def _with(index: Index, footers: Footers) -> Index:
     return Index(
         index.files, index.offsets, index.starts, index.schema_bytes, index.nullable, None,
-        index.format, index.filter, index.ends, footers, index.row_bytes,
+        index.format, index.filter, index.ends, footers, index.row_bytes, index.snapshot,
     )  # fmt: skip
 
 
@@ -153,47 +158,71 @@ def _build(request: Request, found: DataFiles, progress: Progress | None) -> Ind
         else ([()] * len(entries), None)
     )
     schema = unified(store, entries, scans, added, text=found.format == "csv")
-    usable(store.name(entries[0].path), schema)
     nullable = nullable_paths(scans, schema, values, added)
+    manifests = found.entries if found.listed else ()
+    files = Files(store, found.format, entries, scans, values, schema, nullable, manifests=manifests)
+    return indexed(files, request.filter, skip_damage=request.skip_damage, report=report)
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Files that were scanned, with their common schema and the values of their partitions."""
+
+    store: Store
+    format: str
+    entries: Sequence[Entry]
+    scans: Sequence[Scanned]
+    values: Sequence[Values]
+    schema: pa.Schema
+    nullable: frozenset[tuple[str, ...]]
+    snapshot: str = ""
+    manifests: Sequence[Entry] = ()
+    """Files that name the others, and come before them in an index."""
+
+
+def indexed(of: Files, chosen: Filter | None, *, skip_damage: bool, report: Progress) -> Index:
+    """Return the index of scanned files. With a filter, count the rows of each block that pass it."""
+    store, entries, scans = of.store, of.entries, of.scans
+    usable(store.name(entries[0].path), of.schema)
     for entry, scan in zip(entries, scans, strict=True):
         if not scan.complete:
             _log.warning("%s is damaged: only %d of its rows are used", store.name(entry.path), sum(scan.rows))
     kept = [list(range(len(scan.rows))) for scan in scans]
     counts = [scan.rows for scan in scans]
-    if request.filter is not None:
-        counter = _Counter(store, found.format, request.filter, schema, request.skip_damage)
-        work = list(zip(entries, scans, values, strict=True))
-        counts = for_all(counter.count, work, lambda done: report(len(entries) + done, total))
+    if chosen is not None:
+        counter = _Counter(store, of.format, chosen, of.schema, skip_damage)
+        work = list(zip(entries, scans, of.values, strict=True))
+        counts = for_all(counter.count, work, lambda done: report(len(entries) + done, 2 * len(entries)))
         kept = [[i for i, count in enumerate(of_file) if count] for of_file in counts]
-    manifests = found.entries if found.listed else ()
     named = [
         IndexedFile(
             entry.path, entry.size, entry.mtime_ns, sum(of_file), len(mine), scan.fingerprint,
             scan.dictionaries, scan.etag, value, len(scan.broken_lines), tuple(scan.broken_lines[:_NAMED_LINES]),
         )
-        for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, values, strict=True)
+        for entry, scan, of_file, mine, value in zip(entries, scans, counts, kept, of.values, strict=True)
     ]  # fmt: skip
-    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, found.format) for each in manifests), *named])
+    files = IndexedFiles.of([*(IndexedFile(*each[:3], 0, 0, of.format) for each in of.manifests), *named])
     pairs = [(scan, i) for scan, mine in zip(scans, kept, strict=True) for i in mine]
     ends = [-1 if (end := scan.end(i)) is None else end for scan, i in pairs]
     rows = [of_file[i] for of_file, mine in zip(counts, kept, strict=True) for i in mine]
     starts = np.concatenate([[0], np.cumsum(np.array(rows, dtype=np.int64))]).astype(np.int64)
-    if found.format in GROUPED:
+    if of.format in GROUPED:
         footers = Footers.of(scan.footers[i] for scan, i in pairs)
     else:
-        footers = Footers.of([*(b"" for _ in manifests), *(scan.footer for scan in scans)])
+        footers = Footers.of([*(b"" for _ in of.manifests), *(scan.footer for scan in scans)])
     return Index(
         files,
         np.array([scan.offsets[i] for scan, i in pairs] + [0], dtype=np.int64),
         starts,
-        schema.serialize().to_pybytes(),
-        nullable,
+        of.schema.serialize().to_pybytes(),
+        of.nullable,
         None,
-        found.format,
-        request.filter.text if request.filter else "",
+        of.format,
+        chosen.text if chosen else "",
         np.array([*ends, 0], dtype=np.int64),
         footers,
-        row_bytes(scans, schema),
+        row_bytes(scans, of.schema),
+        of.snapshot,
     )
 
 

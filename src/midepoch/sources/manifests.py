@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from midepoch.errors import DataNotFoundError, FormatError
@@ -21,6 +22,7 @@ _KEYS = {"shards": "mds", "chunks": "litdata"}
 _BEGINNING = re.compile(rb'\s*\{\s*"(shards|chunks)"\s*:\s*\[')
 _PARQUET = re.compile(rb'"filename":\s*"[^"]*\.parquet"')
 _HEAD = 512
+_PARALLEL = 16
 
 
 def is_manifest(path: str) -> bool:
@@ -145,6 +147,9 @@ def parquet_files(store: Store, manifest: Entry) -> list[Entry]:
 
 def files_beside(store: Store, manifest: Entry, paths: Sequence[str]) -> dict[str, Entry]:
     """Return those of the files that exist, from one listing of each folder."""
+    if manifest.path.startswith(("http://", "https://")):  # a web server has no listing
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            return {entry.path: entry for entry in pool.map(store.stat, paths) if entry is not None}
     if not store.local:
         return {entry.path: entry for entry in store.list(os.path.dirname(manifest.path))}
     wanted, found = set(paths), {}

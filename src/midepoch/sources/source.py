@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from midepoch.errors import CorruptBlockError, FormatError
+from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError
 from midepoch.order import Layout
 from midepoch.order.shuffle import DEFAULT_WINDOW
 from midepoch.sources.damage import is_damage, refusal
@@ -23,6 +23,7 @@ from midepoch.sources.filters import Filter
 from midepoch.sources.formats import GROUPED, Block, Scratch, format_named
 from midepoch.sources.index import Index, IndexedFile, IndexedFiles
 from midepoch.sources.stores import Entry, Store
+from midepoch.sources.table_folders import expired
 
 _PLAIN_FEATURES = {
     "Value",
@@ -239,6 +240,10 @@ class Source:
             table = table if chosen is None else chosen.apply(table, self._filter_columns).select(list(columns))
             if table.num_rows != rows:
                 raise pa.ArrowInvalid(f"{table.num_rows} rows where the index says {rows}")
+        except DataNotFoundError:
+            if index.snapshot:
+                raise expired(store.name(file.path)) from None
+            raise
         except CorruptBlockError as problem:
             raise CorruptBlockError(f"{str(problem).rstrip('.')}. {self._remedy(number)}") from None
         except (pa.ArrowException, ValueError, LookupError, EOFError, OverflowError, struct.error) as problem:

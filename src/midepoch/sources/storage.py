@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -103,7 +104,7 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Remove temporary files of dead processes from a folder."""
+    """Remove temporary files, and folders, of dead processes from a folder."""
     for left in folder.glob(pattern):
         *_, digest, pid, _token, _suffix = ["", "", *left.name.split(".")]
         with suppress(OSError):
@@ -111,7 +112,9 @@ def sweep(folder: Path, pattern: str) -> None:
                 abandoned = not alive(int(pid))
             else:
                 abandoned = time.time() - left.stat().st_mtime > _ABANDONED_SECONDS
-            if abandoned:
+            if abandoned and left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            elif abandoned:
                 left.unlink(missing_ok=True)
 
 

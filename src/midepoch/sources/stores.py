@@ -80,10 +80,12 @@ class Store:
     scheme: str = ""
     secrets: Secrets = field(default_factory=Secrets)
     retry: Retry = field(default_factory=Retry)
+    reader: str = ""
+    """Name of a library that reads the files with its own threads, which do not survive a fork. Empty if none does."""
     owner: int = field(default_factory=os.getpid)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store, (self.given, self.scheme, self.secrets, self.retry)
+        return Store, (self.given, self.scheme, self.secrets, self.retry, self.reader)
 
     @property
     def filesystem(self) -> Any:
@@ -92,14 +94,17 @@ class Store:
         """
         if self.owner != os.getpid() and self.forked_is_fatal:
             raise MidepochError(
-                f"{self.scheme or 'this store'} cannot be read in a forked process. Use ds.loader(num_workers=…), "
-                "which does not fork its workers, or pass multiprocessing_context='spawn' to DataLoader."
+                f"{self.reader or self.scheme or 'this store'} cannot be read in a forked process. "
+                "Use ds.loader(num_workers=…), which does not fork its workers, or pass "
+                "multiprocessing_context='spawn' to DataLoader."
             )
         return self.given
 
     @property
     def forked_is_fatal(self) -> bool:
         """True if the file system has threads that do not survive a fork, or files with a shared position."""
+        if self.reader:
+            return True
         if isinstance(self.given, HubFiles):
             return False
         if isinstance(self.given, fs.PyFileSystem):
@@ -244,7 +249,7 @@ class Store:
         if attempt + 1 == self.retry.attempts:
             return None
         if (seconds := retry_after(problem)) is not None:
-            return self.retry.pause_asked(seconds, spent)
+            return self.retry.pause_asked(max(seconds, self.retry.pause(attempt)), spent)
         pause = self.retry.pause(attempt)
         return None if spent + pause > self.retry.budget else pause
 

@@ -286,9 +286,29 @@ def through(spec: Node, at: At, need: int | None, of: LaneContext, convert: Conv
 
 
 def mismatch(name: str, saved: Any, here: Any, where: str = "", cause: str = "") -> CheckpointMismatchError:
+    if name == "data" and not cause:
+        cause = _other_snapshot(str(saved), str(here))
     cause = cause or states.CAUSES.get(name, "the pipeline has changed since it was saved")
     if name in states.CAUSES:
         cause += f"; allow=[{name!r}] loads it anyway"
     problem = CheckpointMismatchError(f"{where}{name}", saved, here, cause)
     problem.field = name
     return problem
+
+
+def _other_snapshot(saved: str, here: str) -> str:
+    """Return the cause of a difference between two snapshots of a table, and the call that opens the saved one."""
+    (_, *old), (_, *new) = saved.split(" "), here.split(" ")
+    if len(old) != 2 or old == new or old[0] not in _SNAPSHOTS:
+        return ""
+    function, argument, noun = _SNAPSHOTS[old[0]]
+    now = f"{noun} {new[1]} is open" if len(new) == 2 and new[0] == old[0] else "other data is open"
+    return f"it was saved with {noun} {old[1]} of a table, and {now}. Open it with {function}(…, {argument}={old[1]})"
+
+
+_SNAPSHOTS = {
+    "delta": ("from_delta", "version", "version"),
+    "iceberg": ("from_iceberg", "snapshot_id", "snapshot"),
+    "lance": ("from_lance", "version", "version"),
+}
+"""Functions that open tables, by the name of the format in a fingerprint."""

@@ -20,6 +20,7 @@ from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochEr
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
+from midepoch.transforms.default_collate import ITEM, ITEMS, default_collated
 from midepoch.transforms.features import Encoded
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "np.ndarray[Any, Any] | None"]
@@ -42,6 +43,8 @@ def present(batch: Batch, kind: str, allocate: Allocate | None = None) -> dict[s
     if kind == "arrow":
         arrays = [arrow_column(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
+    if kind == ITEMS:
+        return default_collated(present_rows(batch, kind))
     if kind == "python":
         return {name: _python(name, column, batch) for name, column in batch.columns.items()}
     return {name: _array(name, column, kind, batch, allocate) for name, column in batch.columns.items()}
@@ -52,7 +55,9 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
     if kind == "arrow":
         table: Any = present(batch, kind)
         return [table.slice(i, 1) for i in range(len(batch))]
-    if kind != "python":
+    if kind == ITEMS and list(batch.columns) == [ITEM]:
+        return _python(ITEM, batch.columns[ITEM], batch)
+    if kind not in ("python", ITEMS):
         columns = {
             name: [_single(value) for value in column] if isinstance(column, (list, tuple)) else column
             for name, column in batch.columns.items()
@@ -61,7 +66,7 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
         read = present(batch.with_columns({n: c for n, c in columns.items() if n not in made}), kind)
         shown = {name: columns[name] if name in made else read[name] for name in columns}
         return as_rows(finish(shown, kind), len(batch))
-    return as_rows(present(batch, kind), len(batch))
+    return as_rows(present(batch, "python"), len(batch))
 
 
 def unshared(batch: Batch) -> Batch:

@@ -31,6 +31,10 @@ def _uncounted(rows: int) -> None:
     """Do not count skipped rows."""
 
 
+def _same(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return rows
+
+
 @dataclass(frozen=True)
 class RunContext:
     """The run as a step sees it: enough to name a row and create its generator, nothing that depends on the topology.
@@ -47,6 +51,8 @@ class RunContext:
     seeds: Seeds | None = None
     skipped: Callable[[int], None] = field(default=_uncounted)
     """Called with the number of rows that failed and were skipped."""
+    source_rows: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = field(default=_same)
+    """Returns the numbers in the source of rows of the dataset."""
     collect: Allocate | None = None
     """For the last function: where to put arrays of its rows, which become one array each. None: they stay apart."""
 

@@ -25,6 +25,8 @@ _MODULES = {
     "megatron": ("megatron", "MegatronFormat"),
     "tokens": ("tokens", "TokensFormat"),
     "tar": ("tar_shards", "TarFormat"),
+    "table": ("table_parquet", "TableFormat"),
+    "lance": ("lance_rows", "LanceFormat"),
 }
 GROUPED = ("image", "audio", "video")
 """Formats whose rows are files: an index has one entry for all of them, and a footer for each block."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pyarrow as pa
+import pyarrow.types as pt
 
 from midepoch.errors import FormatError
 
@@ -23,7 +24,7 @@ def nulls(table: pa.Table) -> set[tuple[str, ...]]:
         if pa.types.is_struct(column.type):
             for i in range(column.type.num_fields):
                 look((*path, column.type.field(i).name), column.field(i))
-        elif pa.types.is_list(column.type):
+        elif pt.is_list(column.type) or pt.is_large_list(column.type) or pt.is_fixed_size_list(column.type):
             look((*path, column.type.field(0).name), column.flatten())
 
     for name, column in zip(table.schema.names, table.columns, strict=True):

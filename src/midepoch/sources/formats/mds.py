@@ -1,4 +1,4 @@
-"""MDS: the shards of MosaicML Streaming, plain or compressed. ``index.json`` names them.
+"""MDS: the shards of MosaicML Streaming, plain or compressed. ``index.json`` names them. Shards of text: mds_text.py.
 
 A shard has the number of its samples, the offset of each (both uint32), its configuration, and the samples. A block is
 a run of samples of about 8 MB, which is one range read; of a compressed shard, which can only be read as a whole, it is
@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.formats import mds_text
 from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
 from midepoch.sources.formats.mds_encodings import Encoding, encoding_of
 from midepoch.sources.formats.records import Int64Array, Values, columns_of, cut, naming
@@ -35,7 +36,6 @@ _VERSION = 2
 _PROBE = 8 << 10
 """Bytes after the header of a shard that its fingerprint includes."""
 _COMPRESSED_BLOCK = 256 << 20
-_OTHERS = {"json": "from_files(folder + '/*.json')"}
 
 
 class MdsFormat(NoStatistics):
@@ -50,18 +50,21 @@ class MdsFormat(NoStatistics):
     def scan_member(self, store: Store, member: Member) -> Scanned:
         entry, about = member.entry, member.about
         name, shard = store.name(entry.path), Shard(entry, about["codec"], about["bytes"])
-        samples = about["samples"]
+        samples, text = about["samples"], about.get("text")
         table = 4 * (samples + 2)
+        lines = None if text is None else _line_offsets(store, about)
         with store.open(entry) as file:
-            head = beginning(file, shard, table + 2 * _PROBE, name)
-            offsets = offsets_in(head, samples, name)
+            head = beginning(file, shard, (table if lines is None else 0) + 2 * _PROBE, name)
+            offsets = offsets_in(head, samples, name) if lines is None else lines
             if offsets[-1] != shard.size:
                 raise damaged_offset(name, samples - 1)
             probe = int(offsets[0]) + _PROBE
-            whole = int(offsets[min(1, samples)]) if any(encoding_of(e).kind is None for e in about["encodings"]) else 0
+            open_types = text is None and any(encoding_of(each).kind is None for each in about["encodings"])
+            whole = int(offsets[min(1, samples)]) if open_types else 0
             if len(head) < min(max(probe, whole), shard.size):
                 head = beginning(file, shard, max(probe, whole), name)
-            found = Scanned(_schema(name, about, offsets, head), etag=file.etag)
+            schema = _schema(name, about, offsets, head) if text is None else mds_text.schema_of(about)
+            found = Scanned(schema, etag=file.etag)
         if samples:
             found.offsets = cut(offsets) if shard.codec is None else cut(offsets, _COMPRESSED_BLOCK)
             found.rows = np.diff([*found.offsets, samples]).tolist()
@@ -71,7 +74,7 @@ class MdsFormat(NoStatistics):
         digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
         digest.update(head[:probe])
         found.fingerprint = digest.hexdigest()
-        kept = {key: about[key] for key in ("names", "encodings", "sizes", "samples", "bytes", "codec")}
+        kept = {key: about.get(key) for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
         found.footer = packed_footer(kept, offsets)
         return found
 
@@ -83,8 +86,11 @@ class MdsFormat(NoStatistics):
         name = store.name(block.entry.path)
         with store.open(block.entry) as file:
             data = contents_of(file, shard, begin, end, name)
+        own = [column for column in columns if column in about["names"]]
+        if about["text"] is not None:
+            with naming(name, first):
+                return mds_text.table_of(data, offsets[first : stop + 1] - begin, about, own)
         encodings = dict(zip(about["names"], map(encoding_of, about["encodings"]), strict=True))
-        own = [column for column in columns if column in encodings]
         with naming(name, first):
             values = dict(
                 zip(encodings, columns_of(data, offsets[first : stop + 1] - begin, about["sizes"]), strict=True)
@@ -111,41 +117,57 @@ def _members(store: Store, manifest: Entry) -> list[Member]:
         except (KeyError, TypeError, AttributeError, ValueError) as problem:
             text = f"{name}: its shard {number} is described wrongly: {problem!r}. Write it again."
             raise FormatError(text) from None
-    present = files_beside(store, manifest, [path for _, files in abouts for path, _, _ in files])
-    return [_chosen(store, name, present, about, files) for about, files in abouts]
+    pairs = [each for _, *pair in abouts for each in pair]
+    present = files_beside(store, manifest, [path for files in pairs for path, _, _ in files])
+    members = []
+    for about, files, meta in abouts:
+        beside = _chosen(store, name, present, {"bytes": about["meta"]}, meta) if meta else None
+        members.append(_chosen(store, name, present, {**about, "meta": beside}, files))
+    return members
 
 
 Candidate = tuple[str, int, str | None]
 """A file that a shard may be in: its path, its size, and its compression."""
 
 
-def _about(store: Store, manifest: Entry, shard: dict[str, Any]) -> tuple[dict[str, Any], list[Candidate]]:
-    form = shard["format"]
+def _about(
+    store: Store, manifest: Entry, shard: dict[str, Any]
+) -> tuple[dict[str, Any], list[Candidate], list[Candidate]]:
+    """Return the description of a shard, the files that it may be in, and those of the offsets of lines."""
+    form, raw = shard["format"], shard["raw_data"]
+    if form not in ("mds", *mds_text.FORMATS):
+        raise ValueError(f"the format {form!r} is not one of mds, {', '.join(mds_text.FORMATS)}")
+    about = {"samples": int(shard["samples"]), "bytes": int(raw["bytes"]), "hashes": raw.get("hashes") or {}}
+    files = _candidates(store, manifest, shard, "data")
     if form != "mds":
-        raise FormatError(
-            f"{store.name(manifest.path)} describes shards of the format {form!r}, only 'mds' is read with its "
-            f"manifest. Use midepoch.{_OTHERS.get(form, 'from_files on the files, or write them with MDSWriter')}."
-        )
+        about |= {**mds_text.described(shard), "meta": int(shard["raw_meta"]["bytes"])}
+        return about, files, _candidates(store, manifest, shard, "meta")
     names, encodings, sizes = shard["column_names"], shard["column_encodings"], shard["column_sizes"]
     if not len(names) == len(encodings) == len(sizes):
         raise ValueError("its columns, encodings and sizes differ in number")
     for encoding, size in zip(encodings, sizes, strict=True):
         if size and encoding_of(encoding).size not in (None, size):
             raise ValueError(f"the encoding {encoding!r} does not have {size} bytes")
-    raw, packed = shard["raw_data"], shard.get("zip_data")
+    about |= {"names": list(names), "encodings": list(encodings), "sizes": [size or None for size in sizes]}
+    return about, files, []
+
+
+def _candidates(store: Store, manifest: Entry, shard: dict[str, Any], part: str) -> list[Candidate]:
+    raw, packed = shard[f"raw_{part}"], shard.get(f"zip_{part}")
     codec = str(shard.get("compression") or "").partition(":")[0] or None
     files: list[Candidate] = [(inside(store, manifest, raw["basename"]), int(raw["bytes"]), None)]
     if packed:
         files.append((inside(store, manifest, packed["basename"]), int(packed["bytes"]), codec))
-    about = {
-        "names": list(names),
-        "encodings": list(encodings),
-        "sizes": [size or None for size in sizes],
-        "samples": int(shard["samples"]),
-        "bytes": int(raw["bytes"]),
-        "hashes": raw.get("hashes") or {},
-    }
-    return about, files
+    return files
+
+
+def _line_offsets(store: Store, about: dict[str, Any]) -> Int64Array:
+    """Return the offsets of the lines of a shard, from the file beside it."""
+    meta: Member = about["meta"]
+    shard = Shard(meta.entry, meta.about["codec"], meta.about["bytes"])
+    name = store.name(meta.entry.path)
+    with store.open(meta.entry) as file:
+        return offsets_in(beginning(file, shard, 4 * (about["samples"] + 2), name), about["samples"], name, least=0)
 
 
 def _chosen(

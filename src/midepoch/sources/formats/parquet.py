@@ -38,7 +38,13 @@ _SAMPLE = 32 << 10
 
 
 class ParquetFormat:
-    """Format whose blocks are row groups, with statistics that can exclude them from a filter."""
+    """Format whose blocks are row groups, with statistics that can exclude them from a filter.
+
+    ``reading``: additional options of ``pyarrow.parquet.ParquetFile``.
+    """
+
+    def __init__(self, **reading: Any) -> None:
+        self._reading = {**_VERIFIED, **reading}
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         name = store.name(entry.path)
@@ -50,7 +56,9 @@ class ParquetFormat:
             )
         metadata = _parsed(name, footer)
         about = _described(name, footer)
-        found = Scanned(_with_large_text(_schema(name, footer), about), footer=footer, etag=etag)
+        found = Scanned(
+            _with_large_text(file_schema(name, footer), large_columns(name, footer)), footer=footer, etag=etag
+        )
         for group in range(metadata.num_row_groups):
             if rows := metadata.row_group(group).num_rows:
                 found.offsets.append(group)
@@ -67,14 +75,14 @@ class ParquetFormat:
 
     def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
         name = store.name(block.entry.path)
-        metadata, own = _parsed(name, block.footer), _schema(name, block.footer)
+        metadata, own = _parsed(name, block.footer), file_schema(name, block.footer)
         available = set(own.names)
         wanted = [name for name in columns if name in available]
         if not wanted:  # only the number of rows is needed
             return pa.table({"": pa.nulls(metadata.row_group(block.offset).num_rows)}).select([])
         with (
             store.open(block.entry) as file,
-            pq.ParquetFile(file.arrow, metadata=metadata, pre_buffer=not store.local, **_VERIFIED) as whole,
+            pq.ParquetFile(file.arrow, metadata=metadata, pre_buffer=not store.local, **self._reading) as whole,
         ):
             try:
                 if any(map(has_large_text, (schema.field(each).type for each in wanted))):
@@ -98,10 +106,21 @@ class ParquetFormat:
         return not fragment.split_by_row_group(expression, schema=schema)
 
 
-def _with_large_text(schema: pa.Schema, about: _Described) -> pa.Schema:
-    """Return the schema with 64-bit offsets for columns whose bytes in a row group exceed 32-bit offsets."""
+def rows_of_groups(name: str, footer: bytes) -> list[int]:
+    """Return the number of rows of each row group."""
+    metadata = _parsed(name, footer)
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def large_columns(name: str, footer: bytes) -> set[str]:
+    """Return the columns whose bytes in a row group exceed 32-bit offsets."""
+    about = _described(name, footer)
     numbers = {number for chunks in about.chunks for number in chunks.large}
-    names = {about.leaves[i].column for i in numbers if about.columns[i].kind == BINARY}
+    return {about.leaves[i].column for i in numbers if about.columns[i].kind == BINARY}
+
+
+def _with_large_text(schema: pa.Schema, names: set[str]) -> pa.Schema:
+    """Return the schema with 64-bit offsets for these columns."""
     for i, field in enumerate(schema):
         if field.name in names:
             schema = schema.set(i, field.with_type(large_text(plain_type(field.type))))
@@ -177,7 +196,8 @@ def _parsed(name: str, footer: bytes) -> pq.FileMetaData:
 
 
 @lru_cache(maxsize=256)
-def _schema(name: str, footer: bytes) -> pa.Schema:
+def file_schema(name: str, footer: bytes) -> pa.Schema:
+    """Return the Arrow schema of a file."""
     try:
         schema = _parsed(name, footer).schema.to_arrow_schema()
         _ = schema.metadata, schema.to_string(), _leaves(schema)  # invalid UTF-8 is detected only on access
@@ -197,7 +217,7 @@ class _Described(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _described(name: str, footer: bytes) -> _Described:
-    found = _leaves(_schema(name, footer))
+    found = _leaves(file_schema(name, footer))
     try:
         described, chunks = columns(footer), column_chunks(footer)
     except _NOT_UNDERSTOOD:

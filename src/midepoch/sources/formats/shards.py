@@ -63,8 +63,11 @@ def _unpacked(packed: bytes, codec: str, size: int | None) -> bytes:
         return bytes(stream.read() if size is None else stream.read(size))
 
 
-def offsets_in(head: bytes, samples: int, name: str) -> Int64Array:
-    """Return the offsets of all samples, and the end of the last one, from the beginning of a shard."""
+def offsets_in(head: bytes, samples: int, name: str, least: int | None = None) -> Int64Array:
+    """Return the offsets of all samples, and the end of the last one, from the beginning of a shard.
+
+    ``least``: the smallest possible offset; default: that of the end of the offsets.
+    """
     table = 4 * (samples + 2)
     if len(head) < table:
         raise FormatError(f"{name}: it is too short for the offsets of {samples} samples. Copy or download it again.")
@@ -73,7 +76,7 @@ def offsets_in(head: bytes, samples: int, name: str) -> Int64Array:
         raise FormatError(f"{name}: it has {count} samples, its index.json says {samples}. Copy or download it again.")
     offsets = np.frombuffer(head, "<u4", samples + 1, 4).astype(np.int64)
     wrong = np.flatnonzero(np.diff(offsets) < 0)
-    if len(wrong) or offsets[0] < table:
+    if len(wrong) or offsets[0] < (table if least is None else least):
         raise damaged_offset(name, int(wrong[0]) if len(wrong) else 0)
     return offsets
 

@@ -15,6 +15,7 @@ _REGULAR = b"0\x007S"
 _WITHOUT_CONTENTS = b"123456"
 _EXTENSIONS = b"LKxXg"
 _LONGEST_EXTENSION = 1 << 20
+_LARGEST = 1 << 60
 _MODULUS = 65521  # of Adler-32, whose low half is a sum of bytes: 10 times faster than sum()
 
 
@@ -141,7 +142,7 @@ def _header(reader: Reader, offset: int) -> _Header | None:
     if prefix and kind not in _EXTENSIONS and kind != ord("S"):
         name = prefix + b"/" + name
     size = _number(block[124:136])
-    if size is None or size < 0:
+    if size is None or not 0 <= size <= _LARGEST:
         raise _DamageError("the size is not a number in the header", offset)
     return _Header(name, kind, size, offset + BLOCK, block)
 
@@ -219,7 +220,7 @@ def _pax_records(data: bytes, start: int) -> dict[bytes, bytes]:
 
 
 def _pax_size(value: bytes, start: int) -> int:
-    if not value.isdigit():
+    if not value.isdigit() or int(value) > _LARGEST:
         raise _DamageError("the size is not a number in the extended header", start)
     return int(value)
 

@@ -84,6 +84,8 @@ def test_resumes_exactly_and_in_an_object_store(tmp_path: Path, s3_server: Serve
     local = midepoch.from_megatron(bucket / "data")
     remote = midepoch.from_megatron(f"s3://{bucket.name}/data", storage_options=storage_options(s3_server.endpoint))
     assert tokens(remote) == tokens(local) == [document[0].tolist() for document in documents]
+    folder = midepoch.from_megatron(f"s3://{bucket.name}/", storage_options=storage_options(s3_server.endpoint))
+    assert tokens(folder) == tokens(local)
     for scope in ("rows", "window"):
         first, second = (ds.shuffle(seed=1, scope=scope, window=2) for ds in (local, remote))
         assert tokens(first) == tokens(second)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from midepoch.sources import Access, CacheSpec, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.disk import saved_files, saved_splits
 from midepoch.sources.files import DataFiles, PathLike, check_path, find_files, paths_of
-from midepoch.sources.filters import parse_filter
+from midepoch.sources.filters import Filter, parse_filter
 from midepoch.sources.hub import HubRequest, arrow_files
 from midepoch.sources.index import EncodedError, Index, default_index_dir, open_index
 from midepoch.sources.lake import Request, can_be_mapped, open_lake
 from midepoch.sources.names import check_format
 from midepoch.sources.splits import SplitPart, check_splits, expand_all, parse_split
-from midepoch.sources.stores import Retry
+from midepoch.sources.stores import Retry, Store
 
 DEFAULT_CACHE_BYTES = 4 << 30
 _log = logging.getLogger("midepoch")
@@ -237,3 +238,29 @@ def make_dataset(source: Source, selection: Selection | None = None, *, on_error
     if not len(order):
         _log.warning("the dataset is empty: the %s leaves no row of %s", "filter" if filtered else "split", where)
     return Dataset(PipelineSpec.of(Leaf(source, order, on_error=on_error)))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Arguments of ``from_files`` that functions for other sources share."""
+
+    columns: Sequence[str] | None
+    cache_dir: PathLike | None
+    cache_bytes: int
+    index_dir: PathLike | None
+    force_reindex: bool
+    on_error: str
+
+    def __post_init__(self) -> None:
+        cache_spec(self.cache_dir, self.cache_bytes)
+        check_on_error(self.on_error)
+
+    @property
+    def index_folder(self) -> Path | None:
+        return None if self.index_dir is None else local_folder(self.index_dir, "index_dir")
+
+    def dataset(self, index: Index, store: Store, chosen: Filter | None) -> Dataset:
+        """Return the rows of an index whose blocks are fetched or decoded."""
+        spec = cache_spec(self.cache_dir, self.cache_bytes)
+        ds = make_dataset(Source((index,), Access(store, chosen, spec)), on_error=self.on_error)
+        return ds if self.columns is None else ds.select_columns(list(self.columns))

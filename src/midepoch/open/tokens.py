@@ -13,7 +13,7 @@ from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.combine import mix
 from midepoch.errors import DataNotFoundError
-from midepoch.open import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
+from midepoch.open.files import DEFAULT_CACHE_BYTES, cache_spec, check_on_error, from_files, local_folder, make_dataset
 from midepoch.sources import Access, Source
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
@@ -157,6 +157,9 @@ def _opened(
     if len({each.identity for each, _ in resolved}) > 1:
         raise ValueError("all files of a dataset must be in one store. Open them separately, and use mix or concat.")
 
+    if force:
+        store.refresh()
+
     def found() -> DataFiles:
         return DataFiles(store, form, tuple(find(store, given)))
 
@@ -219,7 +222,7 @@ def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
 
     Files that were not listed are paths.
     """
-    if any(sign in path for sign in "*?[") or path.endswith("/") or (store.local and os.path.isdir(path)):
+    if any(sign in path for sign in "*?[") or text.endswith("/") or (store.local and os.path.isdir(path)):
         entries = {entry.path: entry for entry in expand(store, path, text, "megatron")}
         prefixes = dict.fromkeys(each.removesuffix(".idx").removesuffix(".bin") for each in entries)
     else:

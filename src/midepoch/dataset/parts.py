@@ -1,0 +1,159 @@
+"""Rows that are written once, as Arrow files in parts. Types become wider as later rows require it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from midepoch.errors import ColumnError, MidepochError
+from midepoch.sources import Source
+from midepoch.sources.index import open_index
+from midepoch.sources.locks import LockFile
+from midepoch.sources.storage import atomic_write, temporary_path
+from midepoch.transforms.cast import common_type, converted
+
+ROWS = 1000
+"""Rows of a record batch."""
+PART_BYTES = 64 << 20
+COMPLETE = "complete.json"
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:05}.arrow"
+
+
+def part_rows(table: pa.Table) -> int:
+    """Return the rows of a part: a power of two of batches, so that it hardly depends on the first one."""
+    batches = max(1, int(PART_BYTES // max(1, table.nbytes * ROWS // max(1, table.num_rows))))
+    return ROWS * (1 << (batches.bit_length() - 1))
+
+
+def open_parts(folder: Path) -> Source | None:
+    """Return the rows of a folder that is complete, or None if it has no rows."""
+    try:
+        parts = json.loads((folder / COMPLETE).read_bytes())["parts"]
+    except (OSError, ValueError, KeyError) as problem:
+        raise MidepochError(f"the cache {folder} cannot be read ({problem}). Delete this folder.") from None
+    if not parts:
+        return None
+    return Source((open_index([folder / part_name(number) for number in range(parts)], index_dir=folder),))
+
+
+@contextmanager
+def held(lock: LockFile, task: str, number: int = 0) -> Iterator[None]:
+    """Hold a lock of a file, and show waiting processes that this one is alive."""
+    lock.acquire(number, task, wait=True)
+    try:
+        with lock.signs_of_life(number):
+            yield
+    finally:
+        lock.release(number)
+
+
+@dataclass
+class PartWriter:
+    """Writes tables as parts. ``what`` names the function of the user in messages, ``room`` says what to do if the
+    folder cannot be written.
+    """
+
+    folder: Path
+    what: str
+    room: str
+    schema: pa.Schema | None = None
+    schemas: list[pa.Schema] = field(default_factory=list)
+    """Schemas of the parts that are finished."""
+
+    def fitted(self, table: pa.Table) -> pa.Table:
+        """Return a table with the types so far, which become wider if necessary."""
+        if self.schema is None:
+            self.schema = table.schema
+        new = [name for name in table.column_names if name not in self.schema.names]
+        if new:
+            raise ColumnError(
+                f"{self.what}: some rows have a column {new[0]!r}, others not. Return the same for every row."
+            )
+        kinds = {}
+        for column in self.schema:
+            if column.name not in table.column_names:
+                raise ColumnError(
+                    f"{self.what}: some rows have no column {column.name!r}. Return the same for every row."
+                )
+            found = table.schema.field(column.name).type
+            both = common_type(column.type, found)
+            if both is None:
+                raise ColumnError(
+                    f"{self.what}: column {column.name!r} is {column.type} in some rows and {found} in others. Convert "
+                    f"it first: cast({{{column.name!r}: …}})."
+                )
+            kinds[column.name] = both
+        wide = pa.schema(list(kinds.items()), metadata=self.schema.metadata)
+        self.schema = self.schema if wide.equals(self.schema) else wide
+        return _as(table, self.schema)
+
+    def finish(self, tables: Sequence[pa.Table], *, rows: int | None = None) -> str:
+        """Write a part in batches of so many rows, and return its name."""
+        assert self.schema is not None
+        name = part_name(len(self.schemas))
+        self._write(name, [_as(table, self.schema) for table in tables], self.schema, rows)
+        self.schemas.append(self.schema)
+        return name
+
+    def complete(self, about: dict[str, Any]) -> None:
+        """Write parts again whose types are narrower than those of later ones, then the note that all are there."""
+        for number, schema in enumerate(self.schemas):
+            if self.schema is not None and not schema.equals(self.schema):
+                with pa.memory_map(str(self.folder / part_name(number))) as file:
+                    table = _as(pa.ipc.open_file(file).read_all(), self.schema)
+                    self._write(part_name(number), [table], self.schema)
+        self.note(COMPLETE, {"parts": len(self.schemas), **about})
+
+    def note(self, name: str, content: dict[str, Any]) -> None:
+        with self.writing():
+            atomic_write(self.folder / name, json.dumps(content).encode())
+
+    def _write(self, name: str, tables: Sequence[pa.Table], schema: pa.Schema, rows: int | None = None) -> None:
+        path = self.folder / name
+        temporary = temporary_path(path)
+        try:
+            with self.writing():
+                with temporary.open("wb") as file:
+                    with pa.ipc.new_file(file, schema) as writer:
+                        for table in tables:
+                            writer.write_table(copied(table), max_chunksize=rows or ROWS)
+                    file.flush()
+                    os.fsync(file.fileno())  # the note after it must not outlive the part
+                os.replace(temporary, path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say what to do if the folder cannot be written."""
+        try:
+            yield
+        except OSError as problem:
+            raise MidepochError(f"the cache {self.folder} cannot be written: {problem}. {self.room}") from problem
+
+
+def copied(table: pa.Table) -> pa.Table:
+    """Return a table in new memory: the bytes of a file must not depend on how its rows were made, nor by whom."""
+    columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
+    return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def _as(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    columns = [
+        pa.chunked_array(
+            [converted(each.name, chunk, each.type) for chunk in table.column(each.name).chunks], each.type
+        )
+        for each in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)

@@ -1,0 +1,136 @@
+"""Micro-batches of a loader whose batch is this rank's share of a global batch, for loops that accumulate gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from midepoch.errors import MidepochError
+from midepoch.integrations.states import for_all_ranks
+from midepoch.loader import Loader
+
+
+def rank_rows(global_batch: int, micro_batch: int, ranks: int) -> int:
+    """Return the rows of a step that one rank gets. Raise ValueError if a step is not an integer number of them."""
+    if global_batch < 1 or global_batch % (micro_batch * ranks):
+        raise ValueError(
+            f"global_batch_size must be a multiple of micro-batch × data-parallel ranks = {micro_batch} × {ranks}, "
+            f"got {global_batch}. Change the micro-batch to one that divides {global_batch} / {ranks}."
+        )
+    return global_batch // ranks
+
+
+class Part(NamedTuple):
+    """A micro-batch, its number in the step, and the number of all micro-batches of the step."""
+
+    batch: Any
+    number: int
+    total: int
+
+
+class MicroBatches:
+    """Passes over a loader in micro-batches. The position moves with the last micro-batch of a step.
+
+    A step is one batch of the loader, so that global batches, also the last of an epoch, do not depend on the number of
+    ranks or of accumulated micro-batches. A state saved in mid-step is that before the step, whose gradients are not
+    part of a checkpoint either.
+    """
+
+    def __init__(self, loader: Loader, size: int, *, group: Any = None) -> None:
+        if loader.options.budget is not None or loader.options.layout is not None:
+            raise ValueError(
+                "micro-batches need batches with a number of rows: omit max_tokens and layout, and pack sequences "
+                "with Dataset.pack."
+            )
+        self.loader, self._size, self._group = loader, size, group
+        self._before: Any = None
+        """The state before the step in progress, or None if none is."""
+
+    @property
+    def per_step(self) -> int:
+        """Micro-batches of a step on this rank: the most, if the batch size changes."""
+        return self.loader.options.batch_size // self._size
+
+    def one_pass(self) -> Iterator[Part]:
+        """Yield the micro-batches of a pass over the loader."""
+        if self._before is not None:  # a pass that was left in mid-step
+            self.loader.load_state_dict(self._before)
+            self._before = None
+        for batch, before in self._steps():
+            parts = cut(batch, self._size)
+            for number, part in enumerate(parts):
+                self._before = before if number + 1 < len(parts) else None
+                yield Part(part, number, len(parts))
+
+    def _steps(self) -> Iterator[tuple[Any, Any]]:
+        batches, cuts = iter(self.loader), self.per_step > 1
+        before = self.loader.state_dict() if cuts else None
+        for batch in batches:
+            yield batch, before
+            before = self.loader.state_dict() if cuts else None
+
+    def passes(self, epochs: int | None = None) -> Iterator[Part]:
+        """Yield the micro-batches of all epochs before epoch ``epochs``, or of any number of them."""
+        while epochs is None or self.loader.epoch < epochs:
+            empty = True
+            for part in self.one_pass():
+                empty = False
+                yield part
+            if empty:
+                raise MidepochError("an epoch of the data has no batch. Check that its filters keep some rows.")
+
+    def state(self) -> Any:
+        """Return the state that restores any number of ranks. All ranks of the group must call it."""
+        own = self.loader.state_dict() if self._before is None else self._before
+        return for_all_ranks(self.loader, own, self._group)
+
+    def load(self, state: Any) -> None:
+        """Continue from a state."""
+        self.loader.load_state_dict(state)
+        self._before = None
+
+    def text(self) -> str:
+        """Return the state as JSON: one value for checkpoints that take nested states apart by their keys."""
+        return json.dumps(self.state())
+
+    def load_text(self, text: str) -> None:
+        """Continue from a state as JSON."""
+        self.load(json.loads(text))
+
+
+@dataclass(frozen=True)
+class CollatedParts:
+    """The ``collate_fn`` of a loader that collates the rows of each micro-batch by themselves."""
+
+    collate: Callable[[list[Any]], Any]
+    size: int
+
+    def __call__(self, rows: list[Any]) -> Collated:
+        return Collated(self.collate(rows[at : at + self.size]) for at in range(0, len(rows), self.size))
+
+
+class Collated(list[Any]):
+    """The micro-batches of a step."""
+
+
+def cut(batch: Any, size: int) -> list[Any]:
+    """Return a batch as parts of ``size`` rows."""
+    if isinstance(batch, Collated):
+        return batch
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batches must be dicts of columns to be cut into micro-batches, got {type(batch).__name__}. Return a dict "
+            "from collate_fn."
+        )
+    lengths = {name: len(column) for name, column in batch.items()}
+    rows = max(lengths.values())
+    if other := {name: length for name, length in lengths.items() if length != rows}:
+        raise ValueError(
+            f"all columns of a batch must have a value for each of its {rows} rows to be cut into micro-batches, but "
+            f"lengths are {other}. Remove these columns with select_columns."
+        )
+    if rows % size:
+        raise ValueError(f"a batch of {rows} rows cannot be cut into micro-batches of {size}. Use last_batch='drop'.")
+    return [{name: column[at : at + size] for name, column in batch.items()} for at in range(0, rows, size)]

@@ -1,0 +1,113 @@
+"""torchtitan: a dataloader component whose position is part of every checkpoint and restores any number of ranks.
+
+dataloader=MidepochDataLoader.Config(data=lambda tokenizer, seq_len: packed_sequences(seq_len + 1))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+from torchtitan.components.dataloader import BaseDataLoader
+
+from midepoch.dataset import Dataset
+from midepoch.errors import CheckpointNotFoundError
+from midepoch.integrations.data_ranks import arguments_for
+from midepoch.integrations.micro_batches import MicroBatches, rank_rows
+from midepoch.integrations.sequences import next_tokens
+
+_STATE = "midepoch"
+
+
+class MidepochDataLoader(BaseDataLoader):  # type: ignore[misc]
+    """Batches of a midepoch dataset, as torchtitan's Trainer takes them.
+
+    Its state is the same on all ranks. So a checkpoint resumes with another data-parallel degree, which torchtitan's
+    own dataloaders refuse.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]
+        """Settings of the component. Those in the command line are ``--dataloader.NAME``."""
+
+        data: Annotated[Any, tyro.conf.Suppress] = None
+        """A Dataset, or a function of ``tokenizer`` and ``seq_len`` that returns it."""
+
+        global_batch_size: int = -1
+        """Rows of a step: that of ``training.global_batch_size``. Default: one batch per rank."""
+
+        epochs: int = -1
+        """Epochs after which the data ends. Default: never."""
+
+        num_workers: int = 0
+        """Number of worker processes on each rank."""
+
+        infinite: bool = True
+        """False to end after one epoch. Set by torchtitan's Validator."""
+
+        loader: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Other arguments of ``Dataset.loader``."""
+
+        to_batch: Annotated[Callable[[Any], Any] | None, tyro.conf.Suppress] = None
+        """Function from a batch of columns to (inputs, labels). Default: next tokens."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
+    ) -> None:
+        dataset = config.data if isinstance(config.data, Dataset) else _opened(config.data, tokenizer, seq_len)
+        step = config.global_batch_size if config.global_batch_size > 0 else local_batch_size * dp_world_size
+        loader = dataset.loader(
+            rank_rows(step, local_batch_size, dp_world_size),
+            config.num_workers,
+            **{"last_batch": "drop", **arguments_for(dp_rank, dp_world_size), **config.loader},
+        )
+        self._batches, self._seq_len = MicroBatches(loader, local_batch_size), seq_len
+        self._epochs = config.epochs if config.epochs > 0 else None if config.infinite else 1
+        self._to_batch = config.to_batch or self._next_tokens
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self._batches.passes(self._epochs):
+            yield self._to_batch(part.batch)
+
+    def _next_tokens(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        tokens, labels, positions = next_tokens(batch, self._seq_len)
+        return {"input": tokens, "positions": positions}, labels
+
+    @property
+    def loader(self) -> Any:
+        """The loader. Its batches are this rank's share of a step."""
+        return self._batches.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last complete step, for all ranks."""
+        return {_STATE: self._batches.text()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a position, on any number of ranks."""
+        if _STATE not in state_dict:
+            raise CheckpointNotFoundError(
+                f"the checkpoint does not contain the position in the data, only {sorted(state_dict)}: it was written "
+                "with another dataloader. Use --checkpoint.exclude_from_loading dataloader to begin with the first row."
+            )
+        self._batches.load_text(state_dict[_STATE])
+
+
+def _opened(data: Any, tokenizer: Any, seq_len: int) -> Dataset:
+    if not callable(data):
+        raise TypeError(
+            f"MidepochDataLoader.Config(data=…) must be a Dataset, or a function of tokenizer and seq_len, got {data!r}"
+        )
+    dataset = data(tokenizer, seq_len)
+    if not isinstance(dataset, Dataset):
+        raise TypeError(f"data(tokenizer, seq_len) must return a Dataset, got {type(dataset).__name__}")
+    return dataset

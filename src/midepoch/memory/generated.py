@@ -1,0 +1,135 @@
+"""from_generator: the rows of a function, written once to the cache folder and found again by the function."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from midepoch._internal.digest import UndigestibleError, digest_of
+from midepoch._internal.hints import hinted
+from midepoch._internal.openers import instead
+from midepoch._internal.progress import Progress
+from midepoch.dataset import Dataset, habits, parts
+from midepoch.dataset.parts import PartWriter
+from midepoch.errors import DataNotFoundError, MapError, MidepochError
+from midepoch.memory.stored import dataset_of, folder_for, stored
+from midepoch.memory.tables import Schema, rows_table, types_of, with_types
+from midepoch.transforms.generators import Generators, Seeds
+
+_VERSION = 1
+
+
+@hinted(habits.OPEN["from_generator"])
+def from_generator(
+    function: Callable[..., Any],
+    *,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    schema: Schema = None,
+    key: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """Return a dataset of the rows that a function yields: dicts, or Arrow tables of many rows.
+
+    The function runs once. Its rows are written to ``cache_dir`` (default: ``$MIDEPOCH_CACHE/generated``) and found
+    again as long as its code, what it uses and ``gen_kwargs`` are the same. Other processes wait for the first one. A
+    run that is killed leaves nothing, and the next one begins again. Global random generators are seeded while it runs,
+    so that every machine gets the same rows.
+
+    ``schema``: types of some or all columns. ``key``: a name for this version of the rows, to find them by instead of
+    by the function and its arguments.
+    """
+    name = _checked(function)
+    given = dict(gen_kwargs or {})
+    kinds = tuple(types_of(schema, "from_generator").items())
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"from_generator(key=…) must be a text, got {key!r}")
+    try:
+        digest = digest_of((_VERSION, key, kinds) if key is not None else (_VERSION, function, given, kinds))
+    except UndigestibleError as problem:
+        raise MidepochError(
+            f"from_generator: it cannot be seen whether {name} has changed, since it uses {problem}. Pass a name for "
+            "this version of its rows, and change it when they change: from_generator(function, key='v1')."
+        ) from None
+
+    def write(writer: PartWriter, report: Progress) -> int:
+        def run(seeds: Seeds | None) -> int:
+            assert seeds is not None
+            seeds.set(0)
+            rows = _write(writer, report, _tables(name, function, given, schema))
+            if not rows:  # not stored: it may yield some next time
+                raise DataNotFoundError(f"from_generator: {name} yields no rows.")
+            return rows
+
+        return Generators().run("from_generator", ("functions", 0, 0), run, repeatable=False)
+
+    return dataset_of(stored(folder_for("generated", cache_dir), digest, "from_generator", write, expires=False))
+
+
+def _checked(function: Any) -> str:
+    """Return the name of the function. Raise TypeError for anything else."""
+    if inspect.isgenerator(function) or inspect.isasyncgen(function) or hasattr(function, "__next__"):
+        raise TypeError(
+            f"from_generator takes a function, got {type(function).__name__} that has begun and cannot begin again. "
+            "Pass the function itself, without calling it: from_generator(rows, gen_kwargs={…})."
+        )
+    if inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError("from_generator takes a function that yields rows, got one that is async.")
+    if not callable(function):
+        raise TypeError(instead("from_generator", "a function that yields rows", function))
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _write(writer: PartWriter, report: Progress, tables: Iterator[pa.Table]) -> int:
+    part: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        part.append(writer.fitted(table))
+        rows, size = rows + table.num_rows, size + table.nbytes
+        report(rows, 0)
+        if size >= parts.PART_BYTES:
+            writer.finish(part)
+            part, size = [], 0
+    if part:
+        writer.finish(part)
+    return rows
+
+
+def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], schema: Schema) -> Iterator[pa.Table]:
+    """Yield the rows in tables. Errors name the row."""
+    rows: list[Mapping[str, Any]] = []
+    done = 0
+    for value in _values(name, function, given):
+        if isinstance(value, (pa.Table, pa.RecordBatch)):
+            if rows:
+                yield rows_table(rows, schema, "from_generator")
+            table = pa.Table.from_batches([value]) if isinstance(value, pa.RecordBatch) else value
+            yield with_types(table, schema, "from_generator")
+            done, rows = done + len(rows) + table.num_rows, []
+            continue
+        if not isinstance(value, Mapping):
+            raise MapError(
+                f"from_generator: {name} must yield a dict for each row, or Arrow tables. It yielded "
+                f"{type(value).__name__} as row {done + len(rows)}."
+            )
+        rows.append(value)
+        if len(rows) >= parts.ROWS:
+            yield rows_table(rows, schema, "from_generator")
+            done, rows = done + len(rows), []
+    if rows:
+        yield rows_table(rows, schema, "from_generator")
+
+
+def _values(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Any]:
+    number = 0
+    try:
+        for value in function(**given):
+            yield value
+            number += 1
+    except Exception as problem:
+        raise MapError(
+            f"from_generator: {name} failed after it had yielded {number}: {type(problem).__name__}: {problem}"
+        ) from problem

@@ -1,0 +1,289 @@
+"""Tables in memory as datasets: written once to the cache folder, found again by their contents, and mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from midepoch._internal.hints import hinted
+from midepoch._internal.imports import loaded
+from midepoch._internal.openers import instead
+from midepoch._internal.progress import Progress
+from midepoch.dataset import Dataset, habits, parts
+from midepoch.dataset.parts import PartWriter
+from midepoch.errors import ColumnError, DataNotFoundError
+from midepoch.memory.stored import dataset_of, folder_for, stored
+from midepoch.sources import Source
+from midepoch.sources.dictionaries import plain_array, plain_schema
+from midepoch.sources.taking import taken
+from midepoch.transforms.arrow_values import plain_values
+from midepoch.transforms.cast import types_by_name
+
+_BATCH_BYTES = 256 << 20
+_SPOOL_BYTES = 256 << 20
+_COPIED_BATCHES = 64
+"""Batches that are copied in one call, which takes a fifth of the time of a call for each."""
+_FEATURES = b"huggingface"
+
+Schema: TypeAlias = "pa.Schema | Mapping[str, Any] | None"
+
+
+@hinted(habits.OPEN["from_dict"])
+def from_dict(
+    data: Mapping[str, Any], *, schema: Schema = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Dataset:
+    """Return a dataset of columns: lists, numpy arrays, tensors or Arrow arrays of one length.
+
+    The rows are written once to ``cache_dir`` (default: ``$MIDEPOCH_CACHE/memory``), under a name made of their
+    contents, and mapped. The same contents are written only once, also by other processes. ``schema``: types of some or
+    all columns; others are inferred.
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(instead("from_dict", "a dict of columns", data))
+    return _opened(table_of(data, schema, "from_dict"), "from_dict", cache_dir)
+
+
+@hinted(habits.OPEN["from_list"])
+def from_list(
+    rows: Sequence[Mapping[str, Any]], *, schema: Schema = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Dataset:
+    """Return a dataset of rows, each a dict. A key that a row lacks is null in it. See ``from_dict``."""
+    listed = list(rows) if isinstance(rows, (list, tuple)) else None
+    if listed is None or not all(isinstance(row, Mapping) for row in listed):
+        raise TypeError(instead("from_list", "a list of dicts, one for each row", rows))
+    return _opened(rows_table(listed, schema, "from_list"), "from_list", cache_dir)
+
+
+@hinted(habits.OPEN["from_arrow"])
+def from_arrow(data: Any, *, cache_dir: str | os.PathLike[str] | None = None) -> Dataset:
+    """Return a dataset of an Arrow table, a record batch, a list of them, a reader, or any object with
+    ``__arrow_c_stream__`` (polars, pandas, DuckDB, …). See ``from_dict``.
+    """
+    return _opened(_arrow_table(data), "from_arrow", cache_dir)
+
+
+@hinted(habits.OPEN["from_pandas"])
+def from_pandas(
+    frame: Any,
+    *,
+    preserve_index: bool | None = None,
+    schema: Schema = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """Return a dataset of a pandas or polars ``DataFrame``. See ``from_dict``.
+
+    ``preserve_index``, of pandas: True makes the index a column, False drops it; by default, as in pyarrow, it becomes
+    a column unless it only numbers the rows.
+    """
+    package = type(frame).__module__.partition(".")[0]
+    if package == "polars" and type(frame).__name__ == "LazyFrame":
+        raise TypeError("from_pandas: a LazyFrame has no rows yet. Call frame.collect() first.")
+    if package not in ("pandas", "polars") or type(frame).__name__ not in ("DataFrame", "GeoDataFrame"):
+        raise TypeError(instead("from_pandas", "a DataFrame of pandas or polars", frame))
+    if package == "polars":
+        if preserve_index:
+            raise ValueError("from_pandas(preserve_index=True): a frame of polars has no index. Omit it.")
+        table = frame.to_arrow()
+    else:
+        try:
+            table = pa.Table.from_pandas(frame, preserve_index=preserve_index)
+        except (pa.ArrowException, TypeError, ValueError) as problem:
+            raise ColumnError(
+                f"from_pandas: {problem}. Convert the column first: frame[name] = frame[name].astype(…)."
+            ) from None
+    return _opened(with_types(table, schema, "from_pandas"), "from_pandas", cache_dir)
+
+
+def table_of(data: Mapping[str, Any], schema: Schema, what: str) -> pa.Table:
+    """Return columns as a table."""
+    kinds = types_of(schema, what)
+    for name in kinds:
+        if name not in data:
+            raise ColumnError(f"{what}: the schema has a column {name!r}, the data has {', '.join(map(repr, data))}.")
+    columns = {str(name): _array(str(name), values, kinds.get(name), what) for name, values in data.items()}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ColumnError(f"{what}: the columns have different lengths: {lengths}. Give each a value for every row.")
+    return pa.table(columns)
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], schema: Schema, what: str) -> pa.Table:
+    """Return rows as a table with the columns of all of them."""
+    names = dict.fromkeys([*(name for row in rows for name in row), *types_of(schema, what)])
+    return table_of({name: [row.get(name) for row in rows] for name in names}, schema, what)
+
+
+def types_of(schema: Schema, what: str) -> dict[str, pa.DataType]:
+    """Return the types that the user gave, by column."""
+    if schema is None:
+        return {}
+    if type(schema).__module__.partition(".")[0] == "datasets":
+        raise TypeError(
+            f"{what}(schema=…) takes Arrow types. For features use "
+            f"midepoch.from_hf(datasets.Dataset.{what}(data, features=…))."
+        )
+    return dict(types_by_name(schema))
+
+
+def _array(name: str, values: Any, kind: pa.DataType | None, what: str) -> Any:
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
+        return values if kind is None else _cast(name, values, kind, what)
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+        raise TypeError(f"{what}: column {name!r} must have a value for each row, got {values!r:.60}.")
+    try:
+        if (whole := _fixed_lists(values)) is not None:
+            return whole if kind is None else _cast(name, whole, kind, what)
+        return pa.array(plain_values(values), kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as problem:
+        raise ColumnError(
+            f"{what}: column {name!r} cannot become an Arrow column: {problem}. Convert its values to one type, or "
+            f"pass schema={{{name!r}: …}}. For images and other objects, use midepoch.from_map_style(rows)."
+        ) from None
+
+
+def _fixed_lists(values: Any) -> pa.Array | None:
+    """Return an array of more than one dimension as lists of a fixed size, without a copy. None for anything else."""
+    torch = loaded("torch")
+    if torch is not None and isinstance(values, torch.Tensor) and values.dtype != torch.bfloat16:
+        values = values.detach().cpu().numpy()
+    if not isinstance(values, np.ndarray) or values.ndim < 2 or not values.size or values.dtype.kind not in "biuf":
+        return None
+    column = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+def with_types(table: pa.Table, schema: Schema, what: str) -> pa.Table:
+    """Return a table with the types that the user gave."""
+    for name, kind in types_of(schema, what).items():
+        place = table.schema.get_field_index(name)
+        if place < 0:
+            raise ColumnError(f"{what}: there is no column {name!r}, only {', '.join(table.column_names)}.")
+        table = table.set_column(place, name, _cast(name, table.column(name), kind, what))
+    return table
+
+
+def _cast(name: str, column: Any, kind: pa.DataType, what: str) -> Any:
+    try:
+        return column.cast(kind)
+    except pa.ArrowException as problem:
+        raise ColumnError(f"{what}: column {name!r} cannot become {kind}: {problem}. Choose another type.") from None
+
+
+def _arrow_table(data: Any) -> pa.Table:
+    if isinstance(data, pa.Table):
+        return data
+    if isinstance(data, pa.RecordBatch):
+        return pa.Table.from_batches([data])
+    if isinstance(data, pa.RecordBatchReader):
+        return _spooled(data)
+    if isinstance(data, (list, tuple)) and data and all(isinstance(one, (pa.Table, pa.RecordBatch)) for one in data):
+        try:
+            return pa.concat_tables(map(_arrow_table, data))
+        except pa.ArrowException as problem:
+            raise ColumnError(f"from_arrow: the tables do not have one schema: {problem}. Cast them first.") from None
+    package = type(data).__module__.partition(".")[0]
+    if hasattr(data, "__arrow_c_stream__") and package not in ("datasets", "midepoch"):
+        return data.to_arrow() if package == "polars" else _spooled(pa.RecordBatchReader.from_stream(data))
+    raise TypeError(instead("from_arrow", "an Arrow table, record batches, or an object with __arrow_c_stream__", data))
+
+
+def _spooled(reader: pa.RecordBatchReader) -> pa.Table:
+    """Return the rows of a reader, which may be more than the memory holds: those after the first 256 MB in a file."""
+    first: list[pa.RecordBatch] = []
+    size = 0
+    for batch in reader:
+        first.append(batch)
+        size += batch.nbytes
+        if size > _SPOOL_BYTES:
+            break
+    else:
+        return pa.Table.from_batches(first, reader.schema)
+    with tempfile.TemporaryFile() as file:
+        with pa.ipc.new_file(file, reader.schema) as writer:
+            for batch in (*first, *reader):
+                writer.write_batch(batch)
+        file.flush()
+        return pa.ipc.open_file(pa.memory_map(f"/dev/fd/{file.fileno()}")).read_all()
+
+
+def _opened(table: pa.Table, what: str, cache_dir: str | os.PathLike[str] | None) -> Dataset:
+    return dataset_of(table_source(table, what, cache_dir))
+
+
+def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None = None) -> Source:
+    """Return the rows of a table as a source, written to the cache folder unless they are there."""
+    if not table.num_columns:
+        raise DataNotFoundError(f"{what}: there are no columns.")
+    if not table.num_rows:
+        raise DataNotFoundError(f"{what}: there are no rows.")
+    twice = [name for name, count in Counter(table.column_names).items() if count > 1]
+    if twice:
+        raise ColumnError(f"{what}: several columns are named {twice[0]!r}. Rename them.")
+    features = (table.schema.metadata or {}).get(_FEATURES)
+    schema = _plain_schema(table.schema).with_metadata({_FEATURES: features} if features else None)
+    digest = hashlib.blake2b(schema.serialize(), digest_size=16)
+    for batch in _batches(table, schema):
+        digest.update(batch.serialize())
+    name = digest.hexdigest()
+    # The fingerprint of a file covers its schema and a sample of its values: with the digest, it covers all of them.
+    named = schema.with_metadata({**(schema.metadata or {}), b"midepoch": name.encode()})
+
+    def write(writer: PartWriter, report: Progress) -> int:
+        writer.schema = named
+        part: list[pa.Table] = []
+        done = size = 0
+        for batch in _batches(table, schema):
+            part.append(pa.Table.from_batches([batch]))
+            done, size = done + batch.num_rows, size + batch.nbytes
+            report(done, table.num_rows)
+            if size >= parts.PART_BYTES:
+                writer.finish(part)
+                part, size = [], 0
+        if part:
+            writer.finish(part)
+        return done
+
+    return stored(folder_for("memory", root), name, what, write, expires=True)
+
+
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of the files: dictionaries become values, and views become text or bytes."""
+    plain = plain_schema(schema)
+    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    for i, field in enumerate(plain):
+        plain = plain.set(i, field.with_type(views.get(field.type, field.type)))
+    return plain
+
+
+def _batches(table: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the rows in batches whose bytes depend only on their values, not on chunks, slices or unused memory."""
+    step = _COPIED_BATCHES * parts.ROWS
+    for start in range(0, table.num_rows, step):
+        for piece in _pieces(table.slice(start, step)):
+            columns = [_canonical(column, field.type) for column, field in zip(piece.columns, schema, strict=True)]
+            copied = pa.RecordBatch.from_arrays(columns, schema=schema)
+            # A batch begins at a multiple of 8 rows, so that its bitmaps begin at a byte.
+            yield from (copied.slice(first, parts.ROWS) for first in range(0, copied.num_rows, parts.ROWS))
+
+
+def _pieces(table: pa.Table) -> list[pa.Table]:
+    """Return a table in halves of halves, until each is small enough for the offsets of text."""
+    if table.nbytes <= _BATCH_BYTES or table.num_rows == 1:
+        return [table]
+    half = table.num_rows // 2
+    return [*_pieces(table.slice(0, half)), *_pieces(table.slice(half))]
+
+
+def _canonical(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+    chunks = [plain_array(chunk) for chunk in column.chunks]
+    array = pa.concat_arrays([chunk if chunk.type == kind else chunk.cast(kind) for chunk in chunks])
+    return taken(array, np.arange(len(array), dtype=np.int64))

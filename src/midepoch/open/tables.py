@@ -1,0 +1,155 @@
+"""Opening tables: Delta Lake, Apache Iceberg and Lance, at a snapshot that is pinned when they are opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from midepoch._internal.hints import hinted
+from midepoch._internal.progress import shown
+from midepoch.dataset import Dataset, habits
+from midepoch.distributed.keyvalue import Counters
+from midepoch.distributed.rendezvous import first_value
+from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening
+from midepoch.sources.addresses import resolve
+from midepoch.sources.files import PathLike, check_path
+from midepoch.sources.filters import parse_filter
+from midepoch.sources.stores import Retry
+from midepoch.sources.tables import delta, iceberg, lance
+from midepoch.sources.tables.opening import TableRequest, open_table
+from midepoch.sources.tables.options import iceberg_properties, options_of_iceberg, reader_options, store_options
+
+_openings = Counters()
+
+
+@hinted(habits.OPEN["from_delta"])
+def from_delta(
+    uri: Any,
+    *,
+    version: int | str | datetime | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return the rows of a Delta table at one version, without its deleted rows.
+
+    ``uri``: a path or an address, or a table of ``deltalake``, whose version is then opened. Partitions, renamed
+    columns, deletion vectors and changed schemas are read as the table defines them.
+
+    - ``version``: a number, or a time (a datetime, or text as in ISO 8601); default: the latest version. It is pinned:
+      workers never see a newer one, and a state of another version is refused
+    - ``storage_options``: credentials, under the names of ``from_files`` or of ``deltalake``
+    - all others as in ``from_files``
+    """
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    if hasattr(uri, "table_uri"):
+        uri, version = uri.table_uri, uri.version() if version is None else version
+    chosen, address = parse_filter(filters), check_path(uri)
+    store, path = resolve(address, store_options(address, storage_options), retry=retry)
+    where = (store, path, *((path, {}) if store.local else reader_options(address, storage_options)))
+    table = delta.find_version(*where, version)
+    if version is None and (agreed := _agreed("delta", path, table.version)) != table.version:
+        table = delta.find_version(*where, agreed)
+    return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+@hinted(habits.OPEN["from_iceberg"])
+def from_iceberg(
+    table: Any,
+    *,
+    snapshot_id: int | str | datetime | None = None,
+    catalog_options: Mapping[str, Any] | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return the rows of an Iceberg table at one snapshot, without its deleted rows.
+
+    ``table``: a name, ``"catalog.namespace.table"``, the path of a metadata file or of a folder with a version hint, or
+    a table of ``pyiceberg``. Changed schemas, positional deletes, equality deletes and deletion vectors are read as the
+    table defines them.
+
+    - ``snapshot_id``: a number, a tag or branch, or a datetime; default: the current snapshot. It is pinned: workers
+      never see a newer one, and a state of another snapshot is refused
+    - ``catalog_options``: properties of the catalog, as in ``pyiceberg.catalog.load_catalog``
+    - ``storage_options``: credentials, as in ``from_files``; default: those of the catalog
+    - all others as in ``from_files``
+    """
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    chosen = parse_filter(filters)
+    if isinstance(table, (str, os.PathLike)):
+        properties = iceberg_properties(os.fspath(table), storage_options)
+        table = iceberg.load_table(check_path(table), catalog_options or {}, properties)
+    elif not hasattr(table, "metadata_location"):
+        raise TypeError(f"expected a name, a path or a table of pyiceberg, got {type(table).__name__}.")
+    location = table.location()
+    options = store_options(location, storage_options) or options_of_iceberg(location, table.io.properties)
+    store, path = resolve(location, options, retry=retry)
+    snapshot, schema = iceberg.find_snapshot(table, store.name(path), snapshot_id)
+    if snapshot_id is None and (agreed := _agreed("iceberg", path, snapshot.snapshot_id)) != snapshot.snapshot_id:
+        snapshot, schema = iceberg.find_snapshot(table, store.name(path), agreed)
+    found = iceberg.IcebergTableAt(store, path, table, snapshot, schema)
+    return _opened(TableRequest(store, found.key, chosen, on_error == "skip", found.scan), opening)
+
+
+@hinted(habits.OPEN["from_lance"])
+def from_lance(
+    uri: Any,
+    *,
+    version: int | str | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: PathLike | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    retry: Retry | None = None,
+    index_dir: PathLike | None = None,
+    force_reindex: bool = False,
+    on_error: str = "raise",
+) -> Dataset:
+    """Return the rows of a Lance table at one version, without its deleted rows. Blobs are delivered as bytes.
+
+    ``uri``: a path or an address, or a dataset of ``lance``, whose version is then opened.
+
+    - ``version``: a number, or a tag; default: the latest version. It is pinned: workers never see a newer one, and a
+      state of another version is refused
+    - ``storage_options``: credentials, under the names of ``from_files`` or of ``lance``
+    - all others as in ``from_files``
+    """
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
+    if hasattr(uri, "lance_schema"):
+        uri, version = uri.uri, uri.version if version is None else version
+    chosen, address = parse_filter(filters), check_path(uri)
+    store, path = resolve(address, store_options(address, storage_options), retry=retry)
+    store = replace(store, reader="a Lance table")
+    table = lance.find_version(store, path, version)
+    if version is None and (agreed := _agreed("lance", path, table.version)) != table.version:
+        table = lance.find_version(store, path, agreed)
+    return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+def _agreed(kind: str, path: str, latest: int) -> int:
+    """Return the version that all ranks open, that of the first, if torch.distributed or JAX connects them."""
+    key = f"table/{kind}/{path}"
+    return int(first_value(f"{key}/{_openings.next(key)}", str(latest)) or latest)
+
+
+def _opened(request: TableRequest, opening: Opening) -> Dataset:
+    with shown("indexing", "files") as report:
+        index = open_table(request, index_dir=opening.index_folder, force=opening.force_reindex, progress=report)
+    return opening.dataset(index, request.store, request.filter)

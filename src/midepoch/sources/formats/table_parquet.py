@@ -1,0 +1,215 @@
+"""Parquet files of a snapshot of a table: their rows without the deleted ones, with the columns of the table.
+
+A block is a row group. What the table knows about a file is saved before its footer: the columns of the table and their
+names in files, the values of columns that are the same for all rows, and the deleted rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch.errors import FormatError
+from midepoch.sources.dictionaries import has_large_text, large_text
+from midepoch.sources.formats.base import Block, Scanned
+from midepoch.sources.formats.parquet import ParquetFormat, file_schema, large_columns, rows_of_groups
+from midepoch.sources.formats.table_columns import converted, find, has_ids, null_paths, plain
+from midepoch.sources.stores import Entry, Store
+
+_CONSTANTS, _DELETED = b"constants", b"deleted"
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The rows and columns of one file that belong to a snapshot."""
+
+    schema: pa.Schema
+    """Columns of the table, with the metadata of ``table_columns``."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Values of columns that are the same in all rows: partitions and defaults."""
+    deleted: npt.NDArray[np.int64] | None = None
+    """Numbers of the deleted rows, ascending. None if there are none."""
+    only_missing: bool = False
+    """True if the constants are only for columns that the file lacks."""
+
+    def of_file(self, schema: pa.Schema) -> Contents:
+        """Return the contents without constants for columns that a file with this schema has."""
+        if not self.only_missing or not self.constants:
+            return self
+        by_id, fields = has_ids(schema), list(schema)
+        missing = {name for name in self.constants if find(self.schema.field(name), fields, by_id=by_id) is None}
+        constants = {name: value for name, value in self.constants.items() if name in missing}
+        return replace(self, constants=constants, only_missing=False)
+
+    def serialised(self, rows: int) -> bytes:
+        """Return the contents of a file with this many rows as bytes."""
+        names = [name for name in self.schema.names if name in self.constants]
+        values = pa.table(
+            {name: pa.array([self.constants[name]], plain(self.schema.field(name)).type) for name in names}
+        )
+        bits = b""
+        if self.deleted is not None:
+            mask = np.zeros(rows, dtype=np.bool_)
+            mask[self.deleted] = True
+            bits = np.packbits(mask).tobytes()
+        sink = pa.BufferOutputStream()
+        metadata = {_CONSTANTS: _stream(values), _DELETED: bits}
+        with pa.ipc.new_stream(sink, self.schema.with_metadata(metadata)):
+            pass
+        return bytes(sink.getvalue())
+
+    def fingerprint(self, of_file: str) -> str:
+        """Return the fingerprint of the rows: that of the file, the values that the table adds and the deleted rows."""
+        digest = hashlib.blake2b(of_file.encode(), digest_size=16)
+        for name, value in sorted(self.constants.items()):
+            digest.update(f"\n{name} = {value!r}".encode())
+        if self.deleted is not None:
+            digest.update(b"\n" + np.ascontiguousarray(self.deleted, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+
+def _stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """Contents of a file as they were saved."""
+
+    schema: pa.Schema
+    constants: dict[str, pa.Scalar]
+    bits: bytes
+
+    @cached_property
+    def deleted(self) -> npt.NDArray[np.bool_] | None:
+        """Mask of the deleted rows. It may have up to seven entries more than the file has rows."""
+        return np.unpackbits(np.frombuffer(self.bits, np.uint8)).astype(np.bool_) if self.bits else None
+
+
+@lru_cache(maxsize=64)
+def _read(saved: bytes) -> _Read:
+    schema = pa.ipc.open_stream(saved).schema
+    values = pa.ipc.open_stream(schema.metadata[_CONSTANTS]).read_all()
+    constants = {name: values.column(name)[0] for name in values.schema.names}
+    return _Read(schema.remove_metadata(), constants, schema.metadata[_DELETED])
+
+
+class TableFormat:
+    """Format of the Parquet files of a table. Sparks's timestamps (INT96) are read in microseconds, as tables have."""
+
+    def __init__(self) -> None:
+        self._parquet = ParquetFormat(coerce_int96_timestamp_unit="us")
+
+    def scan_file(self, store: Store, entry: Entry, contents: Contents) -> Scanned:
+        """Find the blocks of a file, and the rows of each that are not deleted."""
+        found = self._parquet.scan(store, entry, skip_damage=False)
+        footer, name = found.footer, store.name(entry.path)
+        groups, contents = rows_of_groups(name, footer), contents.of_file(found.schema)
+        last = -1 if contents.deleted is None else int(contents.deleted[-1])
+        if last >= sum(groups):
+            raise FormatError(f"{name}: row {last} is deleted by the table, but the file has {sum(groups)} rows.")
+        saved = contents.serialised(sum(groups))
+        found.footer = len(saved).to_bytes(8, "little") + saved + footer
+        found.fingerprint = contents.fingerprint(found.fingerprint)
+        deleted = _read(saved).deleted
+        if deleted is not None:
+            starts = np.concatenate([[0], np.cumsum(groups)]).tolist()
+            left = [rows - int(deleted[starts[i] : starts[i] + rows].sum()) for i, rows in enumerate(groups)]
+            found.offsets = [i for i, rows in enumerate(left) if rows]
+            found.rows = [rows for rows in left if rows]
+        _show_columns(found, contents, large_columns(name, footer))
+        return found
+
+    def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:
+        raise NotImplementedError("files of a table are scanned with their contents, by scan_file")
+
+    def decode(self, store: Store, block: Block, schema: pa.Schema, columns: Sequence[str]) -> pa.Table:
+        name = store.name(block.entry.path)
+        saved, footer = _parts(block.footer)
+        own, contents = file_schema(name, footer), _read(saved)
+        by_id, fields = has_ids(own), list(own)
+        places = {each: find(contents.schema.field(each), fields, by_id=by_id) for each in columns}
+        places = {each: at for each, at in places.items() if at is not None and each not in contents.constants}
+        groups = rows_of_groups(name, footer)
+        rows = groups[block.offset]
+        keep = None
+        if contents.deleted is not None:
+            start = sum(groups[: block.offset])
+            keep = ~contents.deleted[start : start + rows]
+            rows = int(keep.sum())
+        arrays = {}
+        if places:
+            inner = replace(block, footer=footer)
+            read = pa.schema(
+                [own.field(at).with_type(_as_large(own.field(at), schema, each)) for each, at in places.items()]
+            )
+            names = list(dict.fromkeys(read.names))
+            table = self._parquet.decode(store, inner, read, names)
+            if keep is not None:
+                table = table.filter(_as_array(keep))
+            for each, at in places.items():
+                wanted, held = contents.schema.field(each), own.field(at)
+                arrays[each] = converted(table.column(held.name), held, wanted, schema.field(each).type, by_id=by_id)
+        for each in columns:
+            if each not in arrays:
+                value = contents.constants.get(each)
+                kind = schema.field(each).type
+                arrays[each] = pa.nulls(rows, kind) if value is None else pa.repeat(value, rows).cast(kind)
+        return pa.table(arrays) if columns else pa.table({"": pa.nulls(rows)}).select([])
+
+    def excluded(
+        self, block: Block, expression: Any, schema: pa.Schema, partition: Any, columns: Sequence[str]
+    ) -> bool:
+        saved, footer = _parts(block.footer)
+        own, contents = file_schema(block.entry.path, footer), _read(saved)
+        by_id, fields = has_ids(own), list(own)
+        for name in columns:
+            at = find(contents.schema.field(name), fields, by_id=by_id)
+            if name in contents.constants or at is None or not fields[at].equals(schema.field(name)):
+                return False  # its statistics are of another column, or of other values
+        return self._parquet.excluded(replace(block, footer=footer), expression, schema, partition, columns)
+
+
+def _parts(footer: bytes) -> tuple[bytes, bytes]:
+    end = 8 + int.from_bytes(footer[:8], "little")
+    return footer[8:end], footer[end:]
+
+
+def _as_array(mask: npt.NDArray[np.bool_]) -> pa.Array:
+    """Return a mask as an Arrow array. Not by pa.array, which would import pandas."""
+    return pa.Array.from_buffers(pa.bool_(), len(mask), [None, pa.py_buffer(np.packbits(mask, bitorder="little"))])
+
+
+def _as_large(held: pa.Field, schema: pa.Schema, name: str) -> pa.DataType:
+    """Return the type to read a column of a file as: with 64-bit offsets if the table has a file that needs them."""
+    return large_text(held.type) if has_large_text(schema.field(name).type) else held.type
+
+
+def _show_columns(found: Scanned, contents: Contents, large: set[str]) -> None:
+    """Replace the columns and nulls of a file by those of the table."""
+    by_id, fields = has_ids(found.schema), list(found.schema)
+    shown: list[pa.Field] = []
+    nullable: set[tuple[str, ...]] = set()
+    for wanted in contents.schema:
+        column = plain(wanted)
+        at = find(wanted, fields, by_id=by_id)
+        if wanted.name in contents.constants:
+            nullable |= {(wanted.name,)} if contents.constants[wanted.name] is None else set()
+        elif at is None:
+            nullable.add((wanted.name,))
+        else:
+            nullable |= set(null_paths(wanted, fields[at], found.nullable, by_id=by_id))
+            if fields[at].name in large:
+                column = column.with_type(large_text(column.type))
+        shown.append(column)
+    found.schema, found.nullable = pa.schema(shown), nullable

@@ -1,0 +1,72 @@
+"""Folders of Delta, Iceberg and Lance tables: files that must not be read without their logs, or no longer exist."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.stores import Store
+
+_MARKS = (
+    ("/_delta_log/", re.compile(r"(.*?)/_delta_log/\d{20}\..*"), "Delta table", "from_delta"),
+    (".manifest", re.compile(r"(.*?)/_versions/\d+\.manifest"), "Lance table", "from_lance"),
+    (
+        ".metadata.json",
+        re.compile(r"(.*?)/metadata/(?:v\d+|\d+-[0-9a-fA-F-]{36})(?:\.gz)?\.metadata\.json(?:\.gz)?"),
+        "Iceberg table",
+        "from_iceberg",
+    ),
+)
+
+
+def refuse_tables(store: Store, folder: str, paths: Sequence[str]) -> None:
+    """Raise FormatError if a folder is a table, contains one or is part of one: its files may hold deleted rows."""
+    _refuse_part(store, folder.rstrip("/"))
+    names = "\n".join(paths)
+    for text, pattern, noun, function in _MARKS:
+        if text not in names:
+            continue
+        matches = {path: match[1] for path in paths if text in path and (match := pattern.fullmatch(path)) is not None}
+        if matches:
+            marks = [path for path, root in matches.items() if root == min(matches.values())]
+            root = matches[marks[0]]
+            article = "an" if noun.startswith("I") else "a"
+            which = f"is {article}" if root == folder.rstrip("/") else f"contains {store.name(root)}, {article}"
+            opened = store.name(max(marks) if noun.startswith("I") else root)
+            raise _refusal(f"{store.name(folder)} {which} {noun}", function, opened)
+
+
+def _refusal(what: str, function: str, opened: str) -> FormatError:
+    return FormatError(
+        f"{what}. Its files contain rows that were deleted or replaced. Use midepoch.{function}({opened!r}), or list "
+        "the files one by one to read all of them."
+    )
+
+
+def _refuse_part(store: Store, folder: str) -> None:
+    """Raise FormatError for a folder inside of a table. In a store, only partitions are looked at: it is a request."""
+    *above, name = folder.split("/")
+    if store.local:
+        roots = ["/".join(above[:i]) for i in range(len(above), 1, -1)]
+        for root in roots:
+            if os.path.isdir(f"{root}/_delta_log"):
+                raise _refusal(f"{folder} is part of the Delta table {root}", "from_delta", root)
+            metadata = f"{root}/metadata"
+            if f"{folder}/".startswith(f"{root}/data/") and os.path.isdir(metadata):
+                refuse_tables(store, root, [f"{metadata}/{each}" for each in os.listdir(metadata)])
+    elif "=" in name:
+        while above and "=" in above[-1]:
+            above.pop()
+        root = "/".join(above)
+        if store.is_folder(f"{root}/_delta_log"):
+            raise _refusal(f"{store.name(folder)} is part of a Delta table", "from_delta", store.name(root))
+
+
+def expired(name: str) -> DataNotFoundError:
+    """Return the error for a file of a snapshot that no longer exists."""
+    return DataNotFoundError(
+        f"{name} does not exist. A snapshot of a table needs it: a cleanup of the table (VACUUM, expire_snapshots) has "
+        "removed it, or the table was not copied completely. Open a newer version, or restore the file."
+    )

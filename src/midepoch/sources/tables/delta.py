@@ -1,0 +1,241 @@
+"""Delta tables: the version to read, and its files, partitions, column mapping and deletion vectors.
+
+The log is read by the package ``deltalake``. It is needed only to build an index, or to find the version at a time: the
+number of the latest version is in the names of the log.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from midepoch._internal.progress import Progress
+from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
+from midepoch.sources.formats.table_columns import described
+from midepoch.sources.formats.table_parquet import Contents
+from midepoch.sources.lake import Files
+from midepoch.sources.stores import Entry, Store
+from midepoch.sources.tables.opening import TableFile, scanned_files
+
+Version = int | str | datetime | None
+LOG = "_delta_log"
+_NAME = re.compile(r"(\d{20})\.(json|checkpoint\.[\w.-]*parquet|checkpoint\.[\w-]+\.json)")
+_SUPPORTED = {
+    "columnMapping",
+    "deletionVectors",
+    "timestampNtz",
+    "typeWidening",
+    "typeWidening-preview",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
+}
+_TYPES = {
+    "string": pa.string(),
+    "long": pa.int64(),
+    "integer": pa.int32(),
+    "short": pa.int16(),
+    "byte": pa.int8(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "boolean": pa.bool_(),
+    "binary": pa.binary(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
+    "void": pa.null(),
+}
+
+
+@dataclass(frozen=True)
+class DeltaTableAt:
+    """A Delta table at one version. ``commit``: the file of the log that shows this version."""
+
+    store: Store
+    path: str
+    uri: str
+    options: Mapping[str, str]
+    version: int
+    commit: Entry
+
+    @property
+    def name(self) -> str:
+        return self.store.name(self.path)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identity of the version. A table that was removed and created again has another commit."""
+        return ("delta", self.path, str(self.version), str(self.commit.size), str(self.commit.mtime_ns))
+
+    def scan(self, progress: Progress) -> Files:
+        """Scan the files of this version."""
+        table = _open(self.store, self.name, self.uri, self.options, self.version)
+        try:
+            schema, files = _contents(table, self.store, self.path, self.name)
+        except MidepochError:
+            raise
+        except Exception as problem:
+            failure = _failure(self.store, self.name, problem)
+        else:
+            return scanned_files(self.store, self.name, f"delta {self.version}", schema, files, progress)
+        raise failure
+
+
+def find_version(store: Store, path: str, uri: str, options: Mapping[str, str], version: Version) -> DeltaTableAt:
+    """Return the table at a version: a number, the latest one, or the one at a time."""
+    name = store.name(path)
+    if version is not None and not isinstance(version, int):
+        version = _version_at(store, name, uri, options, version)
+    commit = None
+    if version is not None:
+        if isinstance(version, bool) or version < 0:
+            raise ValueError(f"version must be a number of at least 0, a timestamp or None, got {version!r}")
+        commit = store.stat(f"{path}/{LOG}/{version:020d}.json")
+    if version is None or commit is None:
+        found: dict[int, Entry] = {}
+        for entry in store.list(f"{path}/{LOG}"):
+            match = _NAME.fullmatch(entry.path.rpartition("/")[2])
+            if match is not None and (match[2] == "json" or int(match[1]) not in found):
+                found[int(match[1])] = entry
+        if not found:
+            raise DataNotFoundError(f"{name} is not a Delta table: there is no {LOG} in it. Check the path.")
+        version = max(found) if version is None else version
+        if version not in found:
+            raise DataNotFoundError(
+                f"{name} has no version {version}: its log has {min(found)} to {max(found)}. Choose one of them."
+            )
+        commit = found[version]
+    return DeltaTableAt(store, path, uri, options, version, commit)
+
+
+def _package() -> Any:
+    try:
+        import deltalake
+    except ImportError:
+        raise MidepochError(
+            "Delta tables are read with the package deltalake: `pip install midepoch[delta]`."
+        ) from None
+    return deltalake
+
+
+def _open(store: Store, name: str, uri: str, options: Mapping[str, str], version: int | None) -> Any:
+    deltalake = _package()
+    try:
+        return deltalake.DeltaTable(uri, version=version, storage_options=dict(options) or None)
+    except Exception as problem:
+        failure = _failure(store, name, problem)
+    raise failure  # outside of the handler: a chained error would be shown with its credentials
+
+
+def _version_at(store: Store, name: str, uri: str, options: Mapping[str, str], time: str | datetime) -> int:
+    if not isinstance(time, (str, datetime)):
+        raise ValueError(f"version must be a number, a timestamp or None, got {time!r}")
+    table = _open(store, name, uri, options, None)
+    try:
+        table.load_as_version(time)
+        return int(table.version())
+    except Exception as problem:
+        text = store.secrets.clean(str(problem))
+    raise DataNotFoundError(f"{name} has no version at {time}: {text}. Pass a later time, or the number of a version.")
+
+
+def _failure(store: Store, name: str, problem: Exception) -> MidepochError:
+    """Return the error for a problem of ``deltalake``, without credentials."""
+    text, kind = store.secrets.clean(str(problem)), type(problem).__name__
+    if kind == "TableNotFoundError":
+        return DataNotFoundError(f"{name} is not a Delta table: {text}. Check the path.")
+    if not store.local and re.search(r"object store|request|connect|timed? ?out|HTTP", text, re.IGNORECASE):
+        return FetchError(f"the log of {name} could not be read: {text}")
+    return FormatError(f"the Delta table {name} cannot be read: {text}")
+
+
+def _contents(table: Any, store: Store, path: str, name: str) -> tuple[pa.Schema, list[TableFile]]:
+    """Return the columns and the files of an open table, oldest files first."""
+    features = set(table.protocol().reader_features or ())
+    unsupported = sorted(features - _SUPPORTED)
+    if unsupported:
+        raise FormatError(
+            f"the Delta table {name} uses {', '.join(unsupported)}, which is not supported. Write a table without it."
+        )
+    mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    fields = json.loads(table.schema().to_json())["fields"]
+    schema = pa.schema([_field(name, each, mode) for each in fields])
+    deleted = _deleted(table, store, path, name) if "deletionVectors" in features else {}
+    actions = pa.table(table.get_add_actions())
+    names = [each for each in ("path", "size_bytes", "modification_time", "partition") if each in actions.schema.names]
+    rows = sorted(actions.select(names).to_pylist(), key=lambda row: (row["modification_time"], row["path"]))
+    files = []
+    for row in rows:
+        place = _place(store, path, name, row["path"])
+        contents = Contents(schema, row.get("partition") or {}, deleted.pop(place, None))
+        files.append(TableFile(place, row["size_bytes"], contents))
+    if deleted:
+        raise FormatError(f"the Delta table {name} has deleted rows of {next(iter(deleted))}, which it does not list.")
+    return schema, files
+
+
+def _deleted(table: Any, store: Store, path: str, name: str) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the deleted rows of each file, by its path in the store."""
+    root = table.table_uri
+    found: dict[str, npt.NDArray[np.int64]] = {}
+    for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+        for uri, kept in zip(*batch.columns, strict=True):
+            place = _under(uri.as_py(), root, path) or _place(store, path, name, uri.as_py())
+            mask = kept.values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
+            rows = np.flatnonzero(mask == 0).astype(np.int64)
+            found |= {place: rows} if len(rows) else {}
+    return found
+
+
+def _under(uri: str, root: str, path: str) -> str | None:
+    """Return the path in the store of an address below the root of a table. The root may be a link, resolved."""
+    file, folder = (unquote(urlsplit(each).path) for each in (uri, root))
+    folder = folder.rstrip("/") + "/"
+    return f"{path}/{file[len(folder) :]}" if file.startswith(folder) else None
+
+
+def _place(store: Store, path: str, name: str, given: str) -> str:
+    """Return the path in the store of a file of the log, which is relative to the table, or absolute in a clone."""
+    if "://" not in given and not given.startswith("/"):
+        return f"{path}/{unquote(given)}"
+    parts = urlsplit(given)
+    if store.local and parts.scheme in ("", "file"):
+        return unquote(parts.path)
+    if store.scheme == f"{parts.scheme}://":
+        return unquote(parts.netloc + parts.path)
+    raise FormatError(f"the Delta table {name} has a file in another store, {parts.scheme}://: this is not supported.")
+
+
+def _field(table: str, field: Mapping[str, Any], mode: str) -> pa.Field:
+    about = field.get("metadata", {})
+    names = [about.get("delta.columnMapping.physicalName", field["name"])] if mode in ("name", "id") else []
+    number = about.get("delta.columnMapping.id") if mode == "id" else None
+    kind = _type(table, field["name"], field["type"], mode)
+    return described(pa.field(field["name"], kind), number=number, names=names)
+
+
+def _type(table: str, column: str, kind: Any, mode: str) -> pa.DataType:
+    if isinstance(kind, Mapping):
+        if kind["type"] == "struct":
+            return pa.struct([_field(table, each, mode) for each in kind["fields"]])
+        if kind["type"] == "array":
+            return pa.list_(pa.field("element", _type(table, column, kind["elementType"], mode)))
+        if kind["type"] == "map":
+            return pa.map_(*(_type(table, column, kind[part], mode) for part in ("keyType", "valueType")))
+        kind = kind["type"]
+    if match := re.fullmatch(r"decimal\(\s*(\d+)\s*,\s*(-?\d+)\s*\)", str(kind)):
+        return pa.decimal128(int(match[1]), int(match[2]))
+    if kind not in _TYPES:
+        raise FormatError(
+            f"the Delta table {table} has a column {column!r} of type {kind}, which is not supported. "
+            "Write a table without it."
+        )
+    return _TYPES[kind]

@@ -1,0 +1,235 @@
+"""Iceberg tables: the snapshot to read, its data files, and how they contain the columns of the table.
+
+Metadata and manifests are read by the package ``pyiceberg``, which also opens catalogs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from midepoch._internal.address import Address
+from midepoch._internal.progress import Progress
+from midepoch._internal.redaction import Secrets
+from midepoch.errors import DataNotFoundError, FetchError, FormatError, MidepochError
+from midepoch.sources.formats.table_parquet import Contents
+from midepoch.sources.lake import Files
+from midepoch.sources.stores import Store
+from midepoch.sources.tables.iceberg_schema import described_fields, partition_values
+from midepoch.sources.tables.opening import TableFile, scanned_files
+
+_ADDRESS = re.compile(r"[a-z][\w+.-]*:/")
+_STATUS, _SEQUENCE, _FILE = 0, 3, 2
+_CONTENT, _PATH, _FORMAT, _PARTITION, _SIZE = 134, 100, 101, 102, 104
+_KEY, _EQUALITY, _REFERENCED, _OFFSET, _LENGTH = 131, 135, 143, 144, 145
+"""Ids of the fields of a manifest."""
+_REMOVED = 2
+DATA, POSITIONS, EQUALITY = 0, 1, 2
+"""Contents of a file."""
+
+
+class ManifestFileEntry(NamedTuple):
+    """A data file or a delete file of a snapshot."""
+
+    content: int
+    path: str
+    format: str
+    size: int
+    sequence: int
+    spec: int
+    partition: tuple[Any, ...]
+    equality_ids: tuple[int, ...] = ()
+    referenced: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class IcebergTableAt:
+    """An Iceberg table at one snapshot. ``table``: that of ``pyiceberg``."""
+
+    store: Store
+    path: str
+    table: Any
+    snapshot: Any
+    schema: Any
+
+    @property
+    def name(self) -> str:
+        return self.store.name(self.path)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identity of the snapshot, and of the schema that it is read with."""
+        metadata = self.table.metadata
+        named = str(metadata.properties.get("schema.name-mapping.default", ""))
+        parts = (metadata.table_uuid, self.snapshot.snapshot_id, self.schema.schema_id, named)
+        return ("iceberg", self.path, *map(str, parts))
+
+    def scan(self, progress: Progress) -> Files:
+        """Scan the data files of this snapshot, oldest first."""
+        from midepoch.sources.tables.iceberg_deletes import Deletes
+
+        with refusals(self.store, self.name):
+            entries = list(self._entries())
+            schema = pa.schema(described_fields(self.name, self.schema.fields, self.table.name_mapping()))
+        data = sorted((each for each in entries if each.content == DATA), key=lambda each: (each.sequence, each.path))
+        deletes = Deletes(self, [each for each in entries if each.content != DATA])
+        files = []
+        for each in data:
+            values = partition_values(self.table, self.schema, each.spec, each.partition)
+            contents = Contents(schema, values, deletes.rows_of(each), only_missing=True)
+            files.append(TableFile(self.place(each.path), each.size, contents))
+        snapshot = f"iceberg {self.snapshot.snapshot_id}"
+        return scanned_files(self.store, self.name, snapshot, schema, files, progress)
+
+    def _entries(self) -> Iterator[ManifestFileEntry]:
+        for manifest in self.snapshot.manifests(self.table.io):
+            for entry in _read_manifest(self.table.io, manifest):
+                if entry.format != "PARQUET" and not (entry.format == "PUFFIN" and entry.content == POSITIONS):
+                    raise FormatError(
+                        f"the Iceberg table {self.name} has {entry.format} files ({entry.path}), which is not "
+                        "supported. Rewrite them as Parquet."
+                    )
+                yield entry
+
+    def place(self, location: str) -> str:
+        """Return the path in the store of a file of the table."""
+        return place_of(self.store, location, self.name)
+
+
+def place_of(store: Store, location: str, name: str) -> str:
+    """Return the path in a store of a location in metadata: an address or a local path, in which nothing is quoted."""
+    scheme, mark, rest = location.partition(":") if _ADDRESS.match(location) else ("file", "", location)
+    scheme = {"s3a": "s3", "s3n": "s3"}.get(scheme, scheme)
+    if scheme == "file" and store.local:
+        return "/" + rest.lstrip("/") if mark else rest
+    if store.scheme == f"{scheme}://":
+        return rest.removeprefix("//")
+    raise FormatError(f"the Iceberg table {name} has a file in another store ({location}): this is not supported.")
+
+
+def _read_manifest(io: Any, manifest: Any) -> Iterator[ManifestFileEntry]:
+    from pyiceberg.avro.file import AvroFile
+
+    with AvroFile(io.new_input(manifest.manifest_path)) as reader:
+        outer = {field.field_id: i for i, field in enumerate(reader.schema.fields)}
+        inner_type = reader.schema.fields[outer[_FILE]].field_type
+        inner = {field.field_id: i for i, field in enumerate(inner_type.fields)}
+        for record in reader:
+            if record[outer[_STATUS]] == _REMOVED:
+                continue
+            file = record[outer[_FILE]]
+
+            def get(number: int, file: Any = file) -> Any:
+                return file[inner[number]] if number in inner else None
+
+            if get(_KEY) is not None:
+                raise FormatError(f"{get(_PATH)} is encrypted, which is not supported.")
+            sequence = record[outer[_SEQUENCE]] if _SEQUENCE in outer else 0
+            sequence = manifest.sequence_number if sequence is None else sequence
+            partition = get(_PARTITION)
+            yield ManifestFileEntry(
+                get(_CONTENT) or DATA,
+                get(_PATH),
+                str(get(_FORMAT)).upper(),
+                get(_SIZE),
+                sequence or 0,
+                manifest.partition_spec_id,
+                tuple(partition[i] for i in range(len(partition))) if partition is not None else (),
+                tuple(get(_EQUALITY) or ()),
+                get(_REFERENCED),
+                get(_OFFSET),
+                get(_LENGTH),
+            )
+
+
+class refusals:  # noqa: N801 (a context manager)
+    """Context in which errors of ``pyiceberg`` become those of this package, without credentials."""
+
+    def __init__(self, store: Store | None, name: str) -> None:
+        self._store, self._name = store, name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, problem: BaseException | None, _trace: Any) -> None:
+        if problem is None or isinstance(problem, MidepochError) or not isinstance(problem, Exception):
+            return
+        text = (self._store.secrets if self._store else Secrets()).clean(str(problem))
+        if isinstance(problem, FileNotFoundError) or "NoSuch" in type(problem).__name__:
+            failure: MidepochError = DataNotFoundError(f"{self._name} cannot be opened: {text}. Check its name.")
+        elif isinstance(problem, OSError):
+            failure = FetchError(f"the metadata of {self._name} could not be read: {text}")
+        else:
+            failure = FormatError(f"the Iceberg table {self._name} cannot be read: {type(problem).__name__}: {text}")
+        raise failure from None
+
+
+def find_snapshot(table: Any, name: str, wanted: int | str | datetime | None) -> tuple[Any, Any]:
+    """Return a snapshot of a table, and the schema to read it with: that of ``table.scan(snapshot_id=…)``."""
+    metadata = table.metadata
+    if isinstance(wanted, bool) or not isinstance(wanted, (int, str, datetime, type(None))):
+        raise ValueError(f"snapshot_id must be a number, a tag, a time or None, got {wanted!r}")
+    if wanted is None:
+        snapshot = metadata.current_snapshot()
+        if snapshot is None:
+            raise DataNotFoundError(f"there are no rows in {name}: the table has no snapshot yet.")
+        return snapshot, metadata.schema()
+    if isinstance(wanted, int):
+        snapshot = metadata.snapshot_by_id(wanted)
+    elif isinstance(wanted, str):
+        snapshot = metadata.snapshot_by_name(wanted)
+    else:
+        moment = wanted if wanted.tzinfo is not None else wanted.replace(tzinfo=timezone.utc)
+        snapshot = table.snapshot_as_of_timestamp(int(moment.timestamp() * 1000))
+    if snapshot is None:
+        known = [str(each.snapshot_id) for each in metadata.snapshots]
+        shown = ", ".join(known[-5:]) + (f" and {len(known) - 5} older ones" if len(known) > 5 else "")
+        raise DataNotFoundError(
+            f"{name} has no snapshot {wanted}: it has {shown or 'none'}. If it was expired, choose another one."
+        )
+    schemas = {schema.schema_id: schema for schema in metadata.schemas}
+    return snapshot, schemas.get(snapshot.schema_id, metadata.schema())
+
+
+def package() -> Any:
+    """Return ``pyiceberg``. Raise MidepochError if it is not installed."""
+    try:
+        import pyiceberg.table
+    except ImportError:
+        raise MidepochError(
+            "Iceberg tables are read with the package pyiceberg: `pip install midepoch[iceberg]`."
+        ) from None
+    return pyiceberg
+
+
+def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, str]) -> Any:
+    """Return a table by its metadata file, its folder or its name in a catalog."""
+    package()
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.table import StaticTable
+
+    if "/" in given or given.endswith(".metadata.json"):
+        try:
+            with refusals(None, given):
+                return StaticTable.from_metadata(given, dict(properties))
+        except DataNotFoundError:
+            if given.endswith(".metadata.json"):
+                raise
+            raise DataNotFoundError(
+                f"{Address(given)} is not the folder of an Iceberg table with a metadata/version-hint.text. Pass the "
+                "path of its newest metadata file (metadata/*.metadata.json), or its name in a catalog."
+            ) from None
+    first, _, rest = given.partition(".")
+    if "." not in rest:
+        raise ValueError(
+            f"expected 'catalog.namespace.table', or the path of a metadata file, got {given!r}. Add what is missing."
+        )
+    with refusals(None, given):
+        return load_catalog(first, **{**properties, **catalog}).load_table(rest)

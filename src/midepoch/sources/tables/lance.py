@@ -1,0 +1,236 @@
+"""Lance tables: the version to read, and its fragments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+from midepoch._internal.progress import Progress
+from midepoch.errors import DataNotFoundError, FormatError
+from midepoch.sources.formats import Scanned
+from midepoch.sources.formats.inferred import nulls
+from midepoch.sources.formats.lance_rows import lance_package, lance_table, plain_field, reader_options, refusals
+from midepoch.sources.lake import Files
+from midepoch.sources.spread import for_all
+from midepoch.sources.stores import Entry, Store
+from midepoch.sources.table_folders import expired
+
+_MANIFEST = re.compile(r"(\d+)\.manifest")
+_LARGEST = (1 << 64) - 1
+_BLOCK_BYTES = 8 << 20
+_MOST_ROWS = 1 << 16
+_SAMPLE = 32 << 10
+"""Number of bytes from the middle and from the end of a file, in its fingerprint."""
+_NULLS = re.compile(r"\bRepdef(\w+)|\b(NoNulls|SomeNulls|AllNulls)\b|has_validity: (\w+)")
+_NONE = {"AllValidItem", "AllValidList", "EmptyableList", "NoNulls", "false"}
+"""Descriptions of pages without nulls."""
+
+
+@dataclass(frozen=True)
+class LanceTableAt:
+    """A Lance table at one version. ``manifest``: its file, which lists the fragments."""
+
+    store: Store
+    path: str
+    version: int
+    manifest: Entry
+
+    @property
+    def name(self) -> str:
+        return self.store.name(self.path)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identity of the version. A table that was removed and created again has another manifest."""
+        return ("lance", self.path, str(self.version), self.identity)
+
+    @property
+    def identity(self) -> str:
+        return f"{self.manifest.size} {self.manifest.mtime_ns}"
+
+    def scan(self, progress: Progress) -> Files:
+        """Scan the fragments of this version."""
+        with refusals(self.store, self.name):
+            table = lance_table(self.store, self.path, self.version, self.identity)
+            fragments = sorted(table.get_fragments(), key=lambda each: each.fragment_id)
+            schema = table.scanner(limit=0, blob_handling="all_binary").projected_schema
+            fields = {field.name(): field for field in table.lance_schema.fields()}
+        if not sum(fragment.count_rows() for fragment in fragments):
+            raise DataNotFoundError(f"there are no rows in {self.name} (version {self.version}).")
+        shown = pa.schema([plain_field(field) for field in schema])
+        scan_one = partial(_scanned, self, shown, fields)
+        found = for_all(scan_one, fragments, lambda done: progress(done, len(fragments)))
+        entries, scans = [entry for entry, _ in found], [scan for _, scan in found]
+        nullable = frozenset[tuple[str, ...]]().union(*(scan.nullable for scan in scans))
+        nothing = [()] * len(entries)
+        return Files(self.store, "lance", entries, scans, nothing, shown, nullable, f"lance {self.version}")
+
+
+def find_version(store: Store, path: str, version: int | str | None) -> LanceTableAt:
+    """Return the table at a version: a number, a tag, or the latest one."""
+    name = store.name(path)
+    if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
+        raise ValueError(f"version must be a number, a tag or None, got {version!r}")
+    manifests = _manifests(store, path)
+    if not manifests:
+        raise DataNotFoundError(f"{name} is not a Lance table: there is no _versions/*.manifest in it. Check the path.")
+    if isinstance(version, str):
+        version = _tagged(store, path, version)
+    number = max(manifests) if version is None else version
+    if number not in manifests:
+        raise DataNotFoundError(
+            f"{name} has no version {number}: it has {min(manifests)} to {max(manifests)}, as far as a cleanup has "
+            "not removed them. Choose one of them."
+        )
+    return LanceTableAt(store, path, number, manifests[number])
+
+
+def _manifests(store: Store, path: str) -> dict[int, Entry]:
+    """Return the manifests of all versions. Newer tables count their names down, so that the latest is listed first."""
+    found = {}
+    for entry in store.list(f"{path}/_versions"):
+        if match := _MANIFEST.fullmatch(entry.path.rpartition("/")[2]):
+            found[_LARGEST - int(match[1]) if len(match[1]) == 20 else int(match[1])] = entry
+    return found
+
+
+def _tagged(store: Store, path: str, tag: str) -> int:
+    with refusals(store, store.name(path)):
+        tags = lance_package().dataset(store.scheme + path, storage_options=reader_options(store) or None).tags.list()
+    if tag not in tags:
+        raise DataNotFoundError(
+            f"{store.name(path)} has no tag {tag!r}: it has {', '.join(map(repr, sorted(tags))) or 'none'}."
+        )
+    if tags[tag].get("branch"):
+        raise FormatError(f"the tag {tag!r} of {store.name(path)} is on a branch, which is not supported.")
+    return int(tags[tag]["version"])
+
+
+def _scanned(table: LanceTableAt, schema: pa.Schema, fields: dict[str, Any], fragment: Any) -> tuple[Entry, Scanned]:
+    store, about = table.store, fragment.metadata.to_json()
+    name = f"fragment {fragment.fragment_id} of {table.name}"
+    with refusals(store, name):
+        rows = int(fragment.count_rows())
+        entries = [_entry(store, f"{table.path}/data/{file['path']}") for file in about["files"] if not _is_apart(file)]
+        size = sum(entry.size for entry in entries)
+        step = max(1, min(_MOST_ROWS, _BLOCK_BYTES * max(1, rows) // max(1, size)))
+        found = Scanned(schema, list(range(0, rows, step)), stop=rows)
+        found.rows = [min(step, rows - start) for start in found.offsets]
+        found.nullable = _nullable(table, schema, fields, fragment, about)
+        found.decoded_bytes = 2.0 * size
+        saved = {"table": table.path, "version": table.version, "manifest": table.identity}
+        saved["fragment"] = fragment.fragment_id
+        found.footer = json.dumps(saved).encode()
+        digest = hashlib.blake2b(f"{schema.to_string(show_schema_metadata=False)} {step}".encode(), digest_size=16)
+        others = [json.dumps(file, sort_keys=True) for file in about["files"] if _is_apart(file)]
+        digest.update(json.dumps([others, about.get("overlays") or []], sort_keys=True).encode())
+        for entry in [*entries, *_deletions(store, table.path, fragment)]:
+            digest.update(store.persist(entry.path, "indexed", partial(_sample, store, entry)))
+        found.fingerprint = digest.hexdigest()
+    return (entries[0] if entries else table.manifest), found
+
+
+def _is_apart(file: dict[str, Any]) -> bool:
+    """Return True if a file belongs to another table, of which this one is a clone."""
+    return file.get("base_id") is not None
+
+
+def _entry(store: Store, path: str) -> Entry:
+    entry = store.stat(path)
+    if entry is None:
+        raise expired(store.name(path))
+    return entry if store.local else entry._replace(mtime_ns=0)
+
+
+def _deletions(store: Store, path: str, fragment: Any) -> Iterator[Entry]:
+    deleted = fragment.metadata.to_json().get("deletion_file")
+    if deleted is not None and deleted.get("base_id") is None:
+        yield _entry(store, f"{path}/{fragment.deletion_file()}")
+
+
+def _sample(store: Store, entry: Entry) -> bytes:
+    with store.open(entry) as file:
+        middle = file.read_at(min(_SAMPLE, file.size), file.size // 2)
+        return middle + file.read_at(min(_SAMPLE, file.size), max(0, file.size - _SAMPLE)) + str(file.size).encode()
+
+
+def _nullable(
+    table: LanceTableAt, schema: pa.Schema, fields: dict[str, Any], fragment: Any, about: dict[str, Any]
+) -> set[tuple[str, ...]]:
+    """Return the paths with a null. They are read from the descriptions of pages where these show it, else counted."""
+    pages = _pages(table, about)
+    found: set[tuple[str, ...]] = set()
+    counted = []
+    for column in schema:
+        marks = _marks(fields[column.name], column.type, pages)
+        if marks is not None and marks <= _NONE:
+            continue
+        if marks is not None and not pt.is_nested(column.type):
+            found.add((column.name,))
+        else:
+            counted.append(column.name)
+    if counted:
+        scanner = fragment.scanner(columns=counted, blob_handling="all_binary")
+        for batch in scanner.to_batches():
+            found |= nulls(pa.Table.from_batches([batch]))
+    return found
+
+
+def _marks(field: Any, kind: pa.DataType, pages: dict[int, tuple[set[str], bool]] | None) -> set[str] | None:
+    """Return the marks of the pages of a column. None if they do not show where nulls are."""
+    if pages is None:
+        return None
+    leaves = list(_leaves(field))
+    inner = kind.value_type if pt.is_fixed_size_list(kind) else kind
+    if any(pages[each][1] for each in leaves if each in pages) and not _has_fixed_width(inner):
+        return None if pt.is_nested(kind) else {"unknown"}  # format 2.0 marks null lists, texts and bytes elsewhere
+    marks: set[str] = set()
+    for each in leaves:
+        if each not in pages:
+            return {"missing"}  # a column that was added, without values in this fragment
+        marks |= pages[each][0]
+    return marks
+
+
+def _has_fixed_width(kind: pa.DataType) -> bool:
+    try:
+        return not pt.is_nested(kind) and kind.bit_width > 0
+    except ValueError:
+        return False
+
+
+def _leaves(field: Any) -> Iterator[int]:
+    children = field.children()
+    if not children:
+        yield field.id()
+    for child in children:
+        yield from _leaves(child)
+
+
+def _pages(table: LanceTableAt, about: dict[str, Any]) -> dict[int, tuple[set[str], bool]] | None:
+    """Return the marks of the pages of each field, and True for the format 2.0. None if there are none."""
+    if about.get("overlays") or any(_is_apart(file) or file["file_major_version"] != 2 for file in about["files"]):
+        return None
+    reader = lance_package().file.LanceFileReader
+    options = reader_options(table.store) or None
+    found: dict[int, tuple[set[str], bool]] = {}
+    for file in about["files"]:
+        path = f"{table.store.scheme}{table.path}/data/{file['path']}"
+        columns = reader(path, storage_options=options).metadata().columns
+        for number, place in zip(file["fields"], file["column_indices"], strict=True):
+            if not 0 <= place < len(columns):
+                continue
+            marks: set[str] = set()
+            for page in columns[place].pages:
+                shown = {next(filter(None, match)) for match in _NULLS.findall(str(page.encoding))}
+                marks |= shown or {"unknown"}
+            found[number] = marks, file["file_minor_version"] == 0
+    return found

@@ -1,0 +1,30 @@
+"""Packed sequences on 4 processes, of which two share each data-parallel rank.
+
+python data_ranks_job.py FOLDER: notes batches and states in FOLDER/RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import torch.distributed as dist
+
+import midepoch
+from midepoch.integrations.data_ranks import arguments_for
+from midepoch.integrations.micro_batches import MicroBatches
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    data_rank = dist.get_rank() // 2  # tensor parallelism: neighbours share the data
+    packed = midepoch.from_files(folder / "data.parquet").with_lanes(2).pack(4)
+    made = [MicroBatches(packed.loader(4, last_batch="drop", **arguments_for(data_rank, 2)), 2) for _ in range(2)]
+    first = [part.batch["input_ids"].tolist() for part in islice(made[0].passes(), 6)]
+    state = made[0].text()
+    made[1].load_text(state)
+    rest = [part.batch["input_ids"].tolist() for part in made[1].passes(1)]
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps([made[0].loader.shard.index, state, first, rest]))
+    dist.destroy_process_group()
