@@ -99,11 +99,34 @@ def tar(folder: Path, shards: int, rows: int) -> str:
     return f"midepoch.from_files({str(folder)!r})"
 
 
+def images(folder: Path, shards: int, rows: int) -> str:
+    """One file is one row here. Large shards are 25 files of 4 KB."""
+    for number in range(shards if rows < 10 else 25 * shards):
+        (folder / f"{number % 100:02d}").mkdir(exist_ok=True)
+        (folder / f"{number % 100:02d}" / f"{number:06d}.jpg").write_bytes(number.to_bytes(8, "little") * 512)
+    return f"midepoch.from_files({str(folder)!r}).with_format('arrow')"
+
+
+def text(folder: Path, shards: int, rows: int) -> str:
+    for number in range(shards):
+        (folder / f"{number:05d}.txt").write_text("".join(f"{'word ' * 40}{row}\n" for row in range(rows)))
+    return f"midepoch.from_files({str(folder)!r})"
+
+
+def array(folder: Path, shards: int, rows: int) -> str:
+    for number in range(shards):
+        (folder / f"{number:05d}.json").write_text(json.dumps([{"id": row, "text": "x" * 200} for row in range(rows)]))
+    return f"midepoch.from_files({str(folder)!r})"
+
+
 KINDS: dict[str, Callable[[Path, int, int], str]] = {
     "parquet": parquet,
     "tokens": tokens,
     "megatron": megatron,
     "tar": tar,
+    "images": images,
+    "text": text,
+    "array": array,
 }
 
 

@@ -44,7 +44,7 @@ class Listing:
     @property
     def entry(self) -> Entry:
         """All files as one entry. Its modification time is a digest of their names, sizes and times."""
-        sizes, times = ([entry[i] for entry in self.files] for i in (1, 2))
+        sizes, times = [entry.size for entry in self.files], [entry.mtime_ns for entry in self.files]
         digest = hashlib.blake2b("\0".join(self.names).encode("utf-8", "surrogateescape"), digest_size=7)
         digest.update(array("q", [len(sizes), *sizes, *times]).tobytes())
         return Entry(self.root, sum(sizes), int.from_bytes(digest.digest(), "little"))
