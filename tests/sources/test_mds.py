@@ -273,6 +273,31 @@ def flips(data: bytes, count: int) -> Iterator[tuple[int, bytes]]:
         yield at, bytes([data[at] ^ 1 << int(draw.integers(0, 8))])
 
 
+def test_arrays_of_another_type_are_refused_and_never_rounded(tmp_path: Path) -> None:
+    """``ndarray`` allows each sample its own dtype. A column has one."""
+    columns = {"id": "int", "x": "ndarray:float32"}
+    write_mds(tmp_path, columns, [{"id": i, "x": [i + 0.1] * 30} for i in range(40)])
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["shards"][0]["column_encodings"] = ["int", "ndarray"]
+    shard = tmp_path / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    offsets = np.frombuffer(bytes(data), np.uint32, 41, 4)
+    for number, start in enumerate(
+        offsets[:-1].tolist()
+    ):  # a byte for the dtype: its place is that of the id's last byte
+        data[start + 4 : start + 12] = data[start + 4 : start + 11] + bytes([34 if number < 20 else 33])
+        size = int.from_bytes(data[start : start + 4], "little")
+        data[start : start + 4] = (size + 1).to_bytes(4, "little")
+    index["shards"][0]["column_sizes"] = [7, None]
+    index["shards"][0]["column_encodings"] = ["bytes", "ndarray"]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    shard.write_bytes(data)
+    with pytest.raises(
+        CorruptBlockError, match=r"shard.00000.mds: sample \d+, column 'x': its array is .*int32.*float"
+    ):
+        list(midepoch.from_files(tmp_path))
+
+
 def test_damaged_lines_of_text_shards(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "mds/tsv", tmp_path / "tsv"))
     ds = midepoch.from_files(folder)

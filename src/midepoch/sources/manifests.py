@@ -84,8 +84,8 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
         folders = sorted(store.name(os.path.dirname(entry.path)) for _, entry in kinds)
         listed = ", ".join(folders[:5]) + (", …" if len(folders) > 5 else "")
         raise FormatError(
-            f"{store.name(folder)} contains {len(folders)} datasets with an {NAME}: {listed}. Choose one of them, or "
-            "pass a list of folders."
+            f"{store.name(folder)} contains {len(folders)} datasets with an index.json: {listed}. Choose one of them, "
+            "or pass a list of folders."
         )
     if not kinds and wanted is not None:
         raise DataNotFoundError(

@@ -20,6 +20,7 @@ from midepoch.sources.formats.records import (
     Bytes,
     Int64Array,
     Values,
+    check_kind,
     columns_of,
     cut,
     fixed_arrays,
@@ -98,8 +99,9 @@ class Chunk:
         """Return the scan of blocks that begin with these samples."""
         rows = len(offsets) - 1
         about = {key: self.about[key] for key in ("leaves", "spec", "level", "codec", "layout", "block", "arrow")}
-        about = {**about, "samples": rows, **kept}
-        found = Scanned(self._schema(offsets), decoded_bytes=float(offsets[-1] - offsets[0]))
+        schema = self._schema(offsets)
+        about = {**about, "samples": rows, "kinds": {each.name: str(each.type) for each in schema}, **kept}
+        found = Scanned(schema, decoded_bytes=float(offsets[-1] - offsets[0]))
         found.offsets = list(firsts)
         found.rows = np.diff([*firsts, rows]).tolist() if firsts else []
         found.stop = rows
@@ -121,7 +123,10 @@ class Chunk:
         """Return these columns of a block."""
         first, stop = block.offset, self.about["samples"] if block.end is None else block.end
         data, own = self.samples(first, stop, offsets), [name for name in columns if name in self.names]
-        return self._table(data, offsets[first : stop + 1] - offsets[first], first, own)
+        table = self._table(data, offsets[first : stop + 1] - offsets[first], first, own)
+        for name in own:
+            check_kind(self.name, first, name, table.column(name), self.about["kinds"][name])
+        return table
 
     @cached_property
     def _tree(self) -> dict[str, Tree]:

@@ -19,7 +19,7 @@ from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources.formats import mds_text
 from midepoch.sources.formats.base import Block, Member, NoStatistics, Scanned
 from midepoch.sources.formats.mds_encodings import Encoding, encoding_of
-from midepoch.sources.formats.records import Int64Array, Values, columns_of, cut, naming
+from midepoch.sources.formats.records import Int64Array, Values, check_kind, columns_of, cut, naming
 from midepoch.sources.formats.shards import (
     Shard,
     beginning,
@@ -75,6 +75,7 @@ class MdsFormat(NoStatistics):
         digest.update(head[:probe])
         found.fingerprint = digest.hexdigest()
         kept = {key: about.get(key) for key in ("names", "encodings", "sizes", "samples", "bytes", "codec", "text")}
+        kept["kinds"] = [str(kind) for kind in schema.types]
         found.footer = packed_footer(kept, offsets)
         return found
 
@@ -95,7 +96,11 @@ class MdsFormat(NoStatistics):
             values = dict(
                 zip(encodings, columns_of(data, offsets[first : stop + 1] - begin, about["sizes"]), strict=True)
             )
-        return pa.table([_decoded(name, first, each, encodings[each], values[each]) for each in own], names=own)
+        arrays = [_decoded(name, first, each, encodings[each], values[each]) for each in own]
+        kinds = dict(zip(about["names"], about["kinds"], strict=True))
+        for column, array in zip(own, arrays, strict=True):
+            check_kind(name, first, column, array, kinds[column])
+        return pa.table(arrays, names=own)
 
 
 def _decoded(name: str, first: int, column: str, encoding: Encoding, values: Values) -> pa.Array:

@@ -42,6 +42,18 @@ def naming(name: str, first: int, column: str | None = None) -> Iterator[None]:
         raise CorruptBlockError(f"{name}: {where}: {problem.reason}.") from None
 
 
+def check_kind(name: str, first: int, column: str, array: pa.Array, expected: str) -> None:
+    """Raise CorruptBlockError if a column of a block has another type than the first sample of the file.
+
+    A cast to that type could change values.
+    """
+    if str(array.type) != expected:
+        raise CorruptBlockError(
+            f"{name}: sample {first}, column {column!r}: its array is {array.type}, that of sample 0 is {expected}. "
+            "Write arrays of one dtype and number of dimensions."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Values:
     """One column of a block: the range of bytes of each value."""
