@@ -88,7 +88,7 @@ def refusals(store: Store, name: str) -> Iterator[None]:
             failure = FetchError(f"{name} could not be read: {text}")
         else:
             failure = CorruptBlockError(f"{name} cannot be read: {text}")
-    raise failure  # outside of the handler: a chained error would be shown with its credentials
+    raise failure from None  # a chained error would be shown with its credentials
 
 
 def plain_field(field: pa.Field) -> pa.Field:

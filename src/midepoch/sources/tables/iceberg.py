@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class IcebergTableAt:
         """Scan the data files of this snapshot, oldest first."""
         from midepoch.sources.tables.iceberg_deletes import Deletes
 
-        with refusals(self.store, self.name):
+        with refusals(self.store.secrets, self.name):
             entries = list(self._entries())
             schema = pa.schema(described_fields(self.name, self.schema.fields, self.table.name_mapping()))
         data = sorted((each for each in entries if each.content == DATA), key=lambda each: (each.sequence, each.path))
@@ -149,26 +150,23 @@ def _read_manifest(io: Any, manifest: Any) -> Iterator[ManifestFileEntry]:
             )
 
 
-class refusals:  # noqa: N801 (a context manager)
-    """Context in which errors of ``pyiceberg`` become those of this package, without credentials."""
-
-    def __init__(self, store: Store | None, name: str) -> None:
-        self._store, self._name = store, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        if problem is None or isinstance(problem, MidepochError) or not isinstance(problem, Exception):
-            return
-        text = (self._store.secrets if self._store else Secrets()).clean(str(problem))
+@contextmanager
+def refusals(secrets: Secrets, name: str) -> Iterator[None]:
+    """Convert errors of ``pyiceberg`` to those of this package, without credentials."""
+    try:
+        yield
+        return
+    except MidepochError:
+        raise
+    except Exception as problem:
+        text = secrets.clean(str(problem))
         if isinstance(problem, FileNotFoundError) or "NoSuch" in type(problem).__name__:
-            failure: MidepochError = DataNotFoundError(f"{self._name} cannot be opened: {text}. Check its name.")
+            failure: MidepochError = DataNotFoundError(f"{name} cannot be opened: {text}. Check its name.")
         elif isinstance(problem, OSError):
-            failure = FetchError(f"the metadata of {self._name} could not be read: {text}")
+            failure = FetchError(f"the metadata of {name} could not be read: {text}")
         else:
-            failure = FormatError(f"the Iceberg table {self._name} cannot be read: {type(problem).__name__}: {text}")
-        raise failure from None
+            failure = FormatError(f"the Iceberg table {name} cannot be read: {type(problem).__name__}: {text}")
+    raise failure from None  # a chained error would be shown with its credentials
 
 
 def find_snapshot(table: Any, name: str, wanted: int | str | datetime | None) -> tuple[Any, Any]:
@@ -215,15 +213,16 @@ def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, 
     from pyiceberg.catalog import load_catalog
     from pyiceberg.table import StaticTable
 
+    secrets, name = Secrets.of(Address(given), dict(catalog), dict(properties)), Address(given).public
     if "/" in given or given.endswith(".metadata.json"):
         try:
-            with refusals(None, given):
+            with refusals(secrets, name):
                 return StaticTable.from_metadata(given, dict(properties))
         except DataNotFoundError:
             if given.endswith(".metadata.json"):
                 raise
             raise DataNotFoundError(
-                f"{Address(given)} is not the folder of an Iceberg table with a metadata/version-hint.text. Pass the "
+                f"{name} is not the folder of an Iceberg table with a metadata/version-hint.text. Pass the "
                 "path of its newest metadata file (metadata/*.metadata.json), or its name in a catalog."
             ) from None
     first, _, rest = given.partition(".")
@@ -231,5 +230,5 @@ def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, 
         raise ValueError(
             f"expected 'catalog.namespace.table', or the path of a metadata file, got {given!r}. Add what is missing."
         )
-    with refusals(None, given):
+    with refusals(secrets, name):
         return load_catalog(first, **{**properties, **catalog}).load_table(rest)
