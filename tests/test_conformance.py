@@ -21,6 +21,7 @@ from PIL import Image
 
 import midepoch
 import native
+from data import numbered
 from midepoch.audit import Ledger, read_run
 from midepoch.loader import movers, sources
 from midepoch.testing import assert_resumes_exactly, same
@@ -87,6 +88,16 @@ def flipped(row: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
     return {"image": row["image"].flip(2) if torch.rand((), generator=generator) < 0.5 else row["image"] + 1}
 
 
+class Items(torch.utils.data.Dataset[dict[str, Any]]):
+    """A map-style dataset that draws."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"id": i, "noise": torch.rand(2), "text": f"item {i}"}
+
+
 def other(ds: midepoch.Dataset) -> midepoch.Dataset:
     return ds.slice(0, 20).shuffle(seed=6)
 
@@ -129,6 +140,8 @@ PIPELINES: dict[str, Pipeline] = {
     "decode": lambda ds: ds.shuffle(seed=3).map(drawn).decode("image", size=6).map(flipped, with_generator="torch"),
     "skipping map": lambda ds: ds.shuffle(seed=4).map(not_sevens, on_error="skip"),
     "columns": lambda ds: ds.rename_columns({"id": "n"}).select_columns(["n", "tokens"]).shuffle(seed=5),
+    "memory": lambda _: midepoch.from_arrow(numbered(0, ROWS)).shuffle(seed=1).map(double),
+    "map style": lambda _: midepoch.from_map_style(Items(), columns=["id", "noise", "text"]).shuffle(seed=1),
     "torch": lambda ds: ds.shuffle(seed=1).with_format("torch"),
     "arrow": lambda ds: ds.shuffle(seed=1, scope="window", window=2).with_format("arrow"),
     "shard": lambda ds: ds.shuffle(seed=1).shard(3, 1, mode="example"),

@@ -165,6 +165,10 @@ class Dataset(Loading, Resumable):
         return "python" if self.pipeline.format in (None, ITEMS) else self.pipeline.format
 
     @property
+    def _has_items(self) -> bool:
+        return self.pipeline.format == ITEMS
+
+    @property
     def _tensors(self) -> bool:
         return self.pipeline.format in (None, "torch") and installed("torch")
 

@@ -24,6 +24,8 @@ from midepoch.transforms import (
 )
 from midepoch.transforms.columns import check_columns
 from midepoch.transforms.encode import Transform
+from midepoch.transforms.formats import ITEM
+from midepoch.transforms.items import NAME_COLUMNS, OfItem
 from midepoch.transforms.media import decoder_of
 from midepoch.transforms.packing import LABELS, PackSpec
 from midepoch.transforms.tokenize import Tokenize
@@ -308,6 +310,11 @@ class Steps(ColumnSteps):
                 )
         return self._with_stage(spec)
 
+    @property
+    def _has_items(self) -> bool:
+        """True if rows are items of a map-style dataset."""
+        raise NotImplementedError
+
     def _function(
         self,
         function: Any,
@@ -326,6 +333,10 @@ class Steps(ColumnSteps):
         if used is not None and self._columns is not None:
             name = getattr(function, "__name__", type(function).__name__)
             check_columns(used, self._columns, f"{kind}({name})")
+        if self._has_items:
+            if batched or used is not None or kind not in ("map", "filter", "flat_map"):
+                raise ValueError(f"{kind}: a row is an item here, without columns. {NAME_COLUMNS}")
+            function, used = OfItem(function, kind), (ITEM,)
         return {
             "function": function,
             "number": self._functions,

@@ -15,12 +15,13 @@ from midepoch.loader.processes import ProcessCrew
 from midepoch.loader.thread_crew import ThreadCrew
 from midepoch.loader.trial import global_draws
 from midepoch.pipeline.leaf import Leaf
+from midepoch.transforms.formats import ITEMS
 
 
 def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:
     """Start workers for a job: threads if they were requested, or if Python has no interpreter lock."""
     if options.worker_type == "thread" or (options.worker_type == "auto" and _suits_threads(options)):
-        if any(leaf.format in (None, "torch") for leaf in leaves):
+        if any(leaf.format in (None, "torch", ITEMS) for leaf in leaves):
             with contextlib.suppress(ImportError):  # not while threads run, which would see a part of it
                 importlib.import_module("torch")
         drawn = global_draws(leaves, options)

@@ -35,6 +35,7 @@ from midepoch.transforms import (
 from midepoch.transforms.features import Encoded
 from midepoch.transforms.formats import Allocate, UnreadableError, readable
 from midepoch.transforms.generators import Generators
+from midepoch.transforms.items import ItemMap
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -289,6 +290,8 @@ class Engine:
 
     def _place(self, row: int) -> str:
         source_row = self.leaf.order.selection.source_rows(np.array([row]))[0]
+        if self.leaf.steps and isinstance(first := self.leaf.steps[0], ItemMap):
+            return f"{first.name}[{source_row}]"
         return self.leaf.source.place(int(source_row))
 
     def rows(self, batch: Batch) -> list[Any]:

@@ -22,6 +22,7 @@ from midepoch._internal.imports import loaded
 from midepoch._internal.redaction import is_secret
 from midepoch.transforms.filter import FilterExpression
 from midepoch.transforms.function import Function
+from midepoch.transforms.items import OfItem
 from midepoch.transforms.tokenize import Tokenize
 
 _LONGEST = 80
@@ -36,7 +37,7 @@ def arguments_of(step: Any) -> str:
     if not isinstance(step, Function):
         return "-"
     given: dict[str, Any] = {str(name): value for name, value in step.fn_kwargs.items()}
-    function = step.function
+    function = step.function.function if isinstance(step.function, OfItem) else step.function
     if isinstance(function, Tokenize):
         given = {"output": function.output, **function.options}
     while isinstance(function, partial):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from midepoch.transforms.function import RunContext
 from midepoch.transforms.map import Map
 
 _log = logging.getLogger("midepoch")
+NAME_COLUMNS = "Name its parts when you open it: from_map_style(ds, columns=['x', 'y'])."
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,38 @@ class Items:
         if len(values) != len(self.columns):
             raise MapError(f"item {number} has {len(values)} parts, columns= names {len(self.columns)}")
         return tuple(values)
+
+
+@dataclass(frozen=True)
+class OfItem:
+    """A user's function of an item, as a function of the column of items.
+
+    The result of a map replaces the item; a dict is put into an item that is a dict. ``kind``: "map", "filter",
+    "flat_map".
+    """
+
+    function: Callable[..., Any]
+    kind: str
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", None) or type(self.function).__name__
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The column that it returns."""
+        return (ITEM,)
+
+    def __call__(self, item: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.function(item, *args, **kwargs)
+        if self.kind == "filter":
+            return result
+        if self.kind == "flat_map" and isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping)):
+            return [{ITEM: each} for each in result]
+        if self.kind == "flat_map":
+            return result  # an error, which names the row
+        merges = isinstance(item, dict) and isinstance(result, Mapping)
+        return {ITEM: {**item, **result} if merges else item if result is None else result}
 
 
 class ItemError(MapError):
