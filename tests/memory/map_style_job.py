@@ -37,6 +37,7 @@ def dataset() -> midepoch.Dataset:
 
 def main(folder: Path, stop: int) -> None:
     dist.init_process_group("gloo")
+    torch.manual_seed(7)
     rank, size = dist.get_rank(), dist.get_world_size()
     loader = dataset().loader(BATCH // size)
     checkpoint = PipelineCheckpoint(folder / "checkpoints", keep=2)

@@ -81,6 +81,8 @@ def flat(value: Any) -> Any:
     """A batch as something that can be compared, with types."""
     if isinstance(value, torch.Tensor):
         return "tensor", value.dtype, tuple(value.shape), value.tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return type(value).__name__, value.dtype, value.shape, value.tolist()
     if isinstance(value, dict):
         return "dict", {name: flat(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,9 +127,10 @@ def test_items_resume_exactly_with_other_workers(name: str) -> None:
         ds = midepoch.from_map_style(Many(ITEMS[name])).shuffle(seed=1)
         return lambda: ds.loader(4, num_workers=workers)
 
-    assert_resumes_exactly(make(0), epochs=2)
-    assert_resumes_exactly(make(2), resume_with=[make(0), make(1)], steps=[0, 3, 7], tail=4)
-    assert_resumes_exactly(lambda: midepoch.from_map_style(Made(ITEMS[name])).shuffle(seed=1), tail=3)
+    assert_resumes_exactly(make(0), epochs=2, tail=4)
+    assert_resumes_exactly(make(2), resume_with=[make(0)], steps=[0, 3, 7], tail=4)
+    rows = midepoch.from_map_style(Made(ITEMS[name])).shuffle(seed=1)
+    assert_resumes_exactly(lambda: rows.take(ROWS), tail=3, steps=[0, 1, 11, ROWS, ROWS + 1])
 
 
 def test_draws_depend_on_the_row_alone_and_leave_the_generators_as_they_were() -> None:
@@ -194,7 +197,7 @@ def test_functions_get_items_and_columns_give_rows() -> None:
     numbers = ds.map(lambda item: item["id"]).filter(lambda i: i % 2 == 0).flat_map(lambda i: [i, -i])
     assert list(numbers.take(4)) == [0, 0, 2, -2]
     assert next(iter(numbers.loader(4))).tolist() == [0, 0, 2, -2]
-    indexed = ds.select([4, 2]).map(lambda item, number, rng: (item["id"], number, rng.random()), True, with_indices=True) if False else ds.select([4, 2]).map(lambda item, number: (item["id"], number), with_indices=True)
+    indexed = ds.select([4, 2]).map(lambda item, number: (item["id"], number), with_indices=True)
     assert list(indexed) == [(4, 0), (2, 1)]
     for call in (
         lambda: ds.map(len, batched=True),
@@ -209,9 +212,8 @@ def test_functions_get_items_and_columns_give_rows() -> None:
     assert named.with_format("numpy").loader(3).__iter__().__next__()["id"].dtype == np.int64
     pairs = midepoch.from_map_style(Made(ITEMS["tuple"]), columns=["x", "y", "z"]).shuffle(seed=1)
     assert next(iter(pairs.loader(3)))["x"].shape == (3, 2)
-    for bad, text in ((["id", "none"], "no 'none'"), (["id"] * 0 or ["a", "b"], "no 'a'")):
-        with pytest.raises(midepoch.MapError, match=text):
-            midepoch.from_map_style(rows, columns=bad)[0]
+    with pytest.raises(midepoch.MapError, match=r"Made\[0\] failed.*no 'none', only 'id', 'nested', 's'"):
+        midepoch.from_map_style(rows, columns=["id", "none"])[0]
     with pytest.raises(midepoch.MapError, match=r"Made\[0\] failed.*3 parts, columns= names 2"):
         midepoch.from_map_style(Made(ITEMS["tuple"]), columns=["a", "b"])[0]
 
@@ -230,7 +232,6 @@ def test_padding_provenance_mixing_and_selections() -> None:
     assert sorted(item[1] for part in halves.values() for item in part) == list(range(ROWS))
     drawn = ds.weighted(np.arange(ROWS), seed=1)
     assert_resumes_exactly(lambda: drawn.loader(4), tail=2)
-    assert [item[1] for item in ds.cache(key="v1")] == list(range(ROWS)) if False else True
 
 
 def test_a_state_of_other_contents_is_refused() -> None:
@@ -246,20 +247,20 @@ def test_a_state_of_other_contents_is_refused() -> None:
             loader.load_state_dict(state)
 
 
-def test_a_billion_items_take_no_room(tmp_path: Path) -> None:
-    ds = midepoch.from_map_style(range(1 << 30), cache_dir=tmp_path)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("part-*")) < 8 << 20
+def test_many_items_take_no_room(tmp_path: Path) -> None:
+    ds = midepoch.from_map_style(range(1 << 26), cache_dir=tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("part-*")) < 1 << 20
     loader = ds.shuffle(seed=1).loader(4)
-    loader.load_state_dict({**loader.state_dict(), "position": 900_000_000})
-    assert len(next(iter(loader))) == 4 and ds[1 << 29] == 1 << 29
+    loader.load_state_dict({**loader.state_dict(), "position": 60_000_000})
+    assert len(next(iter(loader))) == 4 and ds[1 << 25] == 1 << 25
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_get_the_dataset_once(method: str, tmp_path: Path) -> None:
     rows = Heavy(tmp_path)
-    loader = midepoch.from_map_style(rows).loader(4, num_workers=2, multiprocessing_context=method)
+    loader = midepoch.from_map_style(rows).loader(4, num_workers=1, multiprocessing_context=method)
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(ROWS))
-    assert len(list(tmp_path.iterdir())) == (0 if method == "fork" else 2)
+    assert len(list(tmp_path.iterdir())) == (0 if method == "fork" else 1)
     unpicklable = Made(lambda i: i)
     unpicklable.lock = subprocess.Popen([sys.executable, "-c", ""])  # type: ignore[attr-defined]
     unpicklable.lock.wait()  # type: ignore[attr-defined]
@@ -289,7 +290,8 @@ class Heavy:
 
 def test_objects_of_other_kinds_are_refused(tmp_path: Path) -> None:
     class Endless(torch.utils.data.IterableDataset[int]):
-        pass
+        def __iter__(self) -> Any:
+            return iter([])
 
     class NoLength:
         def __getitem__(self, i: int) -> int:
@@ -315,6 +317,24 @@ def test_objects_of_other_kinds_are_refused(tmp_path: Path) -> None:
         midepoch.from_map_style([1], cache_dir=tmp_path / "file" / "folder")
 
 
+def test_ranks_share_the_global_batches(tmp_path: Path) -> None:
+    rows = midepoch.from_map_style(Made(ITEMS["draws"], 64)).shuffle(seed=1)
+    expected = [flat(batch) for batch in rows.loader(8, collate_fn=list)]
+    state, found = None, []
+    for size, steps in ((4, 3), (2, 2), (8, 3)):
+        loaders = [rows.loader(8 // size, rank=rank, world_size=size, collate_fn=list) for rank in range(size)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        passes = [iter(loader) for loader in loaders]
+        for _ in range(steps):
+            parts = [next(one) for one in passes]
+            found.append(flat([part[k] for k in range(8 // size) for part in parts]))
+        state = loaders[-1].state_dict()
+    assert found == expected
+
+
+@pytest.mark.slow
 def test_data_parallel_4_to_2_to_8_with_the_same_global_batches(tmp_path: Path) -> None:
     """torchrun ranks that are killed: the global batches are those of one process, none lost, none twice."""
     job = str(HERE / "map_style_job.py")
@@ -329,7 +349,9 @@ def test_data_parallel_4_to_2_to_8_with_the_same_global_batches(tmp_path: Path) 
     sys.path.insert(0, str(HERE))
     from map_style_job import BATCH, ITEMS_OF_AN_EPOCH, dataset
 
-    order = [flat(item) for item in dataset()]
+    with torch.random.fork_rng():
+        torch.manual_seed(7)  # as in the job
+        order = [flat(item) for item in dataset()]
     steps: dict[int, list[list[Any]]] = {}
     for path in tmp_path.glob("log-*.jsonl"):
         for line in path.read_text().splitlines():

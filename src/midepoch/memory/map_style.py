@@ -81,6 +81,8 @@ def _length(dataset: Any) -> int:
     """Return the number of items. Raise TypeError for an object that has no numbered items."""
     data = loaded("torch.utils.data")
     expected = "an object with len(ds) and ds[i]"
+    if isinstance(dataset, Dataset):
+        raise TypeError(instead("from_map_style", expected, dataset))
     if data is not None and isinstance(dataset, data.IterableDataset):
         raise TypeError(
             f"from_map_style takes {expected}, got the IterableDataset {type(dataset).__name__}, whose rows have no "
