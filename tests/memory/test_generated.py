@@ -35,13 +35,20 @@ def test_rows_are_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.
     log = tmp_path / "log"
 
     def make(n: int = 2600, **options: Any) -> midepoch.Dataset:
-        return midepoch.from_generator(squares, gen_kwargs={"n": n, "log": str(log)}, cache_dir=tmp_path / "rows", **options)
+        return midepoch.from_generator(
+            squares, gen_kwargs={"n": n, "log": str(log)}, cache_dir=tmp_path / "rows", **options
+        )
 
     state = random.getstate()
     ds = make()
     assert random.getstate() == state
     assert len(ds) == 2600 and ds.num_files > 1 and ds.schema.field("late").type == pa.string()
-    assert ds[1499]["late"] is None and ds[2599] == {"i": 2599, "square": 2599**2, "late": "text 2599", "noise": ds[2599]["noise"]}
+    assert ds[1499]["late"] is None and ds[2599] == {
+        "i": 2599,
+        "square": 2599**2,
+        "late": "text 2599",
+        "noise": ds[2599]["noise"],
+    }
     expected = list(ds)
     assert list(make()) == expected and count_of_runs(log) == 1
     assert len(make(3)) == 3 and count_of_runs(log) == 2

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, Te
 
 import midepoch
 from launch import end, launch
-from midepoch.testing import assert_resumes_exactly, same
+from midepoch.testing import assert_resumes_exactly
 
 HERE = Path(__file__).parent
 ROWS = 23
@@ -114,7 +114,7 @@ def test_datasets_of_torch_and_plain_sequences() -> None:
         range(7),
         np.arange(14).reshape(7, 2),
         torch.arange(9),
-        "no Dataset, but it has both methods".split(),
+        ["no", "Dataset,", "but", "it", "has", "both", "methods"],
     ]
     for rows in parts:
         expected = [flat(batch) for batch in DataLoader(rows, batch_size=3)]
@@ -140,7 +140,7 @@ def test_draws_depend_on_the_row_alone_and_leave_the_generators_as_they_were() -
     for rows in (one, many, Subset(one, range(ROWS)), Subset(many, range(ROWS))):
         state = random.getstate()
         ds = midepoch.from_map_style(rows)
-        assert [flat(item) for item in ds.loader(ROWS, collate_fn=list)][0][1] == expected
+        assert next(flat(item) for item in ds.loader(ROWS, collate_fn=list))[1] == expected
         assert [flat(ds[i]) for i in (22, 0, 7)] == [expected[i] for i in (22, 0, 7)]
         assert random.getstate() == state
     assert len({str(item) for item in expected}) == ROWS
@@ -160,7 +160,9 @@ def test_errors_name_the_item() -> None:
 
     for rows in (Made(fails), Many(fails), Subset(Made(fails), range(ROWS))):
         for workers in (0, 2):
-            with pytest.raises(midepoch.MapError, match=rf"{type(rows).__name__}\[17\] failed: KeyError: 'missing.jpg'"):
+            with pytest.raises(
+                midepoch.MapError, match=rf"{type(rows).__name__}\[17\] failed: KeyError: 'missing.jpg'"
+            ):
                 list(midepoch.from_map_style(rows).shuffle(seed=2).loader(4, num_workers=workers))
     skipping = midepoch.from_map_style(Many(fails), on_error="skip")
     assert list(skipping) == [i for i in range(ROWS) if i != 17]
@@ -339,7 +341,9 @@ def test_data_parallel_4_to_2_to_8_with_the_same_global_batches(tmp_path: Path) 
     """torchrun ranks that are killed: the global batches are those of one process, none lost, none twice."""
     job = str(HERE / "map_style_job.py")
     for size, stop in ((4, 6), (2, 11), (8, 0)):
-        process = launch("--standalone", f"--nproc-per-node={size}", job, str(tmp_path), str(stop), error=subprocess.PIPE)
+        process = launch(
+            "--standalone", f"--nproc-per-node={size}", job, str(tmp_path), str(stop), error=subprocess.PIPE
+        )
         try:
             _, said = process.communicate(timeout=300)
         finally:

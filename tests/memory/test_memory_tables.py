@@ -47,7 +47,10 @@ VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {
     "list": (pa.list_(pa.int32()), [[1, None], None, []]),
     "large list": (pa.large_list(pa.string()), [["a"], None, []]),
     "fixed list": (pa.list_(pa.float32(), 2), [[1.0, 2.0], None, [3.0, None]]),
-    "struct": (pa.struct({"a": pa.int64(), "b": pa.list_(pa.string())}), [{"a": 1, "b": ["x"]}, None, {"a": None, "b": None}]),
+    "struct": (
+        pa.struct({"a": pa.int64(), "b": pa.list_(pa.string())}),
+        [{"a": 1, "b": ["x"]}, None, {"a": None, "b": None}],
+    ),
     "map": (pa.map_(pa.string(), pa.int32()), [[("a", 1)], None, []]),
     "dictionary": (pa.dictionary(pa.int8(), pa.string()), ["a", None, "a"]),
     "list of dictionary": (pa.list_(pa.dictionary(pa.int8(), pa.string())), [["a", "b"], None, ["a"]]),
@@ -74,7 +77,11 @@ def test_every_type_of_arrow_comes_back(tmp_path: Path) -> None:
     table = typed()
     expected = [{name: values[i] for name, (_, values) in VALUES.items()} for i in range(3)]
     several = pa.concat_tables([table, table.slice(1, 1), table])
-    for given, wanted in ((table, expected), (several, [*expected, expected[1], *expected]), (table.slice(2), expected[2:])):
+    for given, wanted in (
+        (table, expected),
+        (several, [*expected, expected[1], *expected]),
+        (table.slice(2), expected[2:]),
+    ):
         ds = midepoch.from_arrow(given, cache_dir=tmp_path)
         assert ds.column_names == list(VALUES)
         assert rows_of(ds) == wanted
@@ -92,7 +99,9 @@ def test_equal_contents_are_one_file_however_they_were_made(tmp_path: Path) -> N
     others: list[Callable[[], midepoch.Dataset]] = [
         lambda: midepoch.from_arrow(pa.concat_tables(chunks), cache_dir=tmp_path),
         lambda: midepoch.from_arrow([batch for each in chunks for batch in each.to_batches()], cache_dir=tmp_path),
-        lambda: midepoch.from_arrow(pa.RecordBatchReader.from_batches(table.schema, table.to_batches(99)), cache_dir=tmp_path),
+        lambda: midepoch.from_arrow(
+            pa.RecordBatchReader.from_batches(table.schema, table.to_batches(99)), cache_dir=tmp_path
+        ),
         lambda: midepoch.from_arrow(padded, cache_dir=tmp_path),
         lambda: midepoch.from_dict({name: table.column(name) for name in table.column_names}, cache_dir=tmp_path),
         lambda: midepoch.from_list(dicts, schema=table.schema, cache_dir=tmp_path),
@@ -179,7 +188,7 @@ def test_a_reader_may_be_larger_than_memory(tmp_path: Path, monkeypatch: pytest.
     reader = pa.RecordBatchReader.from_batches(table.schema, iter(table.to_batches(max_chunksize=100)))
     ds = midepoch.from_arrow(reader, cache_dir=tmp_path)
     assert rows_of(ds) == table.to_pylist() and ds.num_files > 5
-    assert not [path for path in tmp_path.rglob("*.tmp")]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_wrong_objects_name_the_function_to_call() -> None:
@@ -214,6 +223,8 @@ def test_wrong_objects_name_the_function_to_call() -> None:
         (midepoch.ColumnError, "column 'a'.*schema=", lambda: midepoch.from_dict({"a": [1, "x"]})),
         (midepoch.ColumnError, "from_map_style", lambda: midepoch.from_dict({"a": [object()]})),
         (midepoch.ColumnError, "a column 'b'", lambda: midepoch.from_dict({"a": [1]}, schema={"b": "int8"})),
+        (midepoch.ColumnError, "column .a. cannot become", lambda: midepoch.from_dict({"a": [999]}, schema={"a": "int8"})),
+        (midepoch.ColumnError, "int8", lambda: midepoch.from_pandas(pd.DataFrame({"a": [999]}), schema={"a": "int8"})),
         (midepoch.ColumnError, "several columns", lambda: midepoch.from_arrow(pa.table([[1], [2]], names=["a", "a"]))),
         (TypeError, "value for each row", lambda: midepoch.from_dict({"a": "text"})),
         (AttributeError, "midepoch.from_dict", lambda: midepoch.Dataset.from_dict({"a": [1]})),

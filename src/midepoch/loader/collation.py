@@ -34,7 +34,9 @@ def marked(batch: Batch, padding: npt.NDArray[np.bool_]) -> Batch:
 
 def named(batch: Batch, kind: str, options: Options) -> Batch:
     """Add the columns of provenance, if a format has a value of its own for each row."""
-    return with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow", ITEMS) else batch
+    return (
+        with_columns(batch, options.provenance) if options.provenance and kind in ("python", "arrow", ITEMS) else batch
+    )
 
 
 def added(batch: Batch, options: Options) -> dict[str, Any] | None:

@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from midepoch._internal.digest import UndigestibleError, digest_of
 from midepoch._internal.hints import hinted
+from midepoch._internal.openers import instead
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
-from midepoch._internal.openers import instead
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.memory.tables import Schema, rows_table, types_of, with_types
 from midepoch.transforms.generators import Generators, Seeds

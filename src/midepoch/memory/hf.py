@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from midepoch._internal.hints import hinted
+from midepoch._internal.openers import instead
 from midepoch._internal.progress import shown
 from midepoch.dataset import Dataset, habits
-from midepoch.errors import DataNotFoundError, MidepochError
-from midepoch._internal.openers import instead
+from midepoch.errors import DataNotFoundError, DifferentSchemasError, MidepochError
 from midepoch.memory.stored import dataset_of
 from midepoch.memory.tables import table_source
 from midepoch.order import Selection
@@ -90,7 +90,7 @@ def _chosen(dataset: Any, split: str | None) -> Any:
     if split is None:
         return dataset
     parts = expand_all(parse_split(split), list(splits))
-    check_splits(parts, dict.fromkeys(splits, []), "the DatasetDict")
+    check_splits(parts, {key: [] for key in splits}, "the DatasetDict")
     cut = []
     for part in parts:
         whole = splits[part.split]
@@ -120,7 +120,11 @@ def _formatted(ds: Dataset, given: Mapping[str, Any]) -> Dataset:
     if kind is None and not options:
         return ds
     if kind not in FORMATS or options:
-        what = f"the format {kind!r}" if kind not in FORMATS else f"arguments of the format {kind!r} ({', '.join(options)})"
+        what = (
+            f"the format {kind!r}"
+            if kind not in FORMATS
+            else f"arguments of the format {kind!r} ({', '.join(options)})"
+        )
         raise MidepochError(
             f"from_hf: {what} cannot be kept. Call ds.with_format(None) before it, and convert rows with map or cast."
         )
@@ -146,8 +150,11 @@ def _in_files(ds: Any, index_dir: str | os.PathLike[str] | None) -> _Found | Non
         return None
     files = list(dict.fromkeys(os.path.abspath(table.path) for table in tables))
     folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
-    with shown("indexing", "files") as report:
-        index = open_index([Path(file) for file in files], index_dir=folder, progress=report)
+    try:
+        with shown("indexing", "files") as report:
+            index = open_index([Path(file) for file in files], index_dir=folder, progress=report)
+    except DifferentSchemasError:
+        return None
     sizes = [file.rows for file in index.files]
     starts = dict(zip(files, np.cumsum([0, *sizes]).tolist(), strict=False))
     parts = [_part_of(table, index, sizes[files.index(os.path.abspath(table.path))]) for table in tables]

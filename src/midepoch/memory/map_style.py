@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.imports import loaded
+from midepoch._internal.openers import instead, opener_of
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.columns import names_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError
-from midepoch._internal.openers import instead, opener_of
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.transforms.formats import ITEMS
 from midepoch.transforms.items import ItemMap, Items

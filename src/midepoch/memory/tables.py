@@ -7,22 +7,23 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from midepoch._internal.hints import hinted
+from midepoch._internal.openers import instead
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits, parts
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
-from midepoch._internal.openers import instead
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.sources import Source
 from midepoch.sources.dictionaries import plain_array, plain_schema
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import plain_values
+from midepoch.transforms.cast import types_by_name
 
 _BATCH_BYTES = 256 << 20
 _SPOOL_BYTES = 256 << 20
@@ -30,7 +31,7 @@ _COPIED_BATCHES = 64
 """Batches that are copied in one call, which takes a fifth of the time of a call for each."""
 _FEATURES = b"huggingface"
 
-Schema = pa.Schema | Mapping[str, Any] | None
+Schema: TypeAlias = "pa.Schema | Mapping[str, Any] | None"
 
 
 @hinted(habits.OPEN["from_dict"])
@@ -114,7 +115,7 @@ def table_of(data: Mapping[str, Any], schema: Schema, what: str) -> pa.Table:
 
 def rows_table(rows: Sequence[Mapping[str, Any]], schema: Schema, what: str) -> pa.Table:
     """Return rows as a table with the columns of all of them."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys([*(name for row in rows for name in row), *types_of(schema, what)])
     return table_of({name: [row.get(name) for row in rows] for name in names}, schema, what)
 
 
@@ -127,22 +128,20 @@ def types_of(schema: Schema, what: str) -> dict[str, pa.DataType]:
             f"{what}(schema=…) takes Arrow types. For features use "
             f"midepoch.from_hf(datasets.Dataset.{what}(data, features=…))."
         )
-    from midepoch.transforms.cast import types_by_name
-
     return dict(types_by_name(schema))
 
 
 def _array(name: str, values: Any, kind: pa.DataType | None, what: str) -> Any:
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
-        return values if kind is None else values.cast(kind)
+        return values if kind is None else _cast(name, values, kind, what)
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
         raise TypeError(f"{what}: column {name!r} must have a value for each row, got {values!r:.60}.")
     try:
         return pa.array(plain_values(values), kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as problem:
         raise ColumnError(
-            f"{what}: column {name!r} cannot become an Arrow column: {problem}. Convert its values to one type, or pass "
-            f"schema={{{name!r}: …}}. For images and other objects, use midepoch.from_map_style(rows)."
+            f"{what}: column {name!r} cannot become an Arrow column: {problem}. Convert its values to one type, or "
+            f"pass schema={{{name!r}: …}}. For images and other objects, use midepoch.from_map_style(rows)."
         ) from None
 
 
@@ -152,8 +151,15 @@ def with_types(table: pa.Table, schema: Schema, what: str) -> pa.Table:
         place = table.schema.get_field_index(name)
         if place < 0:
             raise ColumnError(f"{what}: there is no column {name!r}, only {', '.join(table.column_names)}.")
-        table = table.set_column(place, name, table.column(name).cast(kind))
+        table = table.set_column(place, name, _cast(name, table.column(name), kind, what))
     return table
+
+
+def _cast(name: str, column: Any, kind: pa.DataType, what: str) -> Any:
+    try:
+        return column.cast(kind)
+    except pa.ArrowException as problem:
+        raise ColumnError(f"{what}: column {name!r} cannot become {kind}: {problem}. Choose another type.") from None
 
 
 def _arrow_table(data: Any) -> pa.Table:

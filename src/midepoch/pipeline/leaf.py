@@ -71,7 +71,7 @@ class Leaf:
 
     @property
     def row_bytes(self) -> float:
-        """Approximate bytes of a row in memory as read. Infinite for items of a map-style dataset: they may be large."""
+        """Approximate bytes of a row as read. Infinite for items of a map-style dataset, which may be large."""
         return inf if self.steps and isinstance(self.steps[0], ItemMap) else self.source.bytes_per_row
 
     @property

@@ -133,9 +133,7 @@ class ItemMap(Map):
         columns = zip(*rows, strict=True) if rows else ([] for _ in self.items.outputs)
         return kept, {name: list(column) for name, column in zip(self.items.outputs, columns, strict=True)}
 
-    def _one_by_one(
-        self, given: Batch, run: RunContext, numbers: list[int]
-    ) -> tuple[list[tuple[Any, ...]], list[int]]:
+    def _one_by_one(self, given: Batch, run: RunContext, numbers: list[int]) -> tuple[list[tuple[Any, ...]], list[int]]:
         rows, kept = [], []
         seeds = [] if run.seeds is None else run.seeds.of(given.rows, given.ordinals)
         for i, number in enumerate(numbers):
@@ -145,7 +143,7 @@ class ItemMap(Map):
                 rows.append(self.items(number))
                 kept.append(i)
             except ItemError as problem:
-                if self.on_error != "skip" or not is_damage(problem.__cause__, of_row=True):
+                if self.on_error != "skip" or not is_damage(problem.__cause__ or problem, of_row=True):
                     raise
                 _log.warning("skipped: %s", problem)
                 run.skipped(1)
