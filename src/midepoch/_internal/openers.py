@@ -28,7 +28,7 @@ def opener_of(given: Any) -> str | None:
         return None
     if isinstance(given, (list, tuple)) and given:
         found = opener_of(given[0])
-        return found if found == "midepoch.from_arrow(table)" else "midepoch.from_map_style(items)"
+        return found if found is not None and "from_map" not in found else "midepoch.from_map_style(items)"
     if inspect.isgenerator(given) or inspect.isgeneratorfunction(given):
         return "midepoch.from_generator(function), with the function that yields the rows"
     if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, (str, bytes)):
