@@ -205,10 +205,13 @@ def test_functions_get_items_and_columns_give_rows() -> None:
         lambda: ds.map(len, batched=True),
         lambda: ds.filter(len, input_columns="id"),
         lambda: ds.with_transform(dict),
+        lambda: ds.cache(),
     ):
         with pytest.raises((ValueError, midepoch.ColumnError), match=r"columns=|item"):
             call()
+    assert [item["id"] for item in ds.sort(lambda item: -item["id"]).take(2)] == [22, 21]
     named = midepoch.from_map_style(rows, columns=["s", "id"])
+    assert named.cache()[7] == {"s": "7", "id": 7}
     assert named.column_names == ["s", "id"] and named[3] == {"s": "3", "id": 3}
     assert named.map(lambda group: {"n": [len(s) for s in group["s"]]}, batched=True)[12]["n"] == 2
     assert named.with_format("numpy").loader(3).__iter__().__next__()["id"].dtype == np.int64

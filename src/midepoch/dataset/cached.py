@@ -26,7 +26,9 @@ from midepoch.sources import Source
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.locks import LockFile
 from midepoch.sources.storage import make_private, sweep
+from midepoch.transforms.default_collate import ITEMS
 from midepoch.transforms.function import Function
+from midepoch.transforms.items import NAME_COLUMNS
 from midepoch.transforms.tokenize import Tokenize
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ def _check(ds: Dataset) -> None:
         )
     if _is_endless(spec.node):
         raise ValueError('cache() of a mix with stop="never" would have no end. Use stop="all", or take(n).')
+    if spec.format == ITEMS:
+        raise ValueError(f"cache(): a row is an item here, without columns. {NAME_COLUMNS}")
     if ds._iteration.start.begun:
         raise ValueError("a state was loaded into this dataset. Call cache() first, then load the state.")
 

@@ -23,7 +23,8 @@ from midepoch.pipeline.node import Mix, Node
 from midepoch.pipeline.spec import PipelineSpec
 from midepoch.pipeline.stage_specs import StageSpec
 from midepoch.transforms import Decode, FilterExpression, Function, Step
-from midepoch.transforms.formats import ITEMS, check_format
+from midepoch.transforms.default_collate import ITEMS
+from midepoch.transforms.formats import check_format
 from midepoch.transforms.media.packages import installed
 from midepoch.transforms.packing import PackSpec
 

@@ -18,6 +18,7 @@ from midepoch.order import Shard, Weighted
 from midepoch.order.weights import checked
 from midepoch.pipeline.node import Node
 from midepoch.transforms.columns import check_columns
+from midepoch.transforms.default_collate import ITEMS
 
 Self = TypeVar("Self", bound="Sampling")
 
@@ -115,7 +116,7 @@ class Sampling(Reading):
                 f"sort: expected the name of a column or a function of a row, got {function!r:.60}. To sort by several "
                 "columns, sort by the last one first: rows of equal values keep their order."
             )
-        ds = self._in_order("python")
+        ds = self._in_order(ITEMS if self.pipeline.format == ITEMS else "python")
         values = []
         with shown("sorting", "rows") as report:
             for row in cast(Iterable[dict[str, Any]], ds):

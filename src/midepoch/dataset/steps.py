@@ -23,8 +23,8 @@ from midepoch.transforms import (
     Unbatch,
 )
 from midepoch.transforms.columns import check_columns
+from midepoch.transforms.default_collate import ITEM
 from midepoch.transforms.encode import Transform
-from midepoch.transforms.formats import ITEM
 from midepoch.transforms.items import NAME_COLUMNS, OfItem
 from midepoch.transforms.media import decoder_of
 from midepoch.transforms.packing import LABELS, PackSpec

@@ -13,7 +13,8 @@ from midepoch.errors import MapError
 from midepoch.loader.options import PADDING, Options
 from midepoch.loader.provenance import PACKED, check_names, with_columns
 from midepoch.transforms import Batch, finish, present, present_rows
-from midepoch.transforms.formats import ITEMS, Allocate, can_repeat
+from midepoch.transforms.default_collate import ITEMS
+from midepoch.transforms.formats import Allocate, can_repeat
 from midepoch.transforms.generators import Generators, Seeds
 from midepoch.transforms.provenance import DOCUMENTS, DocumentTable
 

@@ -15,7 +15,7 @@ from midepoch.loader.processes import ProcessCrew
 from midepoch.loader.thread_crew import ThreadCrew
 from midepoch.loader.trial import global_draws
 from midepoch.pipeline.leaf import Leaf
-from midepoch.transforms.formats import ITEMS
+from midepoch.transforms.default_collate import ITEMS
 
 
 def open_crew(job: Job, leaves: Sequence[Leaf], options: Options) -> Crew:

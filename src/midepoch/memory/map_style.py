@@ -20,7 +20,7 @@ from midepoch.dataset.columns import names_of
 from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
-from midepoch.transforms.formats import ITEMS
+from midepoch.transforms.default_collate import ITEMS
 from midepoch.transforms.items import ItemMap, Items
 
 _BLOCK = 1 << 16

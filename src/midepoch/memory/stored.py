@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,6 +21,11 @@ from midepoch.sources import Source
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.locks import LockFile
 from midepoch.sources.storage import make_private, sweep, temporary_path
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 KEPT_SECONDS = 60 * 24 * 3600.0
 """Time after which rows of memory that nobody has opened are removed. A generator's rows are kept."""
@@ -61,6 +67,11 @@ def _opened(folder: Path) -> Source:
     source = parts.open_parts(folder)
     if source is None:
         raise MidepochError(f"the cache {folder} has no rows. Delete this folder.")
+    if fcntl is not None:  # while this process uses the rows, nobody removes them
+        with suppress(OSError):
+            file = os.open(folder / parts.COMPLETE, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(source, os.close, file).atexit = False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return source
 
 
@@ -104,8 +115,19 @@ def _remove_unused(root: Path, kept: Path) -> None:
     for folder in root.iterdir():
         with suppress(OSError):
             unused = time.time() - (folder / parts.COMPLETE).stat().st_mtime
-            if folder != kept and unused > KEPT_SECONDS:
+            if folder != kept and unused > KEPT_SECONDS and not _in_use(folder):
                 _remove(folder)
+
+
+def _in_use(folder: Path) -> bool:
+    """Return True if a process of this machine has opened the rows."""
+    with open(folder / parts.COMPLETE, "rb") as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _remove(folder: Path) -> None:

@@ -20,18 +20,13 @@ from midepoch.errors import ColumnError, CorruptBlockError, MapError, MidepochEr
 from midepoch.sources.damage import is_damage
 from midepoch.transforms.arrow_values import plain_values, to_numpy, to_python
 from midepoch.transforms.batch import Batch, as_rows
+from midepoch.transforms.default_collate import ITEM, ITEMS, default_collated
 from midepoch.transforms.features import Encoded
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], "np.ndarray[Any, Any] | None"]
 """Returns an uninitialised array in the memory in which a batch is sent, or None if there is no room."""
 
 FORMATS = ("python", "numpy", "torch", "arrow", "jax")
-
-
-ITEMS = "items"
-"""Format of map-style datasets: a row is an item of any type, and batches are those of torch's ``default_collate``."""
-ITEM = "item"
-"""The column of such items. A row with other columns beside it is a dict."""
 
 
 def check_format(kind: str | None) -> str | None:
@@ -49,7 +44,7 @@ def present(batch: Batch, kind: str, allocate: Allocate | None = None) -> dict[s
         arrays = [arrow_column(name, column) for name, column in batch.columns.items()]
         return pa.Table.from_arrays(arrays, names=list(batch.columns))
     if kind == ITEMS:
-        return _default_collated(present_rows(batch, kind))
+        return default_collated(present_rows(batch, kind))
     if kind == "python":
         return {name: _python(name, column, batch) for name, column in batch.columns.items()}
     return {name: _array(name, column, kind, batch, allocate) for name, column in batch.columns.items()}
@@ -61,7 +56,7 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
         table: Any = present(batch, kind)
         return [table.slice(i, 1) for i in range(len(batch))]
     if kind == ITEMS and list(batch.columns) == [ITEM]:
-        return list(batch.columns[ITEM])
+        return _python(ITEM, batch.columns[ITEM], batch)
     if kind not in ("python", ITEMS):
         columns = {
             name: [_single(value) for value in column] if isinstance(column, (list, tuple)) else column
@@ -72,23 +67,6 @@ def present_rows(batch: Batch, kind: str) -> list[Any]:
         shown = {name: columns[name] if name in made else read[name] for name in columns}
         return as_rows(finish(shown, kind), len(batch))
     return as_rows(present(batch, "python"), len(batch))
-
-
-def _default_collated(rows: list[Any]) -> Any:
-    try:
-        from torch.utils.data import default_collate
-    except ImportError:
-        raise MidepochError(
-            "batches of a map-style dataset are made by torch's default_collate: `pip install midepoch[torch]`, or "
-            "pass collate_fn."
-        ) from None
-    try:
-        return default_collate(rows)
-    except (TypeError, RuntimeError, ValueError, AttributeError) as problem:
-        raise MapError(
-            f"torch's default_collate cannot make a batch of {len(rows)} items like {rows[0]!r:.60}: {problem} Return "
-            "tensors of one shape, numbers or texts from the dataset, or pass collate_fn."
-        ) from problem
 
 
 def unshared(batch: Batch) -> Batch:
