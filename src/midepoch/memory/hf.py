@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.openers import instead
@@ -146,31 +147,37 @@ def _in_files(ds: Any, index_dir: str | os.PathLike[str] | None) -> _Found | Non
     tables = [ds.data] if blocks is None else [table for row in blocks for table in row]
     if blocks is not None and any(len(row) != 1 for row in blocks):  # with columns from elsewhere
         return None
-    if not all(hasattr(table, "path") and hasattr(table, "replays") and os.path.isfile(table.path) for table in tables):
+    if not all(hasattr(table, "path") and hasattr(table, "replays") for table in tables):
         return None
-    files = list(dict.fromkeys(os.path.abspath(table.path) for table in tables))
+    paths = [os.path.abspath(table.path) for table in tables]
+    files = list(dict.fromkeys(paths))
     folder = None if index_dir is None else Path(os.path.expanduser(index_dir))
     try:
         with shown("indexing", "files") as report:
-            index = open_index([Path(file) for file in files], index_dir=folder, progress=report)
-    except DifferentSchemasError:
+            index = open_index(files, index_dir=folder, progress=report)
+    except (DifferentSchemasError, DataNotFoundError):  # the files were removed, but are still mapped
         return None
-    sizes = [file.rows for file in index.files]
-    starts = dict(zip(files, np.cumsum([0, *sizes]).tolist(), strict=False))
-    parts = [_part_of(table, index, sizes[files.index(os.path.abspath(table.path))]) for table in tables]
-    if any(part is None or part[0] != parts[0][0] for part in parts if parts[0] is not None) or parts[0] is None:
-        return None
-    columns, ranges = parts[0][0], []
-    for table, part in zip(tables, parts, strict=True):
-        assert part is not None
-        first = starts[os.path.abspath(table.path)]
+    ends = np.cumsum([file.rows for file in index.files]).tolist()
+    bounds = dict(zip(files, zip([0, *ends], ends, strict=False), strict=True))
+    schema, unchanged = index.schema, {name: name for name in index.schema.names}
+    columns: dict[str, str] = {}
+    ranges = []
+    for path, table in zip(paths, tables, strict=True):
+        first, stop = bounds[path]
+        if not table.replays and table.table.num_rows == stop - first and table.table.schema.equals(schema):
+            part: tuple[dict[str, str], int, int] | None = (unchanged, 0, stop - first)
+        else:
+            part = _part_of(table, schema, stop - first)
+        if part is None or (columns and part[0] != columns):
+            return None
+        columns = part[0]
         ranges.append((first + part[1], first + part[2]))
     return _Found(Source((_with_features(index, ds.features, columns),)), columns, Selection.of_ranges(ranges))
 
 
-def _part_of(table: Any, index: Index, rows: int) -> tuple[dict[str, str], int, int] | None:
+def _part_of(table: Any, stored: pa.Schema, rows: int) -> tuple[dict[str, str], int, int] | None:
     """Return the columns (new name -> name in the file) and the rows of a mapped table. None if it was computed."""
-    names = [(name, name) for name in index.schema.names]
+    names = [(name, name) for name in stored.names]
     start, stop = 0, rows
     for change, args, kwargs in table.replays:
         if change == "slice":
@@ -182,7 +189,7 @@ def _part_of(table: Any, index: Index, rows: int) -> tuple[dict[str, str], int, 
     schema = table.table.schema
     if [new for new, _ in names] != schema.names or stop - start != table.table.num_rows:
         return None
-    types = ((schema.field(new).type, index.schema.field(old).type) for new, old in names)
+    types = ((schema.field(new).type, stored.field(old).type) for new, old in names)
     return (dict(names), start, stop) if all(same_type(a, b) for a, b in types) else None
 
 

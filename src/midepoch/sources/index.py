@@ -125,7 +125,7 @@ def default_index_dir() -> Path:
 
 
 def open_index(
-    files: Sequence[Path],
+    files: Sequence[str | os.PathLike[str]],
     *,
     index_dir: Path | None = None,
     force: bool = False,
@@ -137,24 +137,24 @@ def open_index(
 
     ``as_mapped``: raise EncodedError for files whose record batches would have to be decoded.
     """
-    absolute = [Path(os.path.abspath(path)) for path in files]
+    absolute = [os.path.abspath(path) for path in files]
     how = f"{skip_damage}{' as_mapped' * as_mapped}"
-    key = hashlib.blake2b("\0".join([*map(str, absolute), how]).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b("\0".join([*absolute, how]).encode(), digest_size=16).hexdigest()
     path = (index_dir or default_index_dir()) / f"{key}.midepoch-index"
     if not force and (index := _fresh(path, absolute)) is not None:
         return index
     with locked(path, "the index") as place:
         if not force and (index := _fresh(path, absolute)) is not None:  # another process has built it
             return index
-        index = _build(absolute, skip_damage, as_mapped, progress)
+        index = _build([Path(path) for path in absolute], skip_damage, as_mapped, progress)
         if not place.keep(lambda: atomic_write(path, serialise(index))):
             return index
     return _fresh(path, absolute) or index
 
 
-def _fresh(path: Path, files: Sequence[Path]) -> Index | None:
+def _fresh(path: Path, files: Sequence[str]) -> Index | None:
     index = read_index(path)
-    if index is None or [file.path for file in index.files] != [str(file) for file in files]:
+    if index is None or [file.path for file in index.files] != files:
         return None
     return index if all(file.unchanged() for file in index.files) else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from midepoch.errors import MapError
@@ -34,7 +35,7 @@ class Items:
         """The columns of a row."""
         return (ITEM,) if self.columns is None else self.columns
 
-    @property
+    @cached_property
     def gets_many(self) -> bool:
         """True if the dataset returns several items in one call. A ``Subset`` of torch does so if its dataset does."""
         inner = self.dataset
@@ -50,8 +51,11 @@ class Items:
             raise ItemError(f"{self.__name__}[{number}] failed: {type(problem).__name__}: {problem}") from problem
 
     def many(self, numbers: list[int]) -> list[tuple[Any, ...]]:
-        """Return the values of several rows by one call."""
-        found = self.dataset.__getitems__(numbers)
+        """Return the values of several rows, by one call if possible."""
+        dataset = self.dataset
+        found = dataset.__getitems__(numbers) if self.gets_many else [dataset[number] for number in numbers]
+        if self.columns is None and len(found) == len(numbers):
+            return [(item,) for item in found]
         if len(found) != len(numbers):
             raise ItemError(f"{self.__name__}.__getitems__ returned {len(found)} items for {len(numbers)} numbers")
         return [self._values(number, item) for number, item in zip(numbers, found, strict=True)]
@@ -120,10 +124,10 @@ class ItemMap(Map):
         return self.function
 
     def _rows(self, given: Batch, run: RunContext) -> tuple[list[int], dict[str, Any]]:
-        numbers = [int(number) for number in run.source_rows(given.rows)]
+        numbers = run.source_rows(given.rows).tolist()
         rows: list[tuple[Any, ...]] = []
         kept: list[int] = []
-        if run.seeds is None and self.items.gets_many and self.on_error == "raise":
+        if run.seeds is None and self.on_error == "raise":
             try:
                 rows, kept = self.items.many(numbers), list(range(len(numbers)))
             except Exception:  # one by one, which names the item
