@@ -94,6 +94,9 @@ def test_tables_and_other_values(tmp_path: Path) -> None:
             midepoch.from_generator(given, cache_dir=tmp_path)
     assert len(midepoch.from_generator(locked, key="v1", cache_dir=tmp_path)) == 1
     assert not list(tmp_path.glob(".*.tmp"))
+    Path(ds.pipeline.base.source.files[0].path).unlink()  # it may have taken hours: never removed without being asked
+    with pytest.raises(midepoch.MidepochError, match="To compute it again, delete"):
+        midepoch.from_generator(tables, cache_dir=tmp_path)
 
 
 OTHER = """

@@ -131,11 +131,23 @@ def test_another_value_anywhere_is_other_data(tmp_path: Path) -> None:
 
 def test_columns_and_rows_of_python(tmp_path: Path) -> None:
     ds = midepoch.from_dict(
-        {"n": [1, 2], "x": np.ones((2, 3), np.float32), "t": torch.arange(4).reshape(2, 2), "s": ["a", None]},
+        {
+            "n": [1, 2],
+            "x": np.ones((2, 3), np.float32),
+            "t": torch.arange(4).reshape(2, 2),
+            "s": ["a", None],
+            "deep": np.arange(12, dtype=np.uint8).reshape(2, 2, 3)[:, ::-1],
+            "empty": np.zeros((2, 0)),
+        },
         cache_dir=tmp_path,
     )
-    assert ds.schema.types[:3] == [pa.int64(), pa.list_(pa.float32()), pa.list_(pa.int64())]
-    assert rows_of(ds)[1] == {"n": 2, "x": [1.0] * 3, "t": [2, 3], "s": None}
+    assert ds.schema.types[:3] == [pa.int64(), pa.list_(pa.float32(), 3), pa.list_(pa.int64(), 2)]
+    deep = [[9, 10, 11], [6, 7, 8]]
+    assert rows_of(ds)[1] == {"n": 2, "x": [1.0] * 3, "t": [2, 3], "s": None, "deep": deep, "empty": []}
+    (batch,) = ds.loader(2)
+    assert batch["x"].shape == (2, 3) and batch["deep"].dtype == torch.uint8 and batch["deep"][1].tolist() == deep
+    converted = midepoch.from_dict({"x": np.ones((2, 3))}, schema={"x": pa.list_(pa.float32())}, cache_dir=tmp_path)
+    assert converted.schema.field("x").type == pa.list_(pa.float32())
     rows = midepoch.from_list([{"a": 1}, {"a": None, "b": [np.ones(2)]}], cache_dir=tmp_path)
     assert rows_of(rows) == [{"a": 1, "b": None}, {"a": None, "b": [[1.0, 1.0]]}]
     small = midepoch.from_list([{"a": 1}], schema={"a": "int8"}, cache_dir=tmp_path)

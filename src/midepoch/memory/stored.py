@@ -53,7 +53,11 @@ def stored(root: Path, name: str, what: str, write: Write, *, expires: bool) -> 
     if (folder / parts.COMPLETE).exists():
         try:
             return _opened(folder)
-        except MidepochError:  # damaged, or another process has just removed it
+        except MidepochError as problem:  # damaged, or another process has just removed it
+            if not expires:  # what a function computed for hours is the user's to delete
+                raise MidepochError(
+                    f"{what}: {str(problem).rstrip('.')}. To compute it again, delete {folder}."
+                ) from None
             _remove(folder)
     _written(root, name, what, write)
     if expires:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from midepoch._internal.hints import hinted
+from midepoch._internal.imports import loaded
 from midepoch._internal.openers import instead
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits, parts
@@ -137,12 +138,27 @@ def _array(name: str, values: Any, kind: pa.DataType | None, what: str) -> Any:
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
         raise TypeError(f"{what}: column {name!r} must have a value for each row, got {values!r:.60}.")
     try:
+        if (whole := _fixed_lists(values)) is not None:
+            return whole if kind is None else _cast(name, whole, kind, what)
         return pa.array(plain_values(values), kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as problem:
         raise ColumnError(
             f"{what}: column {name!r} cannot become an Arrow column: {problem}. Convert its values to one type, or "
             f"pass schema={{{name!r}: …}}. For images and other objects, use midepoch.from_map_style(rows)."
         ) from None
+
+
+def _fixed_lists(values: Any) -> pa.Array | None:
+    """Return an array of more than one dimension as lists of a fixed size, without a copy. None for anything else."""
+    torch = loaded("torch")
+    if torch is not None and isinstance(values, torch.Tensor) and values.dtype != torch.bfloat16:
+        values = values.detach().cpu().numpy()
+    if not isinstance(values, np.ndarray) or values.ndim < 2 or not values.size or values.dtype.kind not in "biuf":
+        return None
+    column = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
 
 
 def with_types(table: pa.Table, schema: Schema, what: str) -> pa.Table:

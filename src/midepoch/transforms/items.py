@@ -19,7 +19,7 @@ _log = logging.getLogger("midepoch")
 NAME_COLUMNS = "Name its parts when you open it: from_map_style(ds, columns=['x', 'y'])."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Items:
     """The objects of a map-style dataset. ``columns``: names for the parts of an item, None for items as they are."""
 
@@ -74,7 +74,7 @@ class Items:
         return tuple(values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OfItem:
     """A user's function of an item, as a function of the column of items.
 
