@@ -69,7 +69,8 @@ class Contents:
         """Return the fingerprint of the rows: that of the file, the values that the table adds and the deleted rows."""
         digest = hashlib.blake2b(of_file.encode(), digest_size=16)
         for name, value in sorted(self.constants.items()):
-            digest.update(f"\n{name} = {value!r}".encode())
+            # Not its repr: that of a time zone differs between machines.
+            digest.update(f"\n{name} = {type(value).__name__} {value}".encode())
         if self.deleted is not None:
             digest.update(b"\n" + np.ascontiguousarray(self.deleted, dtype="<i8").tobytes())
         return digest.hexdigest()
@@ -105,7 +106,7 @@ def _read(saved: bytes) -> _Read:
 
 
 class TableFormat:
-    """Format of the Parquet files of a table. Sparks's timestamps (INT96) are read in microseconds, as tables have."""
+    """Format of the Parquet files of a table. Spark's timestamps (INT96) are read in microseconds, as tables have."""
 
     def __init__(self) -> None:
         self._parquet = ParquetFormat(coerce_int96_timestamp_unit="us")
