@@ -58,6 +58,7 @@ def check(program: Program, name: str, ranks: int, ends: str, tmp_path: Path) ->
         assert seen[DIE_AT:] == whole[SAVED:]
 
 
+@pytest.mark.slow  # 20 s: 14 ranks
 def test_datamodule_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Lightning on 4, 2 and 8 ranks, killed in between: the global batches of 4 ranks. A checkpoint every two steps."""
     with Forks("torch._dynamo", "pyarrow.parquet", "lightning.pytorch") as forks:

@@ -191,7 +191,9 @@ def global_batches(folder: Path, first: int, last: int) -> list[list[int]]:
     return [sorted(row for rows in steps[step].values() for row in rows) for step in range(first, last + 1)]
 
 
-@pytest.mark.parametrize(("name", "worlds"), [("sft", (4, 2, 8)), ("dpo", (2, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "worlds"), [("sft", (4, 2, 8)), pytest.param("dpo", (2, 1, 2), marks=pytest.mark.slow)]
+)
 def test_same_global_batches_on_other_numbers_of_ranks(
     name: str, worlds: tuple[int, ...], trl_forks: Forks, tmp_path: Path
 ) -> None:
