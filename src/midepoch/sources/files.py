@@ -190,7 +190,8 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
             f"no {wanted or 'data'} files in {name}: {contents}."
             f"{other_reader([each.path for each in visible]) or ' Check the path.'}"
         )
-    return Expanded(path, typed, kind)
+    kinds = set(formats) - {None}
+    return Expanded(path, typed, kind or (kinds.pop() if len(kinds) == 1 else None))
 
 
 def _described(store: Store, kind: str, manifest: Entry) -> Expanded:

@@ -57,7 +57,7 @@ class Expanded(NamedTuple):
     """The folder in which they were searched, empty for the path of a file."""
     entries: list[Entry]
     kind: str | None = None
-    """The kind of media in a folder, None for files of other formats."""
+    """The only format in a folder, or that of a manifest. None if it is not known."""
 
 
 def is_metadata(path: str) -> bool:

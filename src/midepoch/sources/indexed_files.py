@@ -17,8 +17,9 @@ from midepoch.sources.partitions import Values
 from midepoch.sources.stores import Entry
 
 Int64Array = npt.NDArray[np.int64]
+_END = "\0"
 _NUMBERS = ("size", "mtime_ns", "rows", "blocks")
-_TEXTS = ("path", "fingerprint", "etag", "more")
+_TEXTS = ("fingerprint", "etag", "more")
 
 
 class IndexedFile(NamedTuple):
@@ -47,9 +48,12 @@ class IndexedFile(NamedTuple):
 
 
 class IndexedFiles(Sequence[IndexedFile]):
-    """Files in order. ``more`` is what few files have, as JSON: dictionaries, partitions, unreadable lines."""
+    """Files in order. ``names`` are their paths, joined. ``more`` is what few files have, as JSON: dictionaries,
+    partitions, unreadable lines.
+    """
 
-    def __init__(self, columns: dict[str, Any]) -> None:
+    def __init__(self, names: str, columns: dict[str, Any]) -> None:
+        self._names = names
         self._texts = {name: columns[name] for name in _TEXTS}
         self.size: Int64Array = columns["size"]
         self.mtime_ns: Int64Array = columns["mtime_ns"]
@@ -63,10 +67,10 @@ class IndexedFiles(Sequence[IndexedFile]):
         columns: dict[str, Any] = {
             name: np.array([getattr(file, name) for file in listed], dtype=np.int64) for name in _NUMBERS
         }
-        for name in ("path", "fingerprint", "etag"):
+        for name in ("fingerprint", "etag"):
             columns[name] = [getattr(file, name) for file in listed]
         columns["more"] = [_more(file) for file in listed]
-        return IndexedFiles(columns)
+        return IndexedFiles(_joined([file.path for file in listed]), columns)
 
     def __len__(self) -> int:
         return len(self.size)
@@ -80,7 +84,8 @@ class IndexedFiles(Sequence[IndexedFile]):
             return tuple(self[i] for i in range(*number.indices(len(self))))
         if not -len(self) <= number < len(self):
             raise IndexError(f"there are {len(self)} files, not {number + 1}")
-        path, fingerprint, etag, more = (_text(self._texts[name][number]) for name in _TEXTS)
+        path = self.paths[number]
+        fingerprint, etag, more = (_text(self._texts[name][number]) for name in _TEXTS)
         size, mtime_ns, rows, blocks = (int(getattr(self, name)[number]) for name in _NUMBERS)
         chains, partition, broken, lines = _parsed(more)
         return IndexedFile(path, size, mtime_ns, rows, blocks, fingerprint, chains, etag, partition, broken, lines)
@@ -98,7 +103,7 @@ class IndexedFiles(Sequence[IndexedFile]):
 
     @cached_property
     def paths(self) -> list[str]:
-        return _list(self._texts["path"])
+        return self._names.split(_END)[:-1]
 
     @property
     def with_broken_lines(self) -> list[IndexedFile]:
@@ -109,12 +114,13 @@ class IndexedFiles(Sequence[IndexedFile]):
     def part(self, first: int, stop: int) -> IndexedFiles:
         """Return the files ``first`` to ``stop``, excluded."""
         texts = {name: column[first:stop] for name, column in self._texts.items()}
-        return IndexedFiles({**texts, **{name: getattr(self, name)[first:stop] for name in _NUMBERS}})
+        numbers = {name: getattr(self, name)[first:stop] for name in _NUMBERS}
+        return IndexedFiles(_joined(self.paths[first:stop]), {**texts, **numbers})
 
     def are(self, entries: Sequence[Entry]) -> bool:
         """Return True if these are the entries of a listing, unchanged. ETags are compared where a listing has them."""
         paths, sizes, times, etags = zip(*entries, strict=True) if entries else ((), (), (), ())
-        if len(entries) != len(self) or self.paths != list(paths):
+        if len(entries) != len(self) or self._names != _joined(paths):
             return False
         if any(etags) and list(etags) != _list(self._texts["etag"]):
             return False
@@ -136,7 +142,9 @@ class IndexedFiles(Sequence[IndexedFile]):
             )
             for name in _NUMBERS
         ]
-        batch = pa.RecordBatch.from_arrays(arrays, names=[*_TEXTS, *_NUMBERS])
+        names = self._names.encode("utf-8", "surrogateescape")
+        schema = pa.schema([(name, array.type) for name, array in zip([*_TEXTS, *_NUMBERS], arrays, strict=True)])
+        batch = pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata({"paths": names}))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -146,10 +154,15 @@ class IndexedFiles(Sequence[IndexedFile]):
     def deserialised(data: bytes) -> IndexedFiles:
         """Return files from an Arrow stream. Raise ``pa.ArrowException``, KeyError or ValueError if it is damaged."""
         batch = pa.ipc.open_stream(pa.py_buffer(data)).read_next_batch()
+        names = batch.schema.metadata[b"paths"].decode("utf-8", "surrogateescape")
         columns: dict[str, Any] = {name: batch.column(name) for name in _TEXTS}
         for name in _NUMBERS:  # not Array.to_numpy, which would import pandas
             columns[name] = np.frombuffer(batch.column(name).buffers()[1], np.int64, batch.num_rows)
-        return IndexedFiles(columns)
+        return IndexedFiles(names, columns)
+
+
+def _joined(paths: Sequence[str]) -> str:
+    return _END.join((*paths, ""))
 
 
 def _loaded(data: bytes) -> IndexedFiles:
@@ -157,10 +170,10 @@ def _loaded(data: bytes) -> IndexedFiles:
 
 
 def _strings(column: Any) -> pa.Array:
-    """Return an Arrow array of bytes: names of files need not be UTF-8. ``pa.array`` would import pandas."""
+    """Return an Arrow array of bytes. ``pa.array`` would import pandas."""
     if isinstance(column, pa.Array):
         return column
-    encoded = [text.encode("utf-8", "surrogateescape") for text in column]
+    encoded = [text.encode() for text in column]
     offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
     return pa.Array.from_buffers(pa.large_binary(), len(encoded), buffers)
@@ -169,11 +182,11 @@ def _strings(column: Any) -> pa.Array:
 def _list(column: Any) -> list[str]:
     if not isinstance(column, pa.Array):
         return list(column)
-    return [text.decode("utf-8", "surrogateescape") for text in column.to_pylist()]
+    return [text.decode() for text in column.to_pylist()]
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value.as_py().decode("utf-8", "surrogateescape"))
+    return value if isinstance(value, str) else str(value.as_py().decode())
 
 
 def _more(file: IndexedFile) -> str:

@@ -77,7 +77,7 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
     if not _may_be(wanted):
         return None
     top = folder.rstrip("/")
-    named = [entry for entry in found if is_manifest(entry.path)]
+    named = [entry for entry in found if entry[0].endswith(NAME) and is_manifest(entry.path)]
     outer = [entry for entry in named if os.path.dirname(entry.path).rstrip("/") == top]
     kinds = [(kind, entry) for entry in outer or named if (kind := manifest_format(store, entry)) is not None]
     if len(kinds) > 1:
