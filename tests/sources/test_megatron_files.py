@@ -100,7 +100,7 @@ def test_resumes_exactly_and_in_an_object_store(tmp_path: Path, s3_server: Serve
     ]
 
 
-BLENDS = ["flat strings", "flat numbers", "pair", "weights"]
+BLENDS = ["flat strings", "flat numbers", "flat tuple", "pair", "weights"]
 
 
 @pytest.mark.parametrize("form", BLENDS)
@@ -112,6 +112,7 @@ def test_blends_as_the_framework_lists_them(form: str, tmp_path: Path) -> None:
     blend, weights = {
         "flat strings": (["0.75", web, "0.25", code], None),
         "flat numbers": ([0.75, web, 0.25, code], None),
+        "flat tuple": ((3, Path(web), 1, Path(code)), None),
         "pair": (([web, code], [0.75, 0.25]), None),
         "weights": ([web, code], [3, 1]),
     }[form]
@@ -129,6 +130,9 @@ def test_prefixes_without_weights_follow_each_other(tmp_path: Path) -> None:
     assert tokens(midepoch.from_megatron([tmp_path / "a", tmp_path / "b.bin"])) == expected
     assert tokens(midepoch.from_megatron(tmp_path)) == expected
     assert tokens(midepoch.from_megatron(f"{tmp_path}/*.idx")) == expected
+    assert tokens(midepoch.from_megatron((tmp_path / "a", tmp_path / "b"))) == expected
+    (tmp_path / "README.md").write_text("not a prefix")
+    assert tokens(midepoch.from_megatron(f"{tmp_path}/*")) == expected
 
 
 def test_files_of_different_types_get_the_wider_one(tmp_path: Path) -> None:
@@ -146,6 +150,13 @@ def test_opening_writes_one_index_for_a_blend(tmp_path: Path) -> None:
     first = midepoch.from_megatron(blend, index_dir=index_dir)
     assert len(list(index_dir.glob("*.midepoch-index"))) == 1
     assert tokens(midepoch.from_megatron(blend, index_dir=index_dir)) == tokens(first)
+
+
+def test_each_part_of_a_blend_knows_the_size_of_its_own_rows(tmp_path: Path) -> None:
+    short = write_megatron(tmp_path / "short", [[[1]]] * 100)
+    long = write_megatron(tmp_path / "long", [[[1] * 1000]] * 100)
+    sizes = [leaf.source.bytes_per_row for leaf in midepoch.from_megatron([1, short, 1, long]).pipeline.leaves]
+    assert sizes[0] < 100 and sizes[1] > 3000
 
 
 def test_damage_names_the_file_and_the_document(tmp_path: Path) -> None:
@@ -213,6 +224,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         midepoch.from_megatron([prefix], [1, 2])
     with pytest.raises(ValueError, match="a prefix twice"):
         midepoch.from_megatron([1, prefix, 2, prefix])
+    with pytest.raises(TypeError, match="one for each prefix"):
+        midepoch.from_megatron([prefix], 0.5)
     with pytest.raises(TypeError, match="given twice"):
         midepoch.from_megatron(([prefix], [1]), [1])
     with pytest.raises(FormatError, match="from_megatron"):

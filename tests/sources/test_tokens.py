@@ -85,6 +85,14 @@ def test_resumes_exactly_and_in_an_object_store(tmp_path: Path, s3_server: Serve
     assert next(iter(other))["input_ids"].tolist() == next(batches)["input_ids"].tolist()
 
 
+def test_a_glob_leaves_out_files_beside_the_tokens(tmp_path: Path) -> None:
+    np.arange(20, dtype=np.uint16).tofile(tmp_path / "0.ds")
+    np.arange(20, dtype=np.uint64).tofile(tmp_path / "0.ds.index")  # as datatrove does
+    found = midepoch.from_tokens(f"{tmp_path}/*", np.int64(10), dtype="uint16")
+    assert [row["input_ids"][0] for row in found] == [0, 10]
+    assert len(midepoch.from_tokens(f"{tmp_path}/*.index", 10, dtype="uint64")) == 2
+
+
 def test_another_length_or_type_is_other_data(tmp_path: Path) -> None:
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     loader = midepoch.from_tokens(tmp_path / "a.bin", 10, dtype="uint16").loader(2)
@@ -100,6 +108,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "whole.npy", np.arange(100, dtype=np.uint16))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-1])
     (tmp_path / "bad.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': '<u2'")
+    (tmp_path / "short.npy").write_bytes(b"\x93NUMPY")
+    (tmp_path / "negative.npy").write_bytes((tmp_path / "whole.npy").read_bytes().replace(b"(100,)", b"(-10,)"))
     cases = [
         ("raw.bin", {}, FormatError, "raw.bin is a raw file of tokens, without their type"),
         ("raw.bin", {"dtype": "uint32"}, FormatError, "18 bytes, not a multiple of the 4"),
@@ -108,13 +118,17 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ("whole.npy", {"dtype": "uint32"}, FormatError, "contains uint16 by its header"),
         ("cut.npy", {}, FormatError, "its header promises"),
         ("bad.npy", {}, FormatError, "its NumPy header cannot be read"),
+        ("short.npy", {}, FormatError, "its NumPy header cannot be read"),
+        ("negative.npy", {}, FormatError, "has the shape"),
+        ("raw.bin", {"dtype": ">u2"}, ValueError, "dtype must be one of"),
         ("none.bin", {}, DataNotFoundError, "does not exist"),
     ]
     for name, arguments, kind, message in cases:
         with pytest.raises(kind, match=message):
             midepoch.from_tokens(tmp_path / name, 3, **arguments)
-    with pytest.raises(ValueError, match="sequence_length must be"):
-        midepoch.from_tokens(tmp_path / "raw.bin", 0)
+    for length in (0, True, "3", 1 << 31):
+        with pytest.raises(ValueError, match="sequence_length must be"):
+            midepoch.from_tokens(tmp_path / "raw.bin", length, dtype="uint16")
     with pytest.raises(DataNotFoundError, match="no rows"):
         midepoch.from_tokens(tmp_path / "whole.npy", 101)
     with pytest.raises(FormatError, match="from_tokens"):

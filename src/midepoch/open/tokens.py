@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import index as as_int
 from typing import Any
 
 from midepoch._internal.hints import hinted
@@ -15,7 +16,7 @@ from midepoch.errors import DataNotFoundError
 from midepoch.open.files import DEFAULT_CACHE_BYTES, Opening, from_files
 from midepoch.sources.addresses import resolve
 from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
-from midepoch.sources.formats.tokens import DTYPES
+from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
 from midepoch.sources.manifests import is_litdata
@@ -52,9 +53,10 @@ def from_tokens(
 
     ds = midepoch.from_tokens("fineweb/*.bin", 1025, dtype="uint16").cast({"input_ids": "int64"})
     """
-    if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
-        raise ValueError(f"sequence_length must be a number of tokens of at least 1, got {sequence_length!r}")
-    form = f"tokens:{_dtype_name(dtype)}:{sequence_length}"
+    length = as_int(sequence_length) if hasattr(sequence_length, "__index__") else 0
+    if isinstance(sequence_length, bool) or not 1 <= length <= MOST_TOKENS:
+        raise ValueError(f"sequence_length must be a number of tokens from 1 to {MOST_TOKENS}, got {sequence_length!r}")
+    form = f"tokens:{_dtype_name(dtype)}:{length}"
     opening = Opening(None, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     texts = paths_of(paths)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
@@ -64,7 +66,7 @@ def from_tokens(
         and is_litdata(*resolve(texts[0], **where))
     ):
         return from_files(
-            texts, format=f"litdata:{sequence_length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
+            texts, format=f"litdata:{length}", cache_dir=cache_dir, cache_bytes=cache_bytes,
             index_dir=index_dir, force_reindex=force_reindex, validate=validate, on_error=on_error, **where,
         )  # fmt: skip
 
@@ -156,7 +158,8 @@ def _dtype_name(dtype: Any) -> str:
     import numpy as np
 
     try:
-        name = np.dtype(str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype).name
+        kind = np.dtype(str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype)
+        name = kind.name if kind.isnative else kind.str
     except TypeError:
         name = str(dtype)
     if name not in DTYPES:
@@ -166,7 +169,7 @@ def _dtype_name(dtype: Any) -> str:
 
 def _parsed(blend: Any, weights: Any) -> tuple[list[Any], list[float] | None]:
     """Return the prefixes of a blend, and their weights. None if it has none."""
-    if isinstance(blend, tuple) and len(blend) == 2 and not isinstance(blend[0], (str, bytes)):
+    if isinstance(blend, tuple) and len(blend) == 2 and isinstance(blend[0], (list, tuple)):
         if weights is not None:
             raise TypeError("the weights are given twice: in the pair of prefixes and weights, and as weights=…")
         blend, weights = blend
@@ -175,6 +178,8 @@ def _parsed(blend: Any, weights: Any) -> tuple[list[Any], list[float] | None]:
         if len(listed) % 2 or any(_number(each) is None for each in listed[::2]):
             raise ValueError(f"a list of weights and prefixes alternates between them, got {listed!r:.120}")
         listed, weights = listed[1::2], [_number(each) for each in listed[::2]]
+    if weights is not None and (isinstance(weights, str) or not hasattr(weights, "__len__")):
+        raise TypeError(f"weights are a list of numbers, one for each prefix, got {weights!r:.60}")
     if weights is not None and len(weights) != len(listed):
         raise ValueError(f"there are {len(weights)} weights for {len(listed)} prefixes")
     return listed, None if weights is None else [float(each) for each in weights]

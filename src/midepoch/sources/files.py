@@ -19,7 +19,7 @@ from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metada
 from midepoch.sources.hub_data import data_files
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
-from midepoch.sources.names import FORMATS, check_format, format_of, format_of_bytes, formats_of, other_reader
+from midepoch.sources.names import FORMATS, OF_TOKENS, check_format, format_of, format_of_bytes, formats_of, other_reader
 from midepoch.sources.stores import Entry, Retry, Store
 from midepoch.sources.table_folders import refuse_tables
 
@@ -158,6 +158,8 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         all_files = below(store, base or "/")
         refuse_tables(store, base, [each.path for each in all_files])
         found = [each for each in all_visible(all_files, base) if matches(each.path)]
+        if wanted in OF_TOKENS:  # not the files that are written beside them, if any file has the name of one
+            found = [each for each in found if format_of(each.path, wanted)] or found
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
         return Expanded(base or "/", sorted(found, key=itemgetter(0)))

@@ -74,7 +74,7 @@ class Index:
         return f"{digest.hexdigest()} {self.snapshot}" if self.snapshot else digest.hexdigest()
 
     def part(self, first: int, stop: int) -> Index:
-        """Return the index of the files ``first`` to ``stop``, excluded."""
+        """Return the index of the files ``first`` to ``stop``, excluded. Its rows are as large as its files suggest."""
         blocks = np.concatenate([[0], np.cumsum(self.files.blocks)])
         low, high = int(blocks[first]), int(blocks[stop])
         starts = self.starts[low : high + 1] - self.starts[low]
@@ -84,7 +84,7 @@ class Index:
         )
         return replace(
             self, files=self.files.part(first, stop), offsets=self.offsets[low : high + 1], starts=starts, path=None,
-            ends=ends, footers=footers,
+            ends=ends, footers=footers, row_bytes=0.0,
         )  # fmt: skip
 
     @cached_property

@@ -41,7 +41,7 @@ _SUFFIXES = {
     ".text": "text",
     **MEDIA,
 }
-_OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
+OF_TOKENS = {"tokens": (".npy", ".bin", ".ds"), "megatron": (".idx", ".bin")}
 """Suffixes of files that have readers of their own: ``from_tokens`` and ``from_megatron``."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".tgz": "gzip"}
 _COMPRESSED = ("csv", "jsonl", "text", "tar")
@@ -67,8 +67,8 @@ def check_format(given: str | None) -> str | None:
 
 def format_of(path: str, wanted: str | None = None) -> str | None:
     """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
-    if wanted in _OF_TOKENS:
-        return wanted if os.path.splitext(path)[1].lower() in _OF_TOKENS[wanted] else None
+    if wanted in OF_TOKENS:
+        return wanted if os.path.splitext(path)[1].lower() in OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")
     if "." + suffix in COMPRESSIONS and "." + suffix not in _SUFFIXES:
         named = _SUFFIXES.get("." + stem.rpartition(".")[2])

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from midepoch.sources.stores import Entry, Store
 COLUMN = "input_ids"
 BLOCK_BYTES = 8 << 20
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+MOST_TOKENS = (1 << 31) - 1
+"""Maximum length of a sequence, that of Arrow's lists of a fixed size."""
 _NPY = b"\x93NUMPY"
 _LLMC = {20240520: "uint16", 20240801: "uint32"}
 _LLMC_BYTES = 1024
@@ -115,7 +118,7 @@ def _layout(name: str, read: Callable[[int, int], bytes], size: int, given: str)
 
 def _npy(name: str, head: bytes, read: Callable[[int, int], bytes]) -> tuple[np.dtype[Any], int, int]:
     """Return the type, the first byte and the number of the values of a NumPy file."""
-    wide = head[6] > 1
+    wide = head[6:7] > b"\x01"
     size = int.from_bytes(head[8:12] if wide else head[8:10], "little")
     start = (12 if wide else 10) + size
     try:
@@ -123,8 +126,10 @@ def _npy(name: str, head: bytes, read: Callable[[int, int], bytes]) -> tuple[np.
         dtype, shape = np.dtype(header["descr"]), tuple(map(int, header["shape"]))
     except (ValueError, SyntaxError, KeyError, TypeError) as problem:
         raise FormatError(f"{name}: its NumPy header cannot be read ({problem}). Copy or download it again.") from None
+    if any(count < 0 for count in shape):
+        raise FormatError(f"{name} has the shape {shape} by its NumPy header. Copy or download it again.")
     if dtype.str[1:] not in {np.dtype(each).str[1:] for each in DTYPES} or dtype.byteorder == ">":
         raise FormatError(f"{name} contains {header['descr']}, tokens are expected: integers, little-endian.")
     if len(shape) > 1 and header.get("fortran_order"):
         raise FormatError(f"{name} is stored by columns (Fortran order). Write it with np.ascontiguousarray.")
-    return dtype, start, int(np.prod(shape, dtype=np.int64))
+    return dtype, start, math.prod(shape)
