@@ -115,7 +115,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             midepoch.from_tokens(tmp_path / name, 3, **arguments)
     with pytest.raises(ValueError, match="sequence_length must be"):
         midepoch.from_tokens(tmp_path / "raw.bin", 0)
-    with pytest.raises(DataNotFoundError, match="no rows"):
+    with pytest.raises(DataNotFoundError, match="whole.npy: no file has 101 tokens"):
         midepoch.from_tokens(tmp_path / "whole.npy", 101)
     with pytest.raises(FormatError, match="from_tokens"):
         midepoch.from_files(tmp_path / "whole.npy")
