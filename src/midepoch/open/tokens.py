@@ -1,4 +1,4 @@
-"""Opening tokenised data in place: Megatron's indexed datasets, and flat files of tokens."""
+"""Opening tokenized data in place: Megatron's indexed datasets, and flat files of tokens."""
 
 from __future__ import annotations
 
