@@ -189,12 +189,12 @@ def test_index_may_lie_beside_the_data(tmp_path: Path) -> None:
 def test_missing_and_empty(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "a.txt").write_text("x")
+    (tmp_path / "other" / "a.md").write_text("x")
     for path, text in (
         ("gone.arrow", "does not exist"),
         ("gone/*.arrow", "no file matches"),
         ("empty", "it is empty"),
-        ("other", "it contains only .txt"),
+        ("other", "it contains only .md"),
     ):
         with pytest.raises(DataNotFoundError, match=text):
             midepoch.from_files(tmp_path / path)
@@ -213,7 +213,9 @@ def test_what_is_no_path_is_an_error_that_names_what_to_call(tmp_path: Path) -> 
     for given in (data, [data], data.to_iterable_dataset(), datasets.DatasetDict({"train": data})):
         with pytest.raises(TypeError, match=r"got a (datasets\.|list).*midepoch.(from_hf|from_map_style)\("):
             midepoch.from_files(given)
-    for other in (None, 5, b"a.parquet", {"train": "a.parquet"}, [3], data.data.table):
+    with pytest.raises(TypeError, match=r"got a list. Call midepoch.from_map_style\("):
+        midepoch.from_files([1, 2])
+    for other in (None, 5, b"a.parquet", {"train": "a.parquet"}, [b"a"], data.data.table):
         with pytest.raises(TypeError, match="paths of files are expected"):
             midepoch.from_files(other)
     with pytest.raises(TypeError, match="got a datasets"):
@@ -339,16 +341,16 @@ def test_windows_of_a_shuffle_fit_into_the_cache(tmp_path: Path) -> None:
 
 def test_errors_name_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "there.parquet").write_bytes(b"")
-    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "notes.md").write_text("hello")
     for path, text in (
-        ("gone.parquet", "does not exist.* The folder .* exists and contains notes.txt, there.parquet"),
+        ("gone.parquet", "does not exist.* The folder .* exists and contains notes.md, there.parquet"),
         ("deep/er/gone.parquet", "The folder .* exists and contains"),
-        ("*.orc", "no file matches.* contains notes.txt"),
+        ("*.orc", "no file matches.* contains notes.md"),
     ):
         with pytest.raises(midepoch.DataNotFoundError, match=text):
             midepoch.from_files(tmp_path / path)
     with pytest.raises(FormatError, match="neither its name nor its first bytes.*format=…: 'arrow', 'parquet'"):
-        midepoch.from_files(tmp_path / "notes.txt")
+        midepoch.from_files(tmp_path / "notes.md")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "there.parquet")
     with pytest.raises(midepoch.StateError, match="Pass the dict that state_dict"):
         midepoch.from_files(tmp_path / "there.parquet").loader(1).load_state_dict({"model": 1, "data": {}})

@@ -38,6 +38,7 @@ def test_batches_are_tensors(ds: midepoch.Dataset) -> None:
 def test_epochs_advance_by_themselves(ds: midepoch.Dataset, workers: int) -> None:
     loader = ds.shuffle(seed=1).loader(10, num_workers=workers)
     passes = [sum(ids(loader), []) for _ in range(3)]
+    assert loader.epoch == 3 and "at epoch 3, position 0)" in repr(loader)
     assert len({tuple(one) for one in passes}) == 3
     assert all(sorted(one) == list(range(37)) for one in passes)
     assert loader.epoch == 3

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 import midepoch
 from data import numbered, write_arrow
@@ -36,3 +37,21 @@ def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "data" / "more").symlink_to(tmp_path / "real")
     (tmp_path / "data" / "up").symlink_to(tmp_path / "data")  # leads back: each folder is read once
     assert [row["id"] for row in midepoch.from_files(tmp_path / "data")] == list(range(9))
+
+
+def test_a_folder_with_several_splits_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def opened(folder: str, *names: str) -> str:
+        for name in names:
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.table({"x": [1]}), path)
+        caplog.clear()
+        midepoch.from_files(tmp_path / folder)
+        return caplog.text
+
+    warning = "contains the splits train, test, and all of them are read as one. To read one, name its files: "
+    assert f"{warning}{tmp_path}/files/train*.parquet" in opened(
+        "files", "a.parquet", "test.parquet", "train-0.parquet"
+    )
+    assert f"{warning}{tmp_path}/folders/train" in opened("folders", "a/1.parquet", "test/1.parquet", "train/1.parquet")
+    assert not opened("one", "train-0.parquet", "train-1.parquet", "tests.parquet", "validated/0.parquet")

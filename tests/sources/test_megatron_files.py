@@ -232,3 +232,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         midepoch.from_files(f"{prefix}.idx")
     with pytest.raises(DataNotFoundError, match="from_megatron"):
         midepoch.from_files(tmp_path)
+    os.remove(f"{prefix}.idx")
+    with pytest.raises(DataNotFoundError, match="use midepoch.from_tokens for a .bin without an .idx"):
+        midepoch.from_megatron(prefix)
+    with pytest.raises(DataNotFoundError, match="check the path"):
+        midepoch.from_megatron(tmp_path / "gone")

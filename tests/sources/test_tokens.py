@@ -129,7 +129,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     for length in (0, True, "3", 1 << 31):
         with pytest.raises(ValueError, match="sequence_length must be"):
             midepoch.from_tokens(tmp_path / "raw.bin", length, dtype="uint16")
-    with pytest.raises(DataNotFoundError, match="no rows"):
+    with pytest.raises(DataNotFoundError, match="whole.npy: no file has 101 tokens"):
         midepoch.from_tokens(tmp_path / "whole.npy", 101)
     with pytest.raises(FormatError, match="from_tokens"):
         midepoch.from_files(tmp_path / "whole.npy")

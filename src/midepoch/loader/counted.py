@@ -31,10 +31,11 @@ class Counted(LoaderSettings):
         budget, sizes = self._options.budget, self._options.sizes
         size = f"batch_size={self.batch_size if sizes is None else sizes.text}"
         size = size if budget is None else f"max_tokens={budget.tokens:,}"
+        epoch = at.epoch + self._is_over(at)
         return (
             f"Loader({f'{spec.rows:,} rows' if spec.has_positions else spec.node.text}; "
             f"{size}; num_workers={self._options.num_workers}; "
-            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {at.epoch}, position {self.position:,})"
+            f"rank {spec.shard.index} of {spec.shard.count}; {lanes}at epoch {epoch}, position {self.position:,})"
         )
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Opening data: files of any format, Hugging Face datasets, tables, and tokenised files."""
+"""Opening data: files of any format, Hugging Face datasets, tables, and tokenized files."""
 
 from midepoch.open.files import DEFAULT_CACHE_BYTES, from_files, load_dataset, load_from_disk
 

@@ -1,4 +1,4 @@
-"""Opening tokenised data in place: Megatron's indexed datasets, and flat files of tokens."""
+"""Opening tokenized data in place: Megatron's indexed datasets, and flat files of tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,13 @@ def from_tokens(
     def find(store: Store, given: Sequence[str]) -> list[Entry]:
         return [entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")]
 
-    return opening.dataset(*_opened(texts, form, find, where, opening, validate), mapped=True)
+    index, store = _opened(texts, form, find, where, opening, validate)
+    if not index.starts[-1]:
+        raise DataNotFoundError(
+            f"there are no rows in {store.name(index.files[0].path)}: no file has {sequence_length:,} tokens, the "
+            "length of a sequence. Choose a smaller sequence_length, or check the path."
+        )
+    return opening.dataset(index, store, mapped=True)
 
 
 @hinted(habits.OPEN["from_megatron"])
@@ -227,9 +233,10 @@ def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
     found = dict(zip(paths, looked, strict=True))
     for path, entry in found.items():
         if entry is None:
+            flat = path.endswith(".idx") and found.get(path.removesuffix(".idx") + ".bin") is not None
             raise DataNotFoundError(
                 f"{store.name(path)} does not exist. A prefix of Megatron has two files, PREFIX.bin and PREFIX.idx: "
-                "check the path."
+                + ("use midepoch.from_tokens for a .bin without an .idx." if flat else "check the path.")
             )
     entries = [found[each] if isinstance(each, str) else each for each in listed]
     return [entry for entry in entries if entry is not None]

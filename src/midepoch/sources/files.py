@@ -15,7 +15,7 @@ from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
 from midepoch.sources.braces import spelled_out
-from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of
+from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metadata, listing_of, warn_of_splits
 from midepoch.sources.hub_data import data_files
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
@@ -103,7 +103,7 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
     package = type(paths).__module__.partition(".")[0]
     if isinstance(paths, (bytes, Mapping)) or package in _NO_PATHS or not isinstance(paths, Iterable):
         raise TypeError(_not_a_path(paths))
-    if isinstance(paths, (list, tuple)) and paths and (opener_of(paths[0]) or isinstance(paths[0], Mapping)):
+    if isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike)):
         raise TypeError(_not_a_path(paths))
     listed = [check_path(path, paths if isinstance(paths, Generator) else None) for path in paths]
     if not listed:
@@ -129,7 +129,7 @@ def _not_a_path(given: Any) -> str:
     kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
     if (opener := opener_of(given)) is not None:
         return f"paths of files are expected, got a {kind}. Call {opener}."
-    return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass its path."
+    return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
 
 
 def expand(store: Store, path: str, given: str, wanted: str | None) -> list[Entry]:
@@ -183,6 +183,8 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
     typed, kind = choose(name, visible, formats, wanted)
     if isinstance(store.given, HubFiles) and kind is None:
         typed = data_files(path, typed, parquet_only=wanted is None)
+    else:
+        warn_of_splits(name, path, typed)
     if not typed and wanted in FORMATS:
         typed = [each for each, named in zip(visible, formats, strict=True) if named is None]
     if not typed:

@@ -10,9 +10,11 @@ import hashlib
 import logging
 import posixpath
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from midepoch.errors import FormatError
@@ -30,6 +32,12 @@ MEDIA = {
 }
 KINDS = ("image", "audio", "video")
 """Formats whose rows are files (``formats.GROUPED``). Each is also the name of its column."""
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Names of folders and files that mean a split."""
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -119,3 +127,20 @@ def _warn_of_others(name: str, present: Counter[str], tables: list[str], media: 
                 "%s contains %d %s files, which are not read, beside tables, which are. Pass format=%r to read them.",
                 name, present[kind], kind, kind,
             )  # fmt: skip
+
+
+def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> None:
+    """Warn if a folder contains several splits, as folders or as files. The entries are sorted by path."""
+    splits: dict[str, str] = {}
+    for word, split in SPLITS.items():
+        start = f"{folder.rstrip('/')}/{word}"
+        at = bisect_left(entries, start, key=itemgetter(0))
+        rest = entries[at].path[len(start) :] if at < len(entries) and entries[at].path.startswith(start) else ""
+        if rest and not rest[0].isalpha():
+            pattern = word if "/" in rest else f"{word}*{posixpath.splitext(rest)[1] or rest}"
+            splits.setdefault(split, f"{name.rstrip('/')}/{pattern}")
+    if len(splits) > 1:
+        _log.warning(
+            "%s contains the splits %s, and all of them are read as one. To read one, name its files: %s",
+            name, ", ".join(splits), next(iter(splits.values())),
+        )  # fmt: skip

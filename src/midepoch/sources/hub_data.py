@@ -7,15 +7,12 @@ import os
 import re
 
 from midepoch.sources.entries import Entry
+from midepoch.sources.folders import SPLITS
 from midepoch.sources.hub_address import parse_hub_path
 
 _log = logging.getLogger("midepoch")
 _DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
-_SPLIT = re.compile(
-    r"(?:^|[-._ 0-9/])(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?=[-._ 0-9/]|$)"
-)
-_NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
-_NAMES |= dict.fromkeys(("testing", "eval", "evaluation"), "test")
+_SPLIT = re.compile(rf"(?:^|[-._ 0-9/])({'|'.join(SPLITS)})(?=[-._ 0-9/]|$)")
 
 
 def data_files(folder: str, files: list[Entry], *, parquet_only: bool) -> list[Entry]:
@@ -32,7 +29,7 @@ def data_files(folder: str, files: list[Entry], *, parquet_only: bool) -> list[E
         if (match := _SPLIT.search(at.path.lower())) is not None:
             start, rest = at.path[: match.end(1)], at.path[match.end(1) :]
             pattern = f"{start}/**" if "/" in rest else f"{start}*{os.path.splitext(rest)[1]}"
-            splits.setdefault(_NAMES.get(match[1], match[1]), f"hf://{at.root}/{pattern}")
+            splits.setdefault(SPLITS[match[1]], f"hf://{at.root}/{pattern}")
     if len(splits) > 1:
         _log.warning(
             "hf://%s contains the splits %s, and all of them are read as one. To read one, name its files: %s",
