@@ -107,6 +107,8 @@ def test_rows_equal_the_files_and_requests_are_few(hub: HubServer) -> None:
         ("hf://datasets/org/name@~parquet", 30),
         (["hf://datasets/org/name/data/train-00003-of-00004.parquet", "hf://datasets/plain/*.parquet"], 60),
         ("hf://datasets/plain", 30),
+        ("hf://datasets/squad", 60),
+        (["hf://datasets/squad/b.parquet", "hf://datasets/squad/**/*.parquet"], 90),
         ("hf://datasets/plain@main", 30),
         ("hf://datasets/old/name/data/*1-of-*.parquet", 30),
     ],
@@ -116,6 +118,7 @@ def test_addresses(hub: HubServer, address: str | list[str], rows: int) -> None:
     repo.push({"data/a.parquet": parquet(0)}, "v1")
     repo.push({"default/train/0000.parquet": parquet(0)}, "refs/convert/parquet")
     hub.add("plain", {"a.parquet": parquet(0), "dataset_infos.json": b"{}"})
+    hub.add("squad", {"plain_text/a.parquet": parquet(0), "b.parquet": parquet(0)})
     hub.moved["old/name"] = "org/name"
     assert len(midepoch.from_files(address)) == rows
 
@@ -459,6 +462,7 @@ def test_other_web_servers_are_waited_for_too(
 @pytest.mark.parametrize(
     ("address", "parts"),
     [
+        ("datasets/name", ("name", "main", "")),
         ("datasets/org/name", ("org/name", "main", "")),
         ("datasets/org/name/a/b.parquet", ("org/name", "main", "a/b.parquet")),
         ("datasets/org/name@v1.0/a@b/c", ("org/name", "v1.0", "a@b/c")),
@@ -473,4 +477,6 @@ def test_other_web_servers_are_waited_for_too(
 def test_parts_of_an_address(address: str, parts: tuple[str, str, str]) -> None:
     at = parse_hub_path(address)
     assert (at.repo, at.revision, at.path) == parts
-    assert at.given == address
+    assert at.given == (address if "@" in address or "/" in at.repo else address.replace("/name", "/name@main"))
+    assert parse_hub_path(at.given) == at
+    assert parse_hub_path(f"{at.root}/folder/file").repo == at.repo  # as files are listed
