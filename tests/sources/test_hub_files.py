@@ -374,7 +374,12 @@ def test_a_token_is_sent_to_the_hub_alone_and_saved_nowhere(
     ds = midepoch.from_files(address, storage_options={"token": TOKEN})
     loader = ds.loader(batch_size=8, num_workers=2)
     assert sum((batch["id"].tolist() for batch in loader), []) == list(range(SHARDS * ROWS))
-    shown = [repr(ds), repr(loader), json.dumps(loader.state_dict()), caplog.text, str(wrong.value)]
+    with pytest.raises(FetchError, match="contains spaces, line breaks") as broken:
+        midepoch.from_files(address, storage_options={"token": TOKEN.replace("D", "D\n")}, force_reindex=True)
+    assert broken.value.__context__ is None
+    assert len(midepoch.from_files(address, storage_options={"token": f" {TOKEN}\n"}, force_reindex=True)) == len(ds)
+    errors = [str(wrong.value), str(broken.value)]
+    shown = [repr(ds), repr(loader), json.dumps(loader.state_dict()), caplog.text, *errors]
     saved = [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert saved and not any("PLANTED" in text or "SIGNED" in text for text in (*shown, *saved))
     assert set(hub.seen_by_cdn) == {""}
