@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from hub import Files, HubServer
+from hub import Files, HubServer, _CdnHandler
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
 from midepoch.sources.hub_address import parse_hub_path
 from midepoch.sources.stores import Retry
@@ -398,6 +398,43 @@ def test_a_mirror_gets_all_requests(hub: HubServer) -> None:
     hub.public_name = "http://hub.invalid"
     assert len(midepoch.from_files(GLOB)) == SHARDS * ROWS
     assert hub.requests["tree"] == 2
+
+
+def test_a_listing_without_end_is_refused(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_cursor(self: Any, files: Files, *_: Any) -> None:
+        self.send_json([self.file(path, files[path]) for path in files], Link=f'<{self.path}>; rel="next"')
+
+    monkeypatch.setattr("hub._HubHandler.tree", without_cursor)
+    with pytest.raises(FetchError, match="lists hf://datasets/org/name without end"):
+        midepoch.from_files(GLOB)
+    assert hub.requests["tree"] == 1
+
+
+def test_a_truncated_answer_without_its_length_is_requested_again(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([True] * 2)
+    complete = _CdnHandler.send_file
+
+    def truncated(self: Any, data: bytes, **headers: str) -> None:
+        if not next(answers, False):
+            return complete(self, data, **headers)
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data[:100])
+
+    monkeypatch.setattr(_CdnHandler, "send_file", truncated)
+    assert ids(midepoch.from_files(GLOB, retry=QUICK)) == list(range(SHARDS * ROWS))
+    assert next(answers, None) is None
+
+
+def test_the_hash_of_a_pointer_is_not_that_of_the_contents(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mirrored(self: Any, files: Files, path: str, commit: str) -> None:
+        self.send_file(files[path], ETag=f'"{"a" * 40}"', X_Repo_Commit=commit)
+
+    monkeypatch.setattr("hub._HubHandler.resolve", mirrored)
+    assert ids(midepoch.from_files(GLOB)) == list(range(SHARDS * ROWS))
 
 
 def test_a_dataset_can_be_sent_to_another_process(hub: HubServer) -> None:
