@@ -88,6 +88,19 @@ def test_other_addresses_are_refused(url: str) -> None:
         HttpClient().get(url, {})
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("/a b?sig=A B", "/a%20b?sig=A%20B"),
+        ("/%C3%BC%20\u00c3\u00bc?a=%2F+;=,&b[]=~|", "/%C3%BC%20%C3%BC?a=%2F+;=,&b[]=~|"),
+        ("/\u65e5#part", "/%E6%97%A5"),
+    ],
+)
+def test_addresses_that_are_not_quoted_are_quoted_and_never_shown(given: str, sent: str) -> None:
+    with closing(HttpClient()) as client, server(lambda handler: send(handler, handler.path.encode())) as url:
+        assert client.get(url + given, {}).body.decode() == sent
+
+
 def test_a_forked_process_has_its_own_connections() -> None:
     from midepoch.sources.http_client import client
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import midepoch
-from hub import Files, HubServer
+from hub import Files, HubServer, _CdnHandler
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
 from midepoch.sources.hub_address import parse_hub_path
 from midepoch.sources.stores import Retry
@@ -107,6 +107,8 @@ def test_rows_equal_the_files_and_requests_are_few(hub: HubServer) -> None:
         ("hf://datasets/org/name@~parquet", 30),
         (["hf://datasets/org/name/data/train-00003-of-00004.parquet", "hf://datasets/plain/*.parquet"], 60),
         ("hf://datasets/plain", 30),
+        ("hf://datasets/squad", 60),
+        (["hf://datasets/squad/b.parquet", "hf://datasets/squad/**/*.parquet"], 90),
         ("hf://datasets/plain@main", 30),
         ("hf://datasets/old/name/data/*1-of-*.parquet", 30),
     ],
@@ -116,6 +118,7 @@ def test_addresses(hub: HubServer, address: str | list[str], rows: int) -> None:
     repo.push({"data/a.parquet": parquet(0)}, "v1")
     repo.push({"default/train/0000.parquet": parquet(0)}, "refs/convert/parquet")
     hub.add("plain", {"a.parquet": parquet(0), "dataset_infos.json": b"{}"})
+    hub.add("squad", {"plain_text/a.parquet": parquet(0), "b.parquet": parquet(0)})
     hub.moved["old/name"] = "org/name"
     assert len(midepoch.from_files(address)) == rows
 
@@ -371,7 +374,12 @@ def test_a_token_is_sent_to_the_hub_alone_and_saved_nowhere(
     ds = midepoch.from_files(address, storage_options={"token": TOKEN})
     loader = ds.loader(batch_size=8, num_workers=2)
     assert sum((batch["id"].tolist() for batch in loader), []) == list(range(SHARDS * ROWS))
-    shown = [repr(ds), repr(loader), json.dumps(loader.state_dict()), caplog.text, str(wrong.value)]
+    with pytest.raises(FetchError, match="contains spaces, line breaks") as broken:
+        midepoch.from_files(address, storage_options={"token": TOKEN.replace("D", "D\n")}, force_reindex=True)
+    assert broken.value.__context__ is None
+    assert len(midepoch.from_files(address, storage_options={"token": f" {TOKEN}\n"}, force_reindex=True)) == len(ds)
+    errors = [str(wrong.value), str(broken.value)]
+    shown = [repr(ds), repr(loader), json.dumps(loader.state_dict()), caplog.text, *errors]
     saved = [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert saved and not any("PLANTED" in text or "SIGNED" in text for text in (*shown, *saved))
     assert set(hub.seen_by_cdn) == {""}
@@ -390,6 +398,43 @@ def test_a_mirror_gets_all_requests(hub: HubServer) -> None:
     hub.public_name = "http://hub.invalid"
     assert len(midepoch.from_files(GLOB)) == SHARDS * ROWS
     assert hub.requests["tree"] == 2
+
+
+def test_a_listing_without_end_is_refused(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_cursor(self: Any, files: Files, *_: Any) -> None:
+        self.send_json([self.file(path, files[path]) for path in files], Link=f'<{self.path}>; rel="next"')
+
+    monkeypatch.setattr("hub._HubHandler.tree", without_cursor)
+    with pytest.raises(FetchError, match="lists hf://datasets/org/name without end"):
+        midepoch.from_files(GLOB)
+    assert hub.requests["tree"] == 1
+
+
+def test_a_truncated_answer_without_its_length_is_requested_again(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([True] * 2)
+    complete = _CdnHandler.send_file
+
+    def truncated(self: Any, data: bytes, **headers: str) -> None:
+        if not next(answers, False):
+            return complete(self, data, **headers)
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data[:100])
+
+    monkeypatch.setattr(_CdnHandler, "send_file", truncated)
+    assert ids(midepoch.from_files(GLOB, retry=QUICK)) == list(range(SHARDS * ROWS))
+    assert next(answers, None) is None
+
+
+def test_the_hash_of_a_pointer_is_not_that_of_the_contents(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mirrored(self: Any, files: Files, path: str, commit: str) -> None:
+        self.send_file(files[path], ETag=f'"{"a" * 40}"', X_Repo_Commit=commit)
+
+    monkeypatch.setattr("hub._HubHandler.resolve", mirrored)
+    assert ids(midepoch.from_files(GLOB)) == list(range(SHARDS * ROWS))
 
 
 def test_a_dataset_can_be_sent_to_another_process(hub: HubServer) -> None:
@@ -459,6 +504,7 @@ def test_other_web_servers_are_waited_for_too(
 @pytest.mark.parametrize(
     ("address", "parts"),
     [
+        ("datasets/name", ("name", "main", "")),
         ("datasets/org/name", ("org/name", "main", "")),
         ("datasets/org/name/a/b.parquet", ("org/name", "main", "a/b.parquet")),
         ("datasets/org/name@v1.0/a@b/c", ("org/name", "v1.0", "a@b/c")),
@@ -473,4 +519,6 @@ def test_other_web_servers_are_waited_for_too(
 def test_parts_of_an_address(address: str, parts: tuple[str, str, str]) -> None:
     at = parse_hub_path(address)
     assert (at.repo, at.revision, at.path) == parts
-    assert at.given == address
+    assert at.given == (address if "@" in address or "/" in at.repo else address.replace("/name", "/name@main"))
+    assert parse_hub_path(at.given) == at
+    assert parse_hub_path(f"{at.root}/folder/file").repo == at.repo  # as files are listed

@@ -173,6 +173,17 @@ def test_equality_deletes_apply_to_older_rows_of_the_same_values(tmp_path: Path)
     assert found == [1, 3, 4]
 
 
+def test_equality_deletes_by_uuids(tmp_path: Path) -> None:
+    keys = pa.array([b"0123456789abcdef", b"fedcba9876543210", None], pa.uuid())
+    data = pa.table({"id": pa.array([1, 2, 3], pa.int64()), "key": keys})
+    table = iceberg_table(tmp_path, data.schema)
+    table.append(data)
+    delete_values(table, data.slice(0, 1).select(["key"]), [2])
+    assert ids(midepoch.from_iceberg(table)) == [2, 3]
+    delete_values(table, data.slice(2, 1).select(["key"]), [2])
+    assert ids(midepoch.from_iceberg(table)) == [2]
+
+
 def test_equality_deletes_of_a_partition_leave_the_others_alone(tmp_path: Path) -> None:
     from pyiceberg.typedef import Record
 

@@ -13,11 +13,13 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 TIMEOUT = 30.0
 """Seconds without a byte after which a request fails."""
+_AS_GIVEN = "%/:?=&+,;@!$'()*[]~|"
+"""Special characters of an address that are sent as they are."""
 _IDLE = 16
 """Connections that are kept open for each server."""
 
@@ -46,6 +48,7 @@ class HttpClient:
         proxy = _proxy(parts.scheme, parts.hostname)
         through = proxy if parts.scheme == "http" else ""
         target = url.partition("#")[0] if through else (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        target = _quoted(target)
         own = {"User-Agent": "midepoch", "Accept-Encoding": "identity"}
         sent = {**own, **headers, **(_proxy_headers(proxy) if through else {})}
         try:
@@ -98,6 +101,15 @@ client = HttpClient()
 atexit.register(client.close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=client.close)
+
+
+def _quoted(target: str) -> str:
+    """Return the target of a request with spaces and Unicode quoted: http.client shows those that have them in errors.
+
+    Headers of answers, with addresses of redirects, were decoded as Latin-1.
+    """
+    raw = target.encode("latin-1") if all(ord(each) < 256 for each in target) else target.encode()
+    return quote(raw, safe=_AS_GIVEN)
 
 
 def origin_of(url: str) -> str:

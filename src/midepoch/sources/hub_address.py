@@ -19,7 +19,7 @@ _SEGMENT = re.compile(r"[\w.-]+")
 
 
 class HubPath(NamedTuple):
-    """A path in a repository. ``root`` is the part of the address before it, as given."""
+    """A path in a repository. ``root`` is the part of the address before it, as given, or with ``@main``."""
 
     repo: str
     revision: str
@@ -33,7 +33,7 @@ class HubPath(NamedTuple):
 
     @property
     def given(self) -> str:
-        """The address as given, without its scheme."""
+        """The address without its scheme. It has the same parts."""
         return f"{self.root}/{self.path}" if self.path else self.root
 
 
@@ -77,7 +77,8 @@ def parse_hub_path(address: str) -> HubPath:
         parts = inner.split("/")
         size = 1 if len(parts) == 1 or _NO_NAME.search(parts[1]) else 2
         repo, revision, path = "/".join(parts[:size]), "main", "/".join(parts[size:])
-        root = f"{_PREFIX}{repo}"
+        # Without an organisation, a folder in a listed path would be taken for the name.
+        root = f"{_PREFIX}{repo}" if size == 2 else f"{_PREFIX}{repo}@main"
     if not all(map(_SEGMENT.fullmatch, repo.split("/"))) or not revision:
         raise DataNotFoundError(
             f"hf://{address} names no dataset repository. Write hf://datasets/ORG/NAME/PATH, or "

@@ -27,6 +27,7 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LONGEST_CHAIN = 5
 _NEXT = re.compile(r'<([^>]+)>\s*;[^,]*rel="?next"?')
+_TOKEN = re.compile(r"[!-~]*")
 _YES = {"1", "on", "yes", "true"}
 
 
@@ -98,6 +99,11 @@ class Hub:
         if wait > 0:  # another thread received this answer
             raise ThrottledError(f"{self.endpoint} asked to send no requests", wait)
         token = self._token_now()
+        if token is not None and _TOKEN.fullmatch(token) is None:  # http.client would show it
+            raise FetchError(
+                f"the token for {self.endpoint} contains spaces, line breaks or other characters that no token has. "
+                "Check HF_TOKEN or storage_options."
+            )
         own = {**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})}
         for _ in range(_LONGEST_CHAIN):
             answer = client.get(url, own)
@@ -157,7 +163,7 @@ class Hub:
         if self._token is False:
             return None
         if isinstance(self._token, str):
-            return self._token
+            return self._token.strip()
         if self._token is None and os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").lower() in _YES:
             return None
         return machine_token()

@@ -90,7 +90,8 @@ class HubFiles:
 
     def _listed(self, at: HubPath, persist: Persist[Any], *, recursive: bool) -> list[Entry]:
         key = at.given, recursive
-        if key not in self._listings:
+        listed = self._listings.get(key)  # another thread may clear them
+        if listed is None:
             revision = at.repo, at.revision
             if revision not in self._commits:
                 found = commit_of(self._hub, at, persist, fresh_seconds=self._fresh_seconds)
@@ -99,8 +100,8 @@ class HubFiles:
                     self._before.append(f"hf://datasets/{at.repo}@{found.before}")
                 _log.info("hf://%s is read at commit %s", at.root, found.commit)
             commit = self._commits[revision]
-            self._listings[key] = files_below(self._hub, at, commit, persist, recursive=recursive)
-        return self._listings[key]
+            listed = self._listings[key] = files_below(self._hub, at, commit, persist, recursive=recursive)
+        return listed
 
     def open(self, file: Entry) -> RangeFile:
         """Return a file that is read by ranges. This costs no request, unless the commit is not known."""
@@ -187,7 +188,8 @@ class RangeFile:
 
 
 def _check_etag(file: Entry, etag: str) -> None:
-    if file.etag and _HASH.fullmatch(etag) and etag != file.etag:
+    comparable = len(etag) == len(file.etag)  # servers may name the hash of a pointer instead of that of the contents
+    if comparable and _HASH.fullmatch(etag) and etag != file.etag:
         raise DataChangedError(
             f"hf://{file.path} has changed since it was indexed (its ETag differs). Open the dataset again with "
             "force_reindex=True to use the new contents, or name the commit of the old ones: hf://datasets/ORG/NAME"
@@ -199,6 +201,8 @@ def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
     """Return the requested bytes of an answer. Raise ConnectionError if the server sent others."""
     if answer.status == 200:  # a server that ignores ranges
         whole, body = len(answer.body), answer.body[start:stop]
+        if whole < file.size and "content-length" not in answer.headers:  # possibly truncated
+            raise ConnectionError(f"{whole} bytes of {file.size} were received, without their number")
     elif answer.status == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):
         whole, body = file.size if part[3] == "*" else int(part[3]), answer.body if int(part[1]) == start else b""
     else:

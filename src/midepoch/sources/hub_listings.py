@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from midepoch.errors import FetchError
 from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import HubPath
 from midepoch.sources.hub_api import Hub, is_offline
@@ -84,8 +85,11 @@ def files_below(hub: Hub, of: HubPath, commit: str, persist: Persist[Any], *, re
         if (saved := _listing(path, of)) is not None:
             return saved
         found: list[Entry] = []
-        url = hub.first_page(of, commit, recursive)
+        url, seen = hub.first_page(of, commit, recursive), set[str]()
         while url:
+            if url in seen:  # a proxy that drops or caches queries
+                raise FetchError(f"{hub.endpoint} lists hf://{of.root} without end: a page names an earlier one.")
+            seen.add(url)
             files, url = persist(partial(hub.page, of._replace(revision=commit), url))  # a failure repeats one page
             found += files
         below = [file for file in found if not of.path or file.path.startswith(f"{of.path}/")]

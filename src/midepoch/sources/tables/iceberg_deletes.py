@@ -105,8 +105,9 @@ class Deletes:
         held = self._columns(data, fields)
         keys = np.zeros(held.num_rows + deleted.num_rows, np.int64)
         for field in fields:
-            column = pa.chunked_array([*held.column(field.name).chunks, *deleted.column(field.name).chunks])
-            codes = column.combine_chunks().dictionary_encode(null_encoding="encode")
+            both = [*held.column(field.name).chunks, *deleted.column(field.name).chunks]
+            stored = [each.storage if isinstance(each, pa.ExtensionArray) else each for each in both]  # UUIDs
+            codes = pa.chunked_array(stored).combine_chunks().dictionary_encode(null_encoding="encode")
             codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
             pairs = np.stack([keys, _numbers(codes.indices)], axis=1)
             _, keys = np.unique(pairs, axis=0, return_inverse=True)
