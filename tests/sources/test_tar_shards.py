@@ -90,6 +90,17 @@ def test_braces_globs_and_format(tmp_path: Path) -> None:
     assert keys(midepoch.from_files(literal)) == [0]
 
 
+def test_large_files_are_read_into_their_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {i: bytes([i]) * 100_000 for i in (0, 2, 3)}
+    files = [(f"{i}.{name}", value) for i in range(5) for name, value in (("cls", b"%d" % i), ("jpg", values.get(i)))]
+    files += [("4.jpg", b""), ("5.npy", b"small")]
+    write_tar(tmp_path / "a.tar", [(name, value) for name, value in files if value is not None])
+    monkeypatch.setattr(tar_samples, "BLOCK_BYTES", 8 << 20)
+    monkeypatch.setattr(tar_shards, "_values", None)
+    rows = midepoch.from_files(tmp_path, columns=["jpg"])
+    assert [row["jpg"] for row in rows] == [values.get(i, b"" if i == 4 else None) for i in range(6)]
+
+
 def test_columns_of_different_shards_are_united(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", [("a.txt", b"1"), ("b.txt", b""), ("b.json", b"{}")])
     write_tar(tmp_path / "1.tar", [("c.CLS", b"7"), ("d.", b"no extension"), ("d\udce9.txt", b"latin")], form="gnu")

@@ -13,6 +13,7 @@ import pytest
 import midepoch
 from midepoch.errors import FormatError
 from midepoch.sources.braces import spelled_out
+from midepoch.sources.formats import tar_shards
 from tar_files import samples, write_random, write_tar
 
 wds = pytest.importorskip("webdataset")
@@ -40,7 +41,9 @@ def outcome(read: Any, *paths: Path) -> Any:
         return "duplicate" if re.search("duplicate|several files", str(problem)) else problem
 
 
-def test_random_archives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [tar_shards.LARGE, 1])
+def test_random_archives(large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_shards, "LARGE", large)
     paths = [tmp_path / f"{seed:02d}.tar" for seed in range(30)]
     for seed, path in enumerate(paths):
         write_random(path, seed)

@@ -17,6 +17,13 @@ class OpenFile:
         """Return ``size`` bytes from an offset on, fewer only at the end of the file."""
         return bytes(self.arrow.read_at(size, offset))
 
+    def read_into(self, place: memoryview, offset: int) -> None:
+        """Fill ``place`` from an offset on. Raise OSError if the file ends before. Not for concurrent use."""
+        self.arrow.seek(offset)
+        came = self.arrow.readinto(place)
+        if came != len(place):
+            raise OSError(f"{came} bytes were received where {len(place)} were requested")
+
     def close(self) -> None:
         self.arrow.close()
 

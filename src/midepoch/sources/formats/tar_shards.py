@@ -22,12 +22,15 @@ from midepoch.sources.formats.tar_headers import BLOCK, Archive, Damage
 from midepoch.sources.formats.tar_reading import Stream, opened
 from midepoch.sources.formats.tar_samples import KEY, LARGEST, Shard
 from midepoch.sources.formats.tar_tables import Int64Array, MemberTable, table_of
-from midepoch.sources.stores import Entry, Store
+from midepoch.sources.stores import Entry, OpenFile, Store
 
 _log = logging.getLogger("midepoch")
 
 LOCAL_GAP, REMOTE_GAP = 32 << 10, 1 << 20
 """Bytes between two requested members that are worth a separate read."""
+
+LARGE = 64 << 10
+"""Average bytes of members that are read one by one."""
 
 
 class TarFormat(NoStatistics):
@@ -53,11 +56,47 @@ class TarFormat(NoStatistics):
         names, table = table_of(block.footer, block.offset)
         numbers = {name: number for number, name in enumerate(names)}
         present = [name for name in columns if name in numbers or name == KEY]
-        chosen = np.isin(table.columns, [numbers[name] for name in present if name != KEY])
-        table = table.only(chosen)
-        data, positions = _read(store, block, table)
-        arrays = [table.keys if name == KEY else _values(data, positions, table, numbers[name]) for name in present]
-        return pa.table(arrays, names=present)
+        wanted = [numbers[name] for name in present if name != KEY]
+        table = table.only(np.isin(table.columns, wanted))
+        large = _large_columns(table) if store.local and compression(block.entry.path) is None else []
+        rest = table.only(~np.isin(table.columns, large))
+        data, positions = _read(store, block, rest)
+        arrays = {number: _values(data, positions, rest, number) for number in wanted if number not in large}
+        if large:
+            with store.open(block.entry) as file:
+                arrays |= {number: _read_in_place(file, table, number) for number in large}
+        return pa.table([table.keys if name == KEY else arrays[numbers[name]] for name in present], names=present)
+
+
+def _large_columns(table: MemberTable) -> list[int]:
+    """Return the columns whose members are worth a read each, without a copy: a call takes as long as copying 20 KB."""
+    counts = np.bincount(table.columns)
+    sizes = np.bincount(table.columns, weights=table.sizes)
+    sparse = np.bincount(table.columns, weights=table.is_sparse)
+    found: list[int] = np.flatnonzero((counts > 0) & (sizes >= LARGE * counts) & (sparse == 0)).tolist()
+    return found
+
+
+def _read_in_place(file: OpenFile, table: MemberTable, column: int) -> pa.Array:
+    """Return one column, whose members are read into the memory of the array."""
+    chosen = np.flatnonzero(table.columns == column)
+    rows, sizes = len(table.keys), table.sizes[chosen]
+    ends = np.zeros(rows + 1, np.int64)
+    ends[table.samples[chosen] + 1] = sizes
+    np.cumsum(ends, out=ends)
+    contents = pa.allocate_buffer(int(ends[-1]))
+    view, start = memoryview(contents), 0
+    for offset, size in zip(table.offsets[chosen].tolist(), sizes.tolist(), strict=True):
+        file.read_into(view[start : start + size], offset)
+        start += size
+    nulls = None
+    if len(chosen) < rows:
+        is_there = np.zeros(rows, bool)
+        is_there[table.samples[chosen]] = True
+        nulls = pa.py_buffer(np.packbits(is_there, bitorder="little"))
+    small = start <= LARGEST
+    offsets = pa.py_buffer(ends.astype(np.int32) if small else ends)
+    return pa.Array.from_buffers(pa.binary() if small else pa.large_binary(), rows, [nulls, offsets, contents])
 
 
 def _read(store: Store, block: Block, table: MemberTable) -> tuple[pa.Buffer, Int64Array]:
