@@ -418,7 +418,8 @@ def test_a_truncated_answer_without_its_length_is_requested_again(
 
     def truncated(self: Any, data: bytes, **headers: str) -> None:
         if not next(answers, False):
-            return complete(self, data, **headers)
+            complete(self, data, **headers)
+            return
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
