@@ -19,7 +19,15 @@ from midepoch.sources.folders import KINDS, Expanded, Listing, choose, is_metada
 from midepoch.sources.hub_data import data_files
 from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.listing import GLOB, all_visible, below, existing, in_folder, nearest, stat, translated
-from midepoch.sources.names import FORMATS, OF_TOKENS, check_format, format_of, format_of_bytes, formats_of, other_reader
+from midepoch.sources.names import (
+    FORMATS,
+    OF_TOKENS,
+    check_format,
+    format_of,
+    format_of_bytes,
+    formats_of,
+    other_reader,
+)
 from midepoch.sources.stores import Entry, Retry, Store
 from midepoch.sources.table_folders import refuse_tables
 
