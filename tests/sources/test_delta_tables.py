@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import shutil
 import traceback
 from collections.abc import Callable
 from decimal import Decimal
@@ -240,6 +241,16 @@ def test_a_table_that_was_created_again_is_indexed_again(tmp_path: Path) -> None
     pq.write_table(pa.table({"id": pa.array(range(5), pa.int64())}), tmp_path / "a.parquet")
     delta_log(tmp_path, 0, fields=[delta_field("id", "long")], adds=[{"path": "a.parquet"}])
     assert len(midepoch.from_delta(tmp_path, version=0)) == 5 and len(first) == 10
+
+
+def test_a_path_that_deltalake_takes_for_another_one_is_refused(tmp_path: Path) -> None:
+    deltalake.write_deltalake(tmp_path / "a b", pa.table({"id": [1]}))
+    shutil.copytree(tmp_path / "a b", tmp_path / "a%20b")
+    (tmp_path / "link").symlink_to(tmp_path / "a%20b")
+    deltalake.write_deltalake(tmp_path / "a b", pa.table({"id": [2]}), mode="overwrite")
+    with pytest.raises(FormatError, match="takes the % in its path"):
+        midepoch.from_delta(tmp_path / "a%20b")
+    assert [row["id"] for row in midepoch.from_delta(tmp_path / "link")] == [1]
 
 
 def test_a_flipped_bit_is_reported_with_its_file_and_rows(tmp_path: Path) -> None:

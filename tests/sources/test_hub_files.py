@@ -417,13 +417,13 @@ def test_a_truncated_answer_without_its_length_is_requested_again(
     complete = _CdnHandler.send_file
 
     def truncated(self: Any, data: bytes, **headers: str) -> None:
-        if not next(answers, False):
+        if next(answers, False):
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(data[:100])
+        else:
             complete(self, data, **headers)
-            return
-        self.send_response(200)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(data[:100])
 
     monkeypatch.setattr(_CdnHandler, "send_file", truncated)
     assert ids(midepoch.from_files(GLOB, retry=QUICK)) == list(range(SHARDS * ROWS))

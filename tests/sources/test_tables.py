@@ -205,6 +205,35 @@ dist.destroy_process_group()
 """
 
 
+ICEBERG_RANKS = """
+import sys
+import torch.distributed as dist
+import midepoch
+from pyiceberg.catalog import load_catalog
+from table_files import rows
+
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), sys.argv[1]
+catalog = load_catalog("tests", type="sql", uri=f"sqlite:///{folder}/catalog.db", warehouse=f"file://{folder}")
+table = catalog.load_table("space.table0")
+dist.barrier()
+if rank == 0:
+    catalog.load_table("space.table0").append(rows(30, 40))  # since the second rank loaded the table
+    ds = midepoch.from_iceberg(table.refresh())
+dist.barrier()
+ds = midepoch.from_iceberg(table) if rank == 1 else ds
+assert len(ds) == 37, len(ds)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_open_a_snapshot_that_is_newer_than_what_they_loaded(tmp_path: Path, launched: Launch) -> None:
+    pytest.importorskip("pyiceberg")
+    TABLES["iceberg"][1](tmp_path / "iceberg")
+    (tmp_path / "ranks.py").write_text(ICEBERG_RANKS)
+    launched(2, str(tmp_path / "ranks.py"), str(tmp_path / "iceberg"))
+
+
 def test_ranks_open_the_version_of_the_first(tmp_path: Path, launched: Launch) -> None:
     pytest.importorskip("deltalake")
     table = TABLES["delta"][1](tmp_path / "delta")

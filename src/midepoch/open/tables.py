@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from midepoch._internal.hints import hinted
@@ -94,14 +95,19 @@ def from_iceberg(
     chosen = parse_filter(filters)
     if isinstance(table, (str, os.PathLike)):
         properties = iceberg_properties(os.fspath(table), storage_options)
-        table = iceberg.load_table(check_path(table), catalog_options or {}, properties)
+        load = partial(iceberg.load_table, check_path(table), catalog_options or {}, properties)
+        table = load()
     elif not hasattr(table, "metadata_location"):
         raise TypeError(f"expected a name, a path or a table of pyiceberg, got {type(table).__name__}.")
+    else:
+        load = partial(iceberg.newest, table)
     location = table.location()
     options = store_options(location, storage_options) or options_of_iceberg(location, table.io.properties)
     store, path = resolve(location, options, retry=retry)
     snapshot, schema = iceberg.find_snapshot(table, store.name(path), snapshot_id)
     if snapshot_id is None and (agreed := _agreed("iceberg", path, snapshot.snapshot_id)) != snapshot.snapshot_id:
+        if table.metadata.snapshot_by_id(agreed) is None:  # committed since this rank loaded the table
+            table = load()
         snapshot, schema = iceberg.find_snapshot(table, store.name(path), agreed)
     found = iceberg.IcebergTableAt(store, path, table, snapshot, schema)
     return _opened(TableRequest(store, found.key, chosen, on_error == "skip", found.scan), opening)

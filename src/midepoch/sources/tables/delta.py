@@ -128,6 +128,11 @@ def _package() -> Any:
 
 def _open(store: Store, name: str, uri: str, options: Mapping[str, str], version: int | None) -> Any:
     deltalake = _package()
+    if store.local and unquote(uri) != uri:  # it would read the log of a table in the folder with the other name
+        raise FormatError(
+            f"the Delta table {name} cannot be read: deltalake takes the % in its path for a quoted character. Rename "
+            "the folder, or make a link to it."
+        )
     try:
         return deltalake.DeltaTable(uri, version=version, storage_options=dict(options) or None)
     except Exception as problem:

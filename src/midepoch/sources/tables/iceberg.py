@@ -196,6 +196,16 @@ def find_snapshot(table: Any, name: str, wanted: int | str | datetime | None) ->
     return snapshot, schemas.get(snapshot.schema_id, metadata.schema())
 
 
+def newest(table: Any) -> Any:
+    """Return a table of ``pyiceberg`` with its newest snapshots, or unchanged if it is of a metadata file."""
+    from pyiceberg.table import StaticTable
+
+    if isinstance(table, StaticTable):
+        return table
+    with refusals(Secrets.of(dict(table.io.properties)), Address(table.location()).public):
+        return table.catalog.load_table(table.name())
+
+
 def package() -> Any:
     """Return ``pyiceberg``. Raise MidepochError if it is not installed."""
     try:
