@@ -181,6 +181,7 @@ def become(command: list[str], cwd: str, env: dict[str, str], out: IO[Any], err:
     os.environ.update(env)
     sys.argv = list(command)
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    sys.path += [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     main: Any = ModuleType("__main__")
     main.__file__, main.__builtins__ = command[0], builtins
     sys.modules["__main__"] = main

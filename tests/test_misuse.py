@@ -226,7 +226,7 @@ OPEN: Wrong = [
     (lambda _: midepoch.from_files("x", on_error="warn"), "'raise' or 'skip'"),
     (lambda _: midepoch.from_files("x", partitioning="dir"), "None or 'hive'"),
     (lambda _: midepoch.from_files("x", cache_bytes="1GB"), "cache_bytes.*'1GB'"),
-    (lambda _: midepoch.from_files("x", format="tar"), "format.*'tar'"),
+    (lambda _: midepoch.from_files("x", format="zip"), "format.*'zip'"),
     (lambda _: midepoch.load_from_disk("nowhere"), "nowhere"),
     (lambda _: midepoch.load_from_disk("x", keep_in_memory=True), "keep_in_memory.*omit"),
     (lambda ds: midepoch.mix([ds, ds], probabilities=[1, 2]), "probabilities.*weights="),

@@ -13,7 +13,10 @@ from email.parser import Parser
 from pathlib import Path
 
 EXTRAS = {"torch", "hf", "jax", "store", "ray", "transformers", "accelerate", "lightning", "trl", "demo", "cli"} | {
-    "media"
+    "media",
+    "delta",
+    "iceberg",
+    "lance",
 }
 PAGES = {f"midepoch/tools/report/{name}" for name in ("page.html", "page.css", "page.js", "draw.js")}
 KERNEL = {"midepoch/_native/kernel.native.so", "midepoch/_native/kernel.native.dll"}

@@ -134,6 +134,40 @@ def ray(folder: Path) -> None:
     assert made.read_bytes() == (folder / "by-threads" / made.name).read_bytes()
 
 
+def delta(folder: Path) -> None:
+    """A version of a table that stays, whatever is appended."""
+    import deltalake
+    import pyarrow as pa
+
+    uri = str(folder / "table")
+    for first in (0, ROWS):
+        deltalake.write_deltalake(uri, pa.table({"id": range(first, first + ROWS)}), mode="append")
+    resumes(lambda: midepoch.from_delta(uri, version=0).shuffle(seed=1).loader(10))
+    assert len(midepoch.from_delta(uri)) == 2 * ROWS
+
+
+def iceberg(folder: Path) -> None:
+    """The package reads metadata files. A table needs a catalog to be written, which the extra does not bring."""
+    from pyiceberg.exceptions import NoSuchTableError  # noqa: F401 (the package is there)
+
+    try:
+        midepoch.from_iceberg(str(folder / "metadata" / "v1.metadata.json"))
+    except midepoch.DataNotFoundError as problem:
+        assert "v1.metadata.json" in str(problem), problem
+    else:
+        raise AssertionError("a table that does not exist was opened")
+
+
+def lance(folder: Path) -> None:
+    """The rows of a table, without those that were deleted."""
+    import lance
+    import pyarrow as pa
+
+    uri = str(folder / "rows.lance")
+    lance.write_dataset(pa.table({"id": range(ROWS + 10)}), uri).delete(f"id >= {ROWS}")
+    resumes(lambda: midepoch.from_lance(uri).shuffle(seed=1).loader(10))
+
+
 def transformers(folder: Path) -> None:
     """A Trainer that goes on in the data where it was."""
     import torch
@@ -298,6 +332,9 @@ EXTRAS = {
     "trl": trl,
     "cli": cli,
     "media": media,
+    "delta": delta,
+    "iceberg": iceberg,
+    "lance": lance,
     "demo": demo,
 }
 

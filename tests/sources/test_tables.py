@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,7 @@ def test_a_folder_that_is_no_table_is_refused(tmp_path: Path) -> None:
         midepoch.from_delta(table_uri="x")  # type: ignore[call-arg]
 
 
+TESTS = {"PYTHONPATH": os.pathsep.join(sys.path)}
 RANKS = """
 import os, sys
 import torch.distributed as dist
@@ -231,14 +233,14 @@ def test_ranks_open_a_snapshot_that_is_newer_than_what_they_loaded(tmp_path: Pat
     pytest.importorskip("pyiceberg")
     TABLES["iceberg"][1](tmp_path / "iceberg")
     (tmp_path / "ranks.py").write_text(ICEBERG_RANKS)
-    launched(2, str(tmp_path / "ranks.py"), str(tmp_path / "iceberg"))
+    launched(2, str(tmp_path / "ranks.py"), str(tmp_path / "iceberg"), env=TESTS)
 
 
 def test_ranks_open_the_version_of_the_first(tmp_path: Path, launched: Launch) -> None:
     pytest.importorskip("deltalake")
     table = TABLES["delta"][1](tmp_path / "delta")
     (tmp_path / "ranks.py").write_text(RANKS)
-    launched(2, str(tmp_path / "ranks.py"), table.path)
+    launched(2, str(tmp_path / "ranks.py"), table.path, env=TESTS)
 
 
 def test_random_damage_is_an_error_or_changes_values(table: Table) -> None:
