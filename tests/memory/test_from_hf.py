@@ -95,6 +95,7 @@ MAPPED: dict[str, Change] = {
     "concatenated": lambda ds: concatenate_datasets(
         [ds.select(range(40, 45)), ds.shuffle(seed=2).select(range(3)), ds]
     ),
+    "concatenated and cut": lambda ds: concatenate_datasets([ds, ds]).skip(50),
     "split": lambda ds: ds.train_test_split(0.3, seed=1)["test"],
     "other classes": lambda ds: ds.cast_column("label", ClassLabel(names=["a", "b"])),
     "not decoded": lambda ds: ds.cast_column("image", Image(decode=False)).remove_columns("id"),

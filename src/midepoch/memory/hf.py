@@ -114,7 +114,7 @@ def _formatted(ds: Dataset, given: Mapping[str, Any]) -> Dataset:
     """Return the dataset in the format that was set."""
     kind, options = given["type"], dict(given["format_kwargs"])
     columns = given["columns"] if not given["output_all_columns"] else None
-    if columns is not None and list(columns) != ds.column_names:
+    if columns is not None and set(columns) != set(ds.column_names):  # all of them: datasets may have sorted the names
         ds = ds.select_columns(list(columns))
     if kind == "custom" and callable(transform := options.get("transform")):
         return ds.with_transform(transform)
