@@ -187,6 +187,10 @@ def test_frames(tmp_path: Path) -> None:
             return other.__arrow_c_stream__(requested_schema)
 
     assert rows_of(midepoch.from_arrow(Stream(), cache_dir=tmp_path)) == other.to_dicts()
+    objects = pl.DataFrame({"o": pl.Series([object()], dtype=pl.Object)})  # would become addresses in memory
+    for call in (midepoch.from_pandas, midepoch.from_arrow):
+        with pytest.raises(midepoch.ColumnError, match="'o' contains Python objects.*from_map_style"):
+            call(objects)
     with pytest.raises(TypeError, match=r"LazyFrame.*collect\(\)"):
         midepoch.from_pandas(other.lazy())
     with pytest.raises(midepoch.ColumnError, match="astype"):

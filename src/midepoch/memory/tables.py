@@ -90,7 +90,7 @@ def from_pandas(
     if package == "polars":
         if preserve_index:
             raise ValueError("from_pandas(preserve_index=True): a frame of polars has no index. Omit it.")
-        table = frame.to_arrow()
+        table = _of_polars(frame, "from_pandas")
     else:
         try:
             table = pa.Table.from_pandas(frame, preserve_index=preserve_index)
@@ -178,6 +178,17 @@ def _cast(name: str, column: Any, kind: pa.DataType, what: str) -> Any:
         raise ColumnError(f"{what}: column {name!r} cannot become {kind}: {problem}. Choose another type.") from None
 
 
+def _of_polars(frame: Any, what: str) -> pa.Table:
+    """Return a frame of polars as a table. Its objects would become their addresses in memory."""
+    objects = [name for name, kind in frame.schema.items() if str(kind) == "Object"] if hasattr(frame, "schema") else []
+    if objects:
+        raise ColumnError(
+            f"{what}: column {objects[0]!r} contains Python objects, which are no Arrow values. Drop it, or use "
+            "midepoch.from_map_style(frame.to_dicts())."
+        )
+    return frame.to_arrow()
+
+
 def _arrow_table(data: Any) -> pa.Table:
     if isinstance(data, pa.Table):
         return data
@@ -192,7 +203,9 @@ def _arrow_table(data: Any) -> pa.Table:
             raise ColumnError(f"from_arrow: the tables do not have one schema: {problem}. Cast them first.") from None
     package = type(data).__module__.partition(".")[0]
     if hasattr(data, "__arrow_c_stream__") and package not in ("datasets", "midepoch"):
-        return data.to_arrow() if package == "polars" else _spooled(pa.RecordBatchReader.from_stream(data))
+        return (
+            _of_polars(data, "from_arrow") if package == "polars" else _spooled(pa.RecordBatchReader.from_stream(data))
+        )
     raise TypeError(instead("from_arrow", "an Arrow table, record batches, or an object with __arrow_c_stream__", data))
 
 
