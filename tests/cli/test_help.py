@@ -75,3 +75,10 @@ def test_python_m_midepoch() -> None:
     assert done.returncode == 0 and done.stdout.startswith("Usage: midepoch [OPTIONS] COMMAND")
     done = subprocess.run([*command, "pek"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "No such command 'pek'" in done.stderr
+
+
+def test_the_option_format_lists_all_formats() -> None:
+    from midepoch.cli.data import Format
+    from midepoch.sources.names import FORMATS
+
+    assert str(Format.__metadata__[0].help).endswith(f": {', '.join(FORMATS)}.")

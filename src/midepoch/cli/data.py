@@ -27,7 +27,11 @@ DATA = typer.Argument(
 Data = Annotated[list[str], DATA]
 Format = Annotated[
     str | None,
-    typer.Option("--format", help="Format of the files, if it cannot be detected: parquet, csv, jsonl, orc, arrow."),
+    typer.Option(
+        "--format",
+        help="Format of the files, if it cannot be detected: arrow, parquet, orc, csv, jsonl, text, tar, mds, litdata, "
+        "image, audio, video.",
+    ),
 ]
 Split = Annotated[str | None, typer.Option(help="A split, or a part of one: 'train[:10%]'.")]
 Config = Annotated[str | None, typer.Option(help="The configuration of a Hugging Face dataset.")]
