@@ -312,7 +312,7 @@ def test_contents_that_do_not_fit_are_read_all_the_same(limit: int, tmp_path: Pa
         assert ds.pipeline.source.fetch(block, ["id"]).column("id").to_pylist() == list(range(start, stop))
 
 
-def test_contents_that_fit_only_partly_on_the_disk(tmp_path: Path, openings: list[int]) -> None:  # noqa: ARG001
+def test_contents_that_fit_only_partly_on_the_disk(tmp_path: Path, openings: list[int]) -> None:
     ds = midepoch.from_files(compressed_file(tmp_path, "gz"))
     starts, fetch = ds.pipeline.source.layout.block_starts.tolist(), ds.pipeline.source.fetch
     most, limits = int(ds.pipeline.source.offsets[5]) - 10, resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -49,8 +49,8 @@ def described_rows(store: Store, listing: Listing, described: Sequence[Entry], k
     for name in columns.values():
         if delivered.count(name) > 1:
             raise FormatError(
-                f"{store.name(described[0].path)}: several of its columns ({', '.join(schema.names)}) become the column "
-                f"{name!r}. Rename all but one of them."
+                f"{store.name(described[0].path)}: several of its columns ({', '.join(schema.names)}) become the "
+                f"column {name!r}. Rename all but one of them."
             )
     files = _Files(store, listing, skip_damage)
     parts = [files.resolved(entry, table, list(columns)) for entry, table in zip(described, tables, strict=True)]
