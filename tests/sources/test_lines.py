@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -309,6 +310,19 @@ def test_contents_that_do_not_fit_are_read_all_the_same(limit: int, tmp_path: Pa
     for block in (15, 3, 9, 0):
         start, stop = ds.pipeline.source.layout.block_starts[block : block + 2].tolist()
         assert ds.pipeline.source.fetch(block, ["id"]).column("id").to_pylist() == list(range(start, stop))
+
+
+def test_contents_that_fit_only_partly_on_the_disk(tmp_path: Path, openings: list[int]) -> None:
+    ds = midepoch.from_files(compressed_file(tmp_path, "gz"))
+    starts, fetch = ds.pipeline.source.layout.block_starts.tolist(), ds.pipeline.source.fetch
+    most, limits = int(ds.pipeline.source.offsets[5]) - 10, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))  # the last write of block 4 is cut
+    try:
+        fetch(4, ["id"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for block in (8, 0, 1, 2, 3, 4):
+        assert fetch(block, ["id"]).column("id").to_pylist() == list(range(starts[block], starts[block + 1]))
 
 
 KILLED = """

@@ -241,6 +241,8 @@ def test_a_moved_folder_resumes(case: str, tmp_path: Path) -> None:
         ([{"file_name": "file:///etc/passwd"}], "Names must be relative"),
         ([{"name": "2.png"}], "has the columns name, and no file_name"),
         ([{"file_name": 2}], "has the columns file_name, and no file_name"),
+        ([{"file_name": "2.png", "image": 1}], r"\(file_name, image\) become the column 'image'"),
+        ([{"file_name": "2.png", "image_file_name": "2.png"}], "become the column 'image'"),
     ],
 )
 def test_metadata_that_names_no_file(metadata: list[dict[str, Any]], message: str, tmp_path: Path) -> None:

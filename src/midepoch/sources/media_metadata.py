@@ -45,10 +45,17 @@ def described_rows(store: Store, listing: Listing, described: Sequence[Entry], k
             f"{', '.join(schema.names)}, and no file_name. Add it, or pass format='csv' (or 'jsonl', 'parquet') to "
             "read the table alone."
         )
+    delivered = [columns.get(name, name) for name in schema.names]
+    for name in columns.values():
+        if delivered.count(name) > 1:
+            raise FormatError(
+                f"{store.name(described[0].path)}: several of its columns ({', '.join(schema.names)}) become the "
+                f"column {name!r}. Rename all but one of them."
+            )
     files = _Files(store, listing, skip_damage)
     parts = [files.resolved(entry, table, list(columns)) for entry, table in zip(described, tables, strict=True)]
     table = pa.concat_tables(part for part, _ in parts)
-    table = table.rename_columns([columns.get(name, name) for name in table.schema.names])
+    table = table.rename_columns(delivered)
     hash_files(digest, files.used, files.names)
     files.report()
     features: dict[str, Any] = {}

@@ -138,10 +138,9 @@ class _Decompressed:
         assert self._file is not None
         try:
             self._file.seek(self.size)
-            self._file.write(data)
-        except OSError:  # the disk is full
+            return self._file.write(data) == len(data)  # fewer if the disk becomes full
+        except OSError:
             return False
-        return True
 
     def _rewind(self) -> None:
         self._raw = self._store.open(self._entry)

@@ -69,7 +69,7 @@ class TarFormat(NoStatistics):
 
 
 def _large_columns(table: MemberTable) -> list[int]:
-    """Return the columns whose members are worth a read each, without a copy: a call takes as long as copying 20 KB."""
+    """Return the columns whose members are read one by one, which saves a copy. Small ones are cheaper together."""
     counts = np.bincount(table.columns)
     sizes = np.bincount(table.columns, weights=table.sizes)
     sparse = np.bincount(table.columns, weights=table.is_sparse)
