@@ -316,3 +316,14 @@ def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(image(0))
     with pytest.raises(FormatError, match=r"udcff\.png': the name of the file is not UTF-8\. Rename it"):
         midepoch.from_files(tmp_path)
+
+
+def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    for name, data in (("a/0.png", image(0)), ("b/1.png", b"not an image")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(data)
+    ds = midepoch.from_files(tmp_path)
+    with pytest.raises(midepoch.CorruptBlockError, match=r"row 1 of .*\(b/1\.png\)"):
+        list(ds)
+    with pytest.raises(midepoch.MapError, match=r"\(b/1\.png\)"):
+        list(ds.decode("image").loader(2))

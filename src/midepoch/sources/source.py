@@ -181,7 +181,18 @@ class Source:
     def place(self, row: int) -> str:
         """Describe the location of a source row."""
         number = self._file_number(row)
-        return f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
+        place = f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
+        name = self._name_in_folder(row) if self.indexes[0].format in GROUPED else None
+        return place if name is None else f"{place} ({name})"
+
+    def _name_in_folder(self, row: int) -> str | None:
+        """Return the name of the file that is a row. With a filter, the rows of a block are not those of its footer."""
+        from midepoch.sources.formats.media import name_of
+
+        if self.indexes[0].filter:
+            return None
+        block = int(self.layout.block_starts.searchsorted(row, side="right")) - 1
+        return name_of(self.indexes[0].footers[block], row - int(self.layout.block_starts[block]))
 
     def file_of(self, row: int) -> IndexedFile:
         """Return the file of a source row."""

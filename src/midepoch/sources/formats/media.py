@@ -49,6 +49,15 @@ class MediaFormat(NoStatistics):
         return pa.table(arrays, names=names)
 
 
+def name_of(footer: bytes, row: int) -> str | None:
+    """Return the name of the first file of a row of a block, relative to its folder. None if it has no file."""
+    rows = pa.ipc.open_stream(footer).read_all()
+    for column in rows.columns:
+        if column.type == LOCATED and (located := column[row].as_py()) is not None:
+            return str(located["name"])
+    return None
+
+
 def _with_contents(store: Store, column: pa.Array, skips: bool) -> pa.Array:
     """Return a column with the files in it read, or as it is."""
     if column.type == LOCATED:
