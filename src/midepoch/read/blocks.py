@@ -116,21 +116,21 @@ class Blocks:
                 self._files.move_to_end(number)  # check the others next time
 
     def _compare(self, number: int, mapped: _MappedFile) -> None:
-        file = self._source.files[number]
+        path = self._source.files.paths[number]
         mapped.checked = time.monotonic()
         try:
-            stat = os.stat(file.path)
+            stat = os.stat(path)
         except OSError:
             return  # the mapping of a removed file is unchanged
         if (stat.st_dev, stat.st_ino) != mapped.identity:
             return  # as is that of a replaced file
         if stat.st_size < mapped.buffer.size:
             raise DataChangedError(
-                f"{file.path} was truncated to {stat.st_size} bytes while it was read (it had {mapped.buffer.size}). "
+                f"{path} was truncated to {stat.st_size} bytes while it was read (it had {mapped.buffer.size}). "
                 "Restore it. Replace files of a running job by renaming, never by writing into them."
             )
         if stat.st_mtime_ns != mapped.mtime_ns:
-            self._same_contents(file)
+            self._same_contents(self._source.files[number])
             mapped.mtime_ns = stat.st_mtime_ns
 
     def trim(self) -> npt.NDArray[np.int64]:
@@ -190,7 +190,7 @@ class Blocks:
         except (pa.ArrowException, OSError, ValueError, EOFError, MemoryError) as problem:
             if not is_damage(problem, file.size):
                 raise
-            path = self._source.files[number].path
+            path = self._source.files.paths[number]
             what = f"the record batch at byte {offset} of {path}" if self._format is None else f"a block of {path}"
             raise CorruptBlockError(
                 f"{what} (rows {starts[block]} to {starts[block + 1] - 1} of the data) cannot be read: {problem}. "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -113,7 +113,7 @@ def _opened(request: Request, index_dir: Path | None, force: bool, validate: boo
 
 def save(index: Index, path: Path) -> None:
     """Write an index, and its footers beside it."""
-    atomic_write(path, serialise(_with(index, index.footers.save(path))))
+    atomic_write(path, serialise(replace(index, footers=index.footers.save(path))))
 
 
 def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, validate: bool) -> bool:
@@ -124,13 +124,6 @@ def can_be_mapped(request: Request, index_dir: Path | None, *, force: bool, vali
         return False
     index = read_index(path) if indexed else None
     return index is None or not _fresh(index, request.find())
-
-
-def _with(index: Index, footers: Footers) -> Index:
-    return Index(
-        index.files, index.offsets, index.starts, index.schema_bytes, index.nullable, None,
-        index.format, index.filter, index.ends, footers, index.row_bytes, index.snapshot,
-    )  # fmt: skip
 
 
 def _fresh(index: Index, found: DataFiles) -> bool:

@@ -32,7 +32,7 @@ Read = Callable[[int, int], Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class IndexHeader:
     """Header of an index: the type of the tokens, and the numbers of sequences and documents."""
 
     dtype: np.dtype[Any]
@@ -41,7 +41,7 @@ class Layout:
     has_modes: bool
 
     @staticmethod
-    def of(name: str, head: bytes, size: int) -> Layout:
+    def of(name: str, head: bytes, size: int) -> IndexHeader:
         """Parse the header of an index of ``size`` bytes."""
         if len(head) < _HEADER.size or not head.startswith(_MAGIC):
             raise FormatError(f"{name} is not an index of Megatron: it begins with {head[:9]!r}. Check the path.")
@@ -51,7 +51,7 @@ class Layout:
         least = _HEADER.size + 12 * sequences + 8 * offsets
         if size not in (least, least + sequences) or not offsets:
             raise FormatError(f"{name} has {size} bytes, its header promises {least}. Copy or download it again.")
-        return Layout(np.dtype(_DTYPES[code]), sequences, offsets - 1, size > least)
+        return IndexHeader(np.dtype(_DTYPES[code]), sequences, offsets - 1, size > least)
 
     @property
     def joined(self) -> bool:
@@ -113,18 +113,18 @@ class MegatronFormat(NoStatistics):
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         if entry.path.endswith(".idx"):
             with store.open(entry) as file:
-                layout = Layout.of(store.name(entry.path), file.read_at(_HEADER.size, 0), file.size)
-                return Scanned(layout.schema, etag=file.etag, fingerprint=fingerprint(file, "idx"))
+                header = _header(store.name(entry.path), file)
+                return Scanned(header.schema, etag=file.etag, fingerprint=fingerprint(file, "idx"))
         index = index_of(store, entry)
         with store.open(index) as file:
-            layout, etag = Layout.of(store.name(index.path), file.read_at(_HEADER.size, 0), file.size), file.etag
+            header, etag = _header(store.name(index.path), file), file.etag
         with store.open(entry) as file:
-            found = Scanned(layout.schema, etag=file.etag, fingerprint=fingerprint(file, "bin"))
-        mean = max(1, entry.size // max(1, layout.documents))
+            found = Scanned(header.schema, etag=file.etag, fingerprint=fingerprint(file, "bin"))
+        mean = max(1, entry.size // max(1, header.documents))
         step = max(1, min(_MOST_ROWS, BLOCK_BYTES // mean))
-        found.offsets = list(range(0, layout.documents, step))
-        found.rows = [min(step, layout.documents - first) for first in found.offsets]
-        found.stop = layout.documents
+        found.offsets = list(range(0, header.documents, step))
+        found.rows = [min(step, header.documents - first) for first in found.offsets]
+        found.stop = header.documents
         found.decoded_bytes = float(entry.size)
         found.footer = json.dumps([index.size, index.mtime_ns, etag]).encode()
         return found
@@ -133,14 +133,14 @@ class MegatronFormat(NoStatistics):
         assert block.end is not None
         index = Entry(_index_path(block.entry.path), *json.loads(block.footer))
         with store.open(index) as file:
-            layout = _layout(store.name(index.path), file)
-            documents = layout.documents_at(file.read_at, block.offset, block.end)
-        start, stop = documents.span(layout.dtype.itemsize)
+            header = _header(store.name(index.path), file)
+            documents = header.documents_at(file.read_at, block.offset, block.end)
+        start, stop = documents.span(header.dtype.itemsize)
         if stop > block.entry.size:
-            raise _outside(layout, documents, block, block.entry.size)
+            raise _outside(header, documents, block, block.entry.size)
         with store.open(block.entry) as file:
             data = pa.py_buffer(file.read_at(stop - start, start))
-        return pa.Table.from_batches([_batch(layout, documents, data, start, _heap)]).select(columns)
+        return pa.Table.from_batches([_batch(header, documents, data, start, _heap)]).select(columns)
 
     def view(
         self,
@@ -153,14 +153,14 @@ class MegatronFormat(NoStatistics):
         """Return a block of a mapped file. Its tokens are not copied, its offsets are written to ``room``."""
         assert block.end is not None
         index = beside()
-        layout = Layout.of(
+        header = IndexHeader.of(
             _index_path(block.entry.path), index.slice(0, min(index.size, _HEADER.size)).to_pybytes(), index.size
         )
-        documents = layout.documents_at(lambda size, at: index.slice(at, size), block.offset, block.end)
-        start, stop = documents.span(layout.dtype.itemsize)
+        documents = header.documents_at(lambda size, at: index.slice(at, size), block.offset, block.end)
+        start, stop = documents.span(header.dtype.itemsize)
         if stop > file.size:
-            raise _outside(layout, documents, block, file.size)
-        batch = _batch(layout, documents, file.slice(start, stop - start), start, room)
+            raise _outside(header, documents, block, file.size)
+        batch = _batch(header, documents, file.slice(start, stop - start), start, room)
         return batch if batch.schema.equals(schema) else _fitted(batch, schema)
 
 
@@ -190,12 +190,12 @@ def _index_path(path: str) -> str:
     return path.removesuffix(".bin") + ".idx"
 
 
-def _layout(name: str, file: OpenFile) -> Layout:
-    return Layout.of(name, file.read_at(_HEADER.size, 0), file.size)
+def _header(name: str, file: OpenFile) -> IndexHeader:
+    return IndexHeader.of(name, file.read_at(_HEADER.size, 0), file.size)
 
 
-def _outside(layout: Layout, documents: _Documents, block: Block, size: int) -> ValueError:
-    ends = documents.pointers + documents.lengths.astype(np.int64) * layout.dtype.itemsize
+def _outside(header: IndexHeader, documents: _Documents, block: Block, size: int) -> ValueError:
+    ends = documents.pointers + documents.lengths.astype(np.int64) * header.dtype.itemsize
     sequence = int(np.flatnonzero(ends > size)[0])
     document = block.offset + int(np.searchsorted(documents.bounds, sequence, side="right")) - 1
     return ValueError(f"document {document} ends at byte {int(ends[sequence])} of a file of {size} bytes")
@@ -214,23 +214,23 @@ def _heap(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _batch(
-    layout: Layout, documents: _Documents, data: pa.Buffer, start: int, room: Callable[[int], Any]
+    header: IndexHeader, documents: _Documents, data: pa.Buffer, start: int, room: Callable[[int], Any]
 ) -> pa.RecordBatch:
     """Return documents as a batch. ``data`` are the bytes from ``start`` on."""
-    width, bounds, lengths = layout.dtype.itemsize, documents.bounds, documents.lengths
+    width, bounds, lengths = header.dtype.itemsize, documents.bounds, documents.lengths
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if not documents.is_contiguous(width):
-        flat = np.frombuffer(data, layout.dtype)
+        flat = np.frombuffer(data, header.dtype)
         firsts = (documents.pointers - start) // width
         parts = [flat[first : first + length] for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)]
         data = pa.py_buffer(np.concatenate(parts))
-    tokens = pa.Array.from_buffers(pa.from_numpy_dtype(layout.dtype), int(ends[-1]), [None, data])
+    tokens = pa.Array.from_buffers(pa.from_numpy_dtype(header.dtype), int(ends[-1]), [None, data])
     columns = [_lists(tokens, ends[bounds], room)]
-    if layout.joined:
+    if header.joined:
         columns.append(_lists(_copied(lengths, pa.int32(), room), bounds, room))
     if documents.modes is not None:
         columns.append(_lists(_copied(documents.modes, pa.int8(), room), bounds, room))
-    return pa.RecordBatch.from_arrays(columns, schema=layout.schema)
+    return pa.RecordBatch.from_arrays(columns, schema=header.schema)
 
 
 def _lists(values: pa.Array, ends: npt.NDArray[np.int64], room: Callable[[int], Any]) -> pa.Array:
