@@ -74,8 +74,7 @@ def from_files(
     """
     if partitioning not in (None, "hive"):
         raise ValueError(f"partitioning must be None or 'hive', got {partitioning!r}")
-    spec = cache_spec(cache_dir, cache_bytes)
-    check_on_error(on_error)
+    opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     where = {"storage_options": storage_options, "filesystem": filesystem, "retry": retry}
     texts = paths_of(paths)
     store, _ = resolve(texts[0], **where)
@@ -87,25 +86,21 @@ def from_files(
             found.append(find_files(texts, format=format, fresh=force_reindex, **where))
         return found[0]
 
-    folder = None if index_dir is None else local_folder(index_dir, "index_dir")
+    folder = opening.index_folder
     given = tuple(resolve(text, **where)[1] for text in texts)
     request = Request(store, given, check_format(format), chosen, partitioning, on_error == "skip", find)
-    source: Source | None = None
     if can_be_mapped(request, folder, force=force_reindex, validate=validate):
         # Files with different columns cannot be mapped as one; encoded blocks are decoded once, not for each row.
         with suppress(DifferentSchemasError, EncodedError):
             files = [Path(entry.path) for entry in find().entries]
             index = _index(files, index_dir, force_reindex, on_error, as_mapped=True)
-            source = Source((index,))
             with suppress(OSError):  # an index of other files that were here: nobody would recreate it
                 request.index_path(folder).unlink(missing_ok=True)
-    if source is None:
-        with shown("indexing", "files") as report:
-            index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
-        listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
-        source = Source((index,), Access(listed, chosen, spec))
-    ds = make_dataset(source, on_error=on_error)
-    return ds if columns is None else ds.select_columns(list(columns))
+            return opening.dataset(index, store, mapped=True)
+    with shown("indexing", "files") as report:
+        index = open_lake(request, index_dir=folder, force=force_reindex, validate=validate, progress=report)
+    listed = found[0].store if found else store  # the one that knows which commit of the Hub was listed
+    return opening.dataset(index, listed, chosen)
 
 
 def cache_spec(cache_dir: PathLike | None, cache_bytes: int) -> CacheSpec:
