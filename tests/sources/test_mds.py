@@ -27,7 +27,7 @@ from midepoch.errors import (
 from midepoch.sources.formats import records
 from midepoch.testing import assert_resumes_exactly
 from s3 import Server, storage_options
-from shard_files import FIXTURES, assert_equal, write_mds
+from shard_files import FIXTURES, assert_equal, write_litdata, write_mds
 from web import WebServer
 
 COLUMNS = {"id": "int", "text": "str", "tokens": "ndarray:int32", "data": "bytes"}
@@ -136,6 +136,24 @@ def test_a_manifest_a_split_and_a_list_of_folders(tmp_path: Path) -> None:
         midepoch.from_files(tmp_path / "train", format="mds")
     with pytest.raises(DataNotFoundError, match="pass the folder that has it"):
         midepoch.from_files(tmp_path / "train")
+
+
+@pytest.mark.parametrize("pattern", ["*/index.json", "*/*", "{a,b}", "{a,b}/", "{a,b}/index.json", "{a,b}/*"])
+def test_globs_and_braces_of_manifests_are_their_data(pattern: str, tmp_path: Path) -> None:
+    """A manifest is JSON itself: it must never be read as rows."""
+    for part, start in (("a", 0), ("b", 60)):
+        write_mds(tmp_path / part, COLUMNS, rows()[start : start + 60])
+    assert in_order(midepoch.from_files(f"{tmp_path}/{pattern}")) == rows()
+    shutil.rmtree(tmp_path / "b")
+    write_litdata(tmp_path / "b", [{"id": 1}])
+    with pytest.raises(FormatError, match=r"different formats: mds \(.*a/index.json\), litdata \(.*b/index.json"):
+        midepoch.from_files(f"{tmp_path}/{pattern}")
+
+
+def test_many_manifests_in_braces(tmp_path: Path) -> None:
+    for number in range(20):
+        write_mds(tmp_path / f"{number:02d}", COLUMNS, rows()[number : number + 1])
+    assert in_order(midepoch.from_files(f"{tmp_path}/{{00..19}}/index.json")) == rows(20)
 
 
 def test_other_json_files_called_index_are_data(tmp_path: Path) -> None:
