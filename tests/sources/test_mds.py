@@ -27,7 +27,7 @@ from midepoch.errors import (
 from midepoch.sources.formats import records
 from midepoch.testing import assert_resumes_exactly
 from s3 import Server, storage_options
-from shard_files import FIXTURES, assert_equal, write_litdata, write_mds
+from shard_files import FIXTURES, assert_equal, overwrite, write_litdata, write_mds
 from web import WebServer
 
 COLUMNS = {"id": "int", "text": "str", "tokens": "ndarray:int32", "data": "bytes"}
@@ -163,6 +163,15 @@ def test_other_json_files_called_index_are_data(tmp_path: Path) -> None:
     assert list(midepoch.from_files(tmp_path)) == [{"shards": 1}]
 
 
+@pytest.mark.parametrize("contents", ["", "not JSON", "[1]", '{"a": 1}'])
+def test_damaged_manifests_beside_shards_are_not_data(contents: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "mds")
+    (folder / "index.json").write_text(contents)
+    for form in (None, "mds"):
+        with pytest.raises(FormatError, match=r"index.json.* not a manifest.* Copy or download it again"):
+            midepoch.from_files(folder, format=form)
+
+
 def test_plain_compressed_and_both_are_the_same_data(tmp_path: Path) -> None:
     """A state resumes with whichever of the two files a machine has."""
     folders = [written(tmp_path / keep, compression="gz", keep=keep) for keep in ("raw", "zip", "both")]
@@ -244,15 +253,6 @@ def test_a_manifest_that_does_not_match(fields: dict[str, Any], message: str, tm
     edited(folder, **fields)
     with pytest.raises(FormatError, match=message):
         midepoch.from_files(folder)
-
-
-def overwrite(path: Path, at: int, data: bytes) -> None:
-    """In place, with the time it had."""
-    stat = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def test_damage_names_shard_sample_and_column(tmp_path: Path) -> None:
