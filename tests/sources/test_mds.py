@@ -316,6 +316,15 @@ def test_arrays_of_another_type_are_refused_and_never_rounded(tmp_path: Path) ->
         list(midepoch.from_files(tmp_path))
 
 
+@pytest.mark.parametrize("value", [b"1.7", b"null", b'"1"', b"true"])
+def test_json_values_of_another_type_are_refused_and_never_converted(value: bytes, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "mds/json", tmp_path / "json"))
+    ds = midepoch.from_files(folder)
+    overwrite(folder / "shard.00000.json", 0, b'{"id":' + value.rjust(4) + b",")
+    with pytest.raises(CorruptBlockError, match=r"shard.00000.json: sample 0: .*column 'id' is .*, expected int"):
+        list(ds)
+
+
 def test_damaged_lines_of_text_shards(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "mds/tsv", tmp_path / "tsv"))
     ds = midepoch.from_files(folder)
