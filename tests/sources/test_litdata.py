@@ -143,6 +143,8 @@ def test_decompressed_chunks_are_found(tmp_path: Path) -> None:
     with pa.CompressedInputStream(pa.BufferReader(packed.read_bytes()), "zstd") as stream:
         (folder / "chunk-0-1.bin").write_bytes(stream.read())
     packed.unlink()
+    with pytest.raises(DataNotFoundError, match=r"chunk-0-1.zstd.bin does not exist. Restore it, .*force_reindex=True"):
+        list(midepoch.from_files(folder))
     ds = midepoch.from_files(folder, force_reindex=True)
     assert list(ds) == expected
     assert ds.loader(4).state_dict() == midepoch.from_files(FIXTURES / "litdata/chunk").loader(4).state_dict()
@@ -178,6 +180,12 @@ def test_manifests_that_cannot_be_read(change: Any, message: str, tmp_path: Path
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises((FormatError, DataNotFoundError), match=message):
         midepoch.from_files(folder)
+
+
+def test_a_chunk_needs_its_manifest(tmp_path: Path) -> None:
+    chunk = written(tmp_path / "chunks") / "chunk-0-0.bin"
+    with pytest.raises(FormatError, match=r"chunk-0-0.bin: pass the folder of this chunk, which has its index.json"):
+        midepoch.from_files(chunk, format="litdata")
 
 
 def test_tokens_need_chunks_of_tokens(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def find_files(
     kinds = {each.kind for each in found}
     if kinds & set(manifests.FORMATS):
         return _of_manifests(store, found, wanted)
-    if wanted == "litdata":  # its ParquetLoader
+    if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
         wanted = None
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
     if chosen in KINDS:
@@ -222,7 +222,7 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
 def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
     """Return the manifest and its format. Parquet files that it names are read as all others are."""
     if kind == "parquet":
-        return Expanded("", manifests.parquet_files(store, manifest))
+        return Expanded("", manifests.parquet_files(store, manifest), kind)
     return Expanded("", [manifest], kind)
 
 
