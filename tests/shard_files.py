@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -40,7 +41,7 @@ def write_mds(
         samples = [
             _sample([columns[n] for n in names], [row[n] for n in names]) for row in listed[start : start + shard]
         ]
-        data = _with_offsets(samples, b'{"made": "by a test"}')
+        data = with_offsets(samples, b'{"made": "by a test"}')
         name = f"shard.{number:05d}.mds"
         packed = _PACK[compression](data) if compression else b""
         if not compression or keep != "zip":
@@ -66,7 +67,8 @@ def write_mds(
     (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
 
 
-def _with_offsets(samples: Sequence[bytes], between: bytes = b"") -> bytes:
+def with_offsets(samples: Sequence[bytes], between: bytes = b"") -> bytes:
+    """Return a shard: the number of its samples, their offsets, and the samples."""
     offsets = np.cumsum([0, *map(len, samples)]) + 4 * (len(samples) + 2) + len(between)
     head = np.uint32(len(samples)).tobytes() + offsets.astype(np.uint32).tobytes()
     return head + between + b"".join(samples)
@@ -100,7 +102,7 @@ def write_litdata(folder: Path, rows: Sequence[Mapping[str, Any]], *, chunk: int
                 row[n].encode() if isinstance(row[n], str) else np.asarray(row[n], np.int64).tobytes() for n in names
             ]
             samples.append(np.array([*map(len, parts)], np.uint32).tobytes() + b"".join(parts))
-        data, name = _with_offsets(samples), f"chunk-0-{number}.bin"
+        data, name = with_offsets(samples), f"chunk-0-{number}.bin"
         (folder / name).write_bytes(data)
         chunks.append({"chunk_bytes": len(data), "chunk_size": len(samples), "dim": None, "filename": name})
     leaf = {"type": None, "context": None, "children_spec": []}
@@ -108,6 +110,15 @@ def write_litdata(folder: Path, rows: Sequence[Mapping[str, Any]], *, chunk: int
     config = {"compression": None, "data_format": kinds, "data_spec": json.dumps(spec), "encryption": None}
     config |= {"chunk_size": chunk, "chunk_bytes": None, "item_loader": "PyTreeLoader"}
     (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}, sort_keys=True))
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    """Change a file in place, and keep its modification time."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def assert_equal(value: Any, expected: Any, kind: pa.DataType, text: str = "") -> None:

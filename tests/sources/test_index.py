@@ -24,7 +24,9 @@ from midepoch.errors import FormatError
 from midepoch.sources import Source
 from midepoch.sources import index as index_module
 from midepoch.sources import lake as lake_module
+from midepoch.sources.formats.shards import footer_parts
 from midepoch.sources.index import Index, open_index
+from shard_files import FIXTURES
 
 
 @pytest.fixture
@@ -219,3 +221,20 @@ def test_an_index_that_was_left_over_decides_nothing(tmp_path: Path) -> None:
     ]
     assert found[0] == found[1]
     assert len(midepoch.from_files(folder, index_dir=tmp_path / "old", validate=False)) == 12
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("mds/all", "bytes codec encodings kinds names samples sizes text uniform"),
+        ("litdata/plain", "arrow block codec kinds layout leaves level samples spec uniform"),
+        ("litdata/batch", "arrow block codec frames kinds layout leaves level samples spec uniform"),
+        ("litdata/rows", "arrow batches codec layout leaves samples spec uniform"),
+    ],
+)
+def test_the_layout_of_footers_belongs_to_the_version(case: str, names: str, tmp_path: Path) -> None:
+    """An index of another layout must not be read: to change these names, raise ``VERSION``."""
+    midepoch.from_files(FIXTURES / case, index_dir=tmp_path)
+    index = index_module.read_index(next(tmp_path.glob("*.midepoch-index")))
+    assert index is not None
+    assert (index_module.VERSION, sorted(footer_parts(index.footers[1])[0])) == (6, names.split())

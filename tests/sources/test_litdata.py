@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -20,7 +19,7 @@ from midepoch.errors import CorruptBlockError, DataNotFoundError, FormatError, M
 from midepoch.sources.formats import records
 from midepoch.testing import assert_resumes_exactly
 from s3 import Server, storage_options
-from shard_files import FIXTURES, assert_equal, write_litdata
+from shard_files import FIXTURES, assert_equal, overwrite, with_offsets, write_litdata
 
 CASES = sorted(path.name for path in (FIXTURES / "litdata").iterdir())
 STORED = {"nested": "json", "mixed": "json", "words": "json", "any": "json", "pickled": "pickle"}
@@ -144,6 +143,8 @@ def test_decompressed_chunks_are_found(tmp_path: Path) -> None:
     with pa.CompressedInputStream(pa.BufferReader(packed.read_bytes()), "zstd") as stream:
         (folder / "chunk-0-1.bin").write_bytes(stream.read())
     packed.unlink()
+    with pytest.raises(DataNotFoundError, match=r"chunk-0-1.zstd.bin does not exist. Restore it, .*force_reindex=True"):
+        list(midepoch.from_files(folder))
     ds = midepoch.from_files(folder, force_reindex=True)
     assert list(ds) == expected
     assert ds.loader(4).state_dict() == midepoch.from_files(FIXTURES / "litdata/chunk").loader(4).state_dict()
@@ -162,6 +163,14 @@ def test_decompressed_chunks_are_found(tmp_path: Path) -> None:
         (lambda index: index["chunks"][1].update(chunk_bytes=10**6), "chunk-0-1.bin has .* bytes, .* says 1000000"),
         (lambda index: index["chunks"][1].update(filename="gone.bin"), "gone.bin does not exist, but .* names it"),
         (lambda index: index["chunks"].clear(), "names no chunks"),
+        (
+            lambda index: index["chunks"].append("x") or index["config"].pop("item_loader"),
+            "its chunk 3 is described wro",
+        ),
+        (
+            lambda index: index["chunks"][1].update(filename=3) or index["config"].update(compression="zstd"),
+            "file 3, w",
+        ),
     ],
 )
 def test_manifests_that_cannot_be_read(change: Any, message: str, tmp_path: Path) -> None:
@@ -173,6 +182,12 @@ def test_manifests_that_cannot_be_read(change: Any, message: str, tmp_path: Path
         midepoch.from_files(folder)
 
 
+def test_a_chunk_needs_its_manifest(tmp_path: Path) -> None:
+    chunk = written(tmp_path / "chunks") / "chunk-0-0.bin"
+    with pytest.raises(FormatError, match=r"chunk-0-0.bin: pass the folder of this chunk, which has its index.json"):
+        midepoch.from_files(chunk, format="litdata")
+
+
 def test_tokens_need_chunks_of_tokens(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="its chunks have samples, not the tokens of TokensLoader"):
         midepoch.from_tokens(written(tmp_path / "chunks"), 8)
@@ -180,13 +195,29 @@ def test_tokens_need_chunks_of_tokens(tmp_path: Path) -> None:
         midepoch.from_files(FIXTURES / "litdata/tokens", block_size=8)
 
 
-def overwrite(path: Path, at: int, data: bytes) -> None:
-    """In place, with the time it had."""
-    stat = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+@pytest.mark.parametrize("path", ["", "*.bin", "{chunk-0-0,chunk-0-1}.bin"])
+@pytest.mark.parametrize("dtype", [None, "uint16"])
+def test_headers_of_chunks_are_never_tokens(path: str, dtype: str | None) -> None:
+    folder = f"{FIXTURES}/litdata/tokens"
+    if not path and dtype is None:
+        return
+    with pytest.raises(FormatError, match=r"chunk-0-0.bin is a chunk of LitData.*Pass its folder without dtype"):
+        midepoch.from_tokens(f"{folder}/{path}", 8, dtype=dtype)
+
+
+def test_empty_containers_and_chunks(tmp_path: Path) -> None:
+    """``{"id": 1, "tags": [], "more": {}}``: the containers have no leaves, and so no bytes."""
+    folder = tmp_path / "chunks"
+    write_litdata(folder, [{"id": i} for i in range(120)])
+    index = json.loads((folder / "index.json").read_text())
+    children = [{"type": None, "context": None, "children_spec": []}]
+    children += [{"type": f"builtins.{kind}", "context": "[]", "children_spec": []} for kind in ("list", "dict")]
+    spec = {"type": "builtins.dict", "context": json.dumps(["id", "tags", "more"]), "children_spec": children}
+    index["config"]["data_spec"] = json.dumps([1, spec])
+    (folder / "empty.bin").write_bytes(data := with_offsets([]))
+    index["chunks"].insert(1, {"chunk_bytes": len(data), "chunk_size": 0, "dim": None, "filename": "empty.bin"})
+    (folder / "index.json").write_text(json.dumps(index))
+    assert list(midepoch.from_files(folder)) == [{"id": i, "tags": [], "more": {}} for i in range(120)]
 
 
 def test_damage_names_chunk_sample_and_column(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from midepoch.errors import (
 from midepoch.sources.formats import records
 from midepoch.testing import assert_resumes_exactly
 from s3 import Server, storage_options
-from shard_files import FIXTURES, assert_equal, write_mds
+from shard_files import FIXTURES, assert_equal, overwrite, write_litdata, write_mds
 from web import WebServer
 
 COLUMNS = {"id": "int", "text": "str", "tokens": "ndarray:int32", "data": "bytes"}
@@ -138,11 +138,38 @@ def test_a_manifest_a_split_and_a_list_of_folders(tmp_path: Path) -> None:
         midepoch.from_files(tmp_path / "train")
 
 
+@pytest.mark.parametrize("pattern", ["*/index.json", "*/*", "{a,b}", "{a,b}/", "{a,b}/index.json", "{a,b}/*"])
+def test_globs_and_braces_of_manifests_are_their_data(pattern: str, tmp_path: Path) -> None:
+    """A manifest is JSON itself: it must never be read as rows."""
+    for part, start in (("a", 0), ("b", 60)):
+        write_mds(tmp_path / part, COLUMNS, rows()[start : start + 60])
+    assert in_order(midepoch.from_files(f"{tmp_path}/{pattern}")) == rows()
+    shutil.rmtree(tmp_path / "b")
+    write_litdata(tmp_path / "b", [{"id": 1}])
+    with pytest.raises(FormatError, match=r"different formats: mds \(.*a/index.json\), litdata \(.*b/index.json"):
+        midepoch.from_files(f"{tmp_path}/{pattern}")
+
+
+def test_many_manifests_in_braces(tmp_path: Path) -> None:
+    for number in range(20):
+        write_mds(tmp_path / f"{number:02d}", COLUMNS, rows()[number : number + 1])
+    assert in_order(midepoch.from_files(f"{tmp_path}/{{00..19}}/index.json")) == rows(20)
+
+
 def test_other_json_files_called_index_are_data(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"a": 1}\n{"a": 2}\n')
     assert list(midepoch.from_files(tmp_path)) == [{"a": 1}, {"a": 2}]
     (tmp_path / "index.json").write_text('{"shards": 1}\n')
     assert list(midepoch.from_files(tmp_path)) == [{"shards": 1}]
+
+
+@pytest.mark.parametrize("contents", ["", "not JSON", "[1]", '{"a": 1}'])
+def test_damaged_manifests_beside_shards_are_not_data(contents: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "mds")
+    (folder / "index.json").write_text(contents)
+    for form in (None, "mds"):
+        with pytest.raises(FormatError, match=r"index.json.* not a manifest.* Copy or download it again"):
+            midepoch.from_files(folder, format=form)
 
 
 def test_plain_compressed_and_both_are_the_same_data(tmp_path: Path) -> None:
@@ -228,15 +255,6 @@ def test_a_manifest_that_does_not_match(fields: dict[str, Any], message: str, tm
         midepoch.from_files(folder)
 
 
-def overwrite(path: Path, at: int, data: bytes) -> None:
-    """In place, with the time it had."""
-    stat = path.stat()
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
 def test_damage_names_shard_sample_and_column(tmp_path: Path) -> None:
     folder = written(tmp_path / "mds")
     shard = folder / "shard.00001.mds"
@@ -296,6 +314,15 @@ def test_arrays_of_another_type_are_refused_and_never_rounded(tmp_path: Path) ->
         CorruptBlockError, match=r"shard.00000.mds: sample \d+, column 'x': its array is .*int32.*float"
     ):
         list(midepoch.from_files(tmp_path))
+
+
+@pytest.mark.parametrize("value", [b"1.7", b"null", b'"1"', b"true"])
+def test_json_values_of_another_type_are_refused_and_never_converted(value: bytes, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "mds/json", tmp_path / "json"))
+    ds = midepoch.from_files(folder)
+    overwrite(folder / "shard.00000.json", 0, b'{"id":' + value.rjust(4) + b",")
+    with pytest.raises(CorruptBlockError, match=r"shard.00000.json: sample 0: .*column 'id' is .*, expected int"):
+        list(ds)
 
 
 def test_damaged_lines_of_text_shards(tmp_path: Path) -> None:

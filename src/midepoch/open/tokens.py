@@ -19,7 +19,7 @@ from midepoch.sources.files import DataFiles, PathLike, expand, paths_of
 from midepoch.sources.formats.tokens import DTYPES, MOST_TOKENS
 from midepoch.sources.index import Index
 from midepoch.sources.lake import Request, open_lake
-from midepoch.sources.manifests import is_litdata
+from midepoch.sources.manifests import is_litdata, refuse_chunks
 from midepoch.sources.stores import Entry, Retry, Store
 
 _PARALLEL = 16
@@ -71,7 +71,11 @@ def from_tokens(
         )  # fmt: skip
 
     def find(store: Store, given: Sequence[str]) -> list[Entry]:
-        return [entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")]
+        found = [
+            entry for path, text in zip(given, texts, strict=True) for entry in expand(store, path, text, "tokens")
+        ]
+        refuse_chunks(store, found)
+        return found
 
     index, store = _opened(texts, form, find, where, opening, validate)
     if not index.starts[-1]:

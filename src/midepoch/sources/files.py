@@ -85,7 +85,7 @@ def find_files(
     kinds = {each.kind for each in found}
     if kinds & set(manifests.FORMATS):
         return _of_manifests(store, found, wanted)
-    if wanted == "litdata":  # its ParquetLoader
+    if wanted == "litdata" and kinds == {"parquet"}:  # its ParquetLoader
         wanted = None
     chosen = wanted or (kinds.pop() if len(kinds) == 1 else None) or _common_format(store, entries)
     if chosen in KINDS:
@@ -95,13 +95,22 @@ def find_files(
 
 
 def _of_manifests(store: Store, found: list[Expanded], wanted: str | None) -> DataFiles:
-    kinds = {each.kind: store.name(each.entries[0].path) for each in found}
+    joined = _joined(store, found)
+    kind = wanted or joined.kind
+    assert kind is not None
+    return DataFiles(store, kind, tuple(joined.entries), listed=True)
+
+
+def _joined(store: Store, parts: list[Expanded]) -> Expanded:
+    """Return the files of several paths as those of one. Manifests are joined with manifests of their format only."""
+    entries = [entry for part in parts for entry in part.entries]
+    kinds = {part.kind: store.name(part.entries[0].path) for part in parts}
+    if not kinds.keys() & set(manifests.FORMATS):
+        return Expanded("", entries)
     if len(kinds) > 1:
         listed = ", ".join(f"{kind or 'files without a manifest'} ({name})" for kind, name in kinds.items())
         raise FormatError(f"the paths have different formats: {listed}. Open them as separate datasets.")
-    kind = wanted or found[0].kind
-    assert kind is not None
-    return DataFiles(store, kind, tuple(entry for each in found for entry in each.entries), listed=True)
+    return Expanded("", entries, parts[0].kind)
 
 
 def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
@@ -155,7 +164,7 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
         manifest = manifests.of_file(store, entry, wanted)
         return Expanded("", [entry]) if manifest is None else _described(store, *manifest)
     if (spelled := spelled_out(path)) is not None:
-        return Expanded("", _all_of(store, spelled, given, wanted))
+        return _all_of(store, spelled, given, wanted)
     inner = stat(store, f"{path.rstrip('/')}/{manifests.NAME}") if store.local else None
     if inner is not None and (manifest := manifests.of_file(store, inner, wanted)) is not None:
         return _described(store, *manifest)  # without a listing of the folder
@@ -170,7 +179,11 @@ def _expanded(store: Store, path: str, given: str, wanted: str | None) -> Expand
             found = [each for each in found if format_of(each.path, wanted)] or found
         if not found:
             raise DataNotFoundError(f"no file matches {name!r}{where}. {nearest(store, base)}")
-        return Expanded(base or "/", sorted(found, key=itemgetter(0)))
+        found.sort(key=itemgetter(0))
+        described = [manifest for each in found if (manifest := manifests.of_file(store, each, wanted)) is not None]
+        if described:  # they name the other files
+            return _joined(store, [_described(store, *manifest) for manifest in described])
+        return Expanded(base or "/", found)
     found = below(store, path)
     if not found and not store.is_folder(path):
         entry = None if named else stat(store, path)
@@ -209,22 +222,28 @@ def _chosen(store: Store, path: str, visible: list[Entry], wanted: str | None) -
 def _described(store: Store, kind: str, manifest: Entry) -> Expanded:
     """Return the manifest and its format. Parquet files that it names are read as all others are."""
     if kind == "parquet":
-        return Expanded("", manifests.parquet_files(store, manifest))
+        return Expanded("", manifests.parquet_files(store, manifest), kind)
     return Expanded("", [manifest], kind)
 
 
-def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> list[Entry]:
+def _all_of(store: Store, paths: list[str], given: str, wanted: str | None) -> Expanded:
     """Return the files of paths in order. Many of them are found by one listing of each folder."""
     listed: dict[str, Entry] = {}
     if len(paths) > _FEW and not GLOB.search("".join(paths)) and not paths[0].startswith(("http://", "https://")):
         names = set(paths)
         for folder in dict.fromkeys(map(os.path.dirname, paths)):
             listed |= in_folder(store, folder, names)
-    if len(listed) == len(paths):
-        return [listed[path] for path in paths]
-    return [
-        entry for path in paths for entry in ([listed[path]] if path in listed else expand(store, path, given, wanted))
-    ]
+    if len(listed) == len(paths) and not any(map(manifests.is_manifest, paths)):
+        return Expanded("", [listed[path] for path in paths])
+    return _joined(
+        store,
+        [
+            Expanded("", [listed[path]])
+            if path in listed and not manifests.is_manifest(path)
+            else _expanded(store, path, given, wanted)
+            for path in paths
+        ],
+    )
 
 
 def _common_format(store: Store, entries: list[Entry]) -> str:

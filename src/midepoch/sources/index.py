@@ -32,7 +32,8 @@ from midepoch.sources.storage import atomic_write, locked
 
 Int64Array = npt.NDArray[np.int64]
 
-VERSION = 5
+VERSION = 6
+"""Raise it when the layout of an index changes, or that of the footers of a format: older files are built again."""
 MAPPED = "mapped"
 _log = logging.getLogger("midepoch")
 

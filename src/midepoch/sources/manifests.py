@@ -21,6 +21,7 @@ FORMATS = ("mds", "litdata")
 _KEYS = {"shards": "mds", "chunks": "litdata"}
 _BEGINNING = re.compile(rb'\s*\{\s*"(shards|chunks)"\s*:\s*\[')
 _PARQUET = re.compile(rb'"filename":\s*"[^"]*\.parquet"')
+_CHUNK = re.compile(r"(?:.*/)?chunk-\d+-\d+(?:\.\w+)?\.bin")
 _HEAD = 512
 _PARALLEL = 16
 
@@ -87,6 +88,12 @@ def chosen(store: Store, folder: str, found: Sequence[Entry], wanted: str | None
             f"{store.name(folder)} contains {len(folders)} datasets with an index.json: {listed}. Choose one of them, "
             "or pass a list of folders."
         )
+    if not kinds and outer and (wanted is not None or any(".mds" in entry.path for entry in found)):
+        read_manifest(store, outer[0])
+        raise FormatError(
+            f"{store.name(outer[0].path)} is not a manifest of {wanted or 'mds'}: it has no list of files. Copy or "
+            "download it again."
+        )
     if not kinds and wanted is not None:
         raise DataNotFoundError(
             f"no {NAME} of format {wanted!r} in {store.name(folder)}. Check the path: the manifest names the files of "
@@ -122,6 +129,16 @@ def is_litdata(store: Store, path: str) -> bool:
     """Return True if a path is the manifest of LitData's chunks, or a folder that has one."""
     entry = store.stat(path if is_manifest(path) else f"{path.rstrip('/')}/{NAME}")
     return entry is not None and manifest_format(store, entry) == "litdata"
+
+
+def refuse_chunks(store: Store, entries: Sequence[Entry]) -> None:
+    """Raise FormatError for chunks of LitData among files of tokens: their headers would be read as tokens."""
+    chunk = next((entry.path for entry in entries if _CHUNK.fullmatch(entry.path)), None)
+    if chunk is not None and is_litdata(store, folder := os.path.dirname(chunk)):
+        raise FormatError(
+            f"{store.name(chunk)} is a chunk of LitData: it has a header before its tokens. Pass its folder "
+            f"without dtype: midepoch.from_tokens({store.name(folder)!r}, sequence_length)."
+        )
 
 
 def inside(store: Store, manifest: Entry, name: Any) -> str:

@@ -259,7 +259,8 @@ class Store:
             return self._cleaned(problem)
         name, text = self.name(path), self.secrets.clean(str(problem))
         if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
-            return DataNotFoundError(f"{name} does not exist.")
+            remedy = " Restore it, or open the dataset again with force_reindex=True." if what == "read" else ""
+            return DataNotFoundError(f"{name} does not exist.{remedy}")
         if _GONE.search(text):
             return DataNotFoundError(f"{name} does not exist: {text}")
         if isinstance(problem, PermissionError) or _DENIED.search(text.replace(path, "")):

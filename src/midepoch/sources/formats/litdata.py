@@ -77,6 +77,9 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
         raise FormatError(f"{name}: it has no 'config'. Copy or download it again.")
     if not chunks:
         raise DataNotFoundError(f"{name} names no chunks. Check the program that wrote it.")
+    if wrong := [number for number, chunk in enumerate(chunks) if not isinstance(chunk, dict)]:
+        text = f"{name}: its chunk {wrong[0]} is described wrongly: {chunks[wrong[0]]!r:.60}. Write it again."
+        raise FormatError(text)
     common = _common(name, config, chunks, block_size)
     codec = str(config.get("compression") or "") or None
     described, paths = [], []
@@ -87,7 +90,7 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
         except (KeyError, TypeError, ValueError) as problem:
             text = f"{name}: its chunk {number} is described wrongly: {problem!r}. Write it again."
             raise FormatError(text) from None
-        packed = codec is not None and f".{codec}." in filename
+        packed = codec is not None and f".{codec}." in str(filename)
         plain = filename.replace(f".{codec}", "") if packed else filename
         files: list[tuple[str, str | None]] = [(inside(store, manifest, plain), None)]
         if packed and codec is not None:

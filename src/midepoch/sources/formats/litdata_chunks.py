@@ -110,8 +110,10 @@ class Chunk:
 
     def _schema(self, offsets: Int64Array) -> pa.Schema:
         """Return the types: those of the first sample where the manifest does not determine them."""
+        if len(offsets) < 2 and self.about["layout"] == "tokens":
+            return pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(self._token_type), self.about["block"] or -1))])
         if len(offsets) < 2:
-            return pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(self._token_type), self.about["block"]))])
+            return pa.schema([(name, pa.null()) for name in self.names])
         first = self.samples(0, 1, offsets)
         return self._table(first, offsets[:2] - offsets[0], 0, self.names).schema
 
@@ -153,10 +155,10 @@ class Chunk:
         with naming(self.name, first):
             leaves = columns_of(data, offsets, [None] * len(self.about["leaves"]))
         encodings = [leaf_encoding(text) for text in self.about["leaves"]]
-        arrays = {}
+        arrays, rows = {}, len(offsets) - 1
         for name in columns:
             with naming(self.name, first, name):
-                arrays[name] = self._tree[name].array(lambda leaf: encodings[leaf].decode(leaves[leaf]))
+                arrays[name] = self._tree[name].array(lambda leaf: encodings[leaf].decode(leaves[leaf]), rows)
         return pa.table(arrays)
 
     def _tokens(self, values: Values) -> pa.Array:
@@ -252,7 +254,7 @@ class ArrowChunk:
                 f"{self._chunk.about['samples']}. Copy or download it again."
             )
         ends = np.array([*found.offsets, self._length], dtype=np.int64)
-        numbers = cut(ends)
+        numbers = cut(ends, None if self._chunk.about["codec"] is None else _COMPRESSED_BLOCK)
         rows = np.concatenate([[0], np.cumsum(found.rows)])
         scan = Scanned(found.schema, nullable=found.nullable, dictionaries=found.dictionaries)
         scan.offsets, scan.stop = [int(rows[i]) for i in numbers], int(rows[-1])

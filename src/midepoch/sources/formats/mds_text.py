@@ -6,7 +6,7 @@ Each has two files: the lines, and the offsets of the lines. A value is text, an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +14,7 @@ import pyarrow as pa
 from midepoch.sources.formats.records import BadSampleError, Bytes, Int64Array
 
 FORMATS = ("json", "csv", "tsv", "xsv")
-_KINDS: dict[str, tuple[pa.DataType, Callable[[Any], Any]]] = {
+_KINDS: dict[str, tuple[pa.DataType, type[str] | type[int] | type[float]]] = {
     "str": (pa.string(), str),
     "int": (pa.int64(), int),
     "float": (pa.float64(), float),
@@ -54,10 +54,19 @@ def table_of(data: Bytes, offsets: Int64Array, about: dict[str, Any], columns: S
             row = _row(contents[bounds[number] : bounds[number + 1]].decode(), about)
             for name, values in found.items():
                 kind, convert = _KINDS[encodings[name]]
+                if about["text"]["separator"] is None:
+                    _check(name, encodings[name], row[name])
                 values.append(pa.scalar(convert(row[name]), kind).as_py())
         except (ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as problem:
             raise BadSampleError(number, f"its line cannot be read: {problem!r}") from None
     return pa.table({name: pa.array(values, _KINDS[encodings[name]][0]) for name, values in found.items()})
+
+
+def _check(name: str, encoding: str, value: Any) -> None:
+    """Raise ValueError for a JSON value of another type. A conversion could change it: ``int(1.7)``, ``str(None)``."""
+    allowed = (int, float) if encoding == "float" else _KINDS[encoding][1]
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        raise ValueError(f"column {name!r} is {value!r:.60}, expected {encoding}")
 
 
 def _row(line: str, about: dict[str, Any]) -> dict[str, Any]:

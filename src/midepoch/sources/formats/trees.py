@@ -32,13 +32,15 @@ class Tree:
         """Return the outermost children by name."""
         return {SINGLE: self} if self.leaf >= 0 else dict(zip(self.names, self.children, strict=True))
 
-    def array(self, decode: Callable[[int], pa.Array]) -> pa.Array:
+    def array(self, decode: Callable[[int], pa.Array], rows: int) -> pa.Array:
         """Return the array of a column. ``decode`` returns that of a leaf."""
         if self.leaf >= 0:
             return decode(self.leaf)
-        parts = [child.array(decode) for child in self.children]
+        if not self.children:
+            empty: Any = [] if self.is_list else {}
+            return pa.array([empty] * rows, pa.list_(pa.null()) if self.is_list else pa.struct([]))
+        parts = [child.array(decode, rows) for child in self.children]
         if self.is_list and len({part.type for part in parts}) == 1:
-            rows = len(parts[0])
             order = np.arange(rows * len(parts)).reshape(len(parts), rows).T.reshape(-1)
             values = pa.concat_arrays(parts).take(pa.array(order.tolist(), pa.int64()))
             return pa.FixedSizeListArray.from_arrays(values, len(parts))
