@@ -115,6 +115,23 @@ def test_equal_contents_are_one_file_however_they_were_made(tmp_path: Path) -> N
     assert len({fingerprint(midepoch.from_dict({"a": each}, cache_dir=tmp_path)) for each in validity}) == 1
 
 
+def test_views_are_the_same_data_as_text_at_any_depth(tmp_path: Path) -> None:
+    words = ["a", None, "b" * 40]
+    nested = [{"a": words}, None, {"a": []}]
+
+    def opened(text: pa.DataType) -> midepoch.Dataset:
+        arrays = {
+            "flat": pa.array(words, text),
+            "list": pa.array([words, None, []], pa.list_(text)),
+            "struct": pa.array(nested, pa.struct({"a": pa.list_(text)})),
+        }
+        return midepoch.from_arrow(pa.table(arrays), cache_dir=tmp_path)
+
+    view = opened(pa.string_view())
+    assert fingerprint(view) == fingerprint(opened(pa.large_string()))
+    assert [row["struct"] for row in rows_of(view)] == nested
+
+
 def test_another_value_anywhere_is_other_data(tmp_path: Path) -> None:
     """Also where a fingerprint of files does not look: it is a sample."""
     values = np.arange(100_000)

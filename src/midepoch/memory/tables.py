@@ -21,7 +21,7 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.sources import Source
-from midepoch.sources.dictionaries import plain_array, plain_schema
+from midepoch.sources.dictionaries import plain_array, plain_schema, without_views
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import plain_values
 from midepoch.transforms.cast import types_by_name
@@ -271,10 +271,7 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
 def _plain_schema(schema: pa.Schema) -> pa.Schema:
     """Return the schema of the files: dictionaries become values, and views become text or bytes."""
     plain = plain_schema(schema)
-    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-    for i, field in enumerate(plain):
-        plain = plain.set(i, field.with_type(views.get(field.type, field.type)))
-    return plain
+    return pa.schema([field.with_type(without_views(field.type)) for field in plain], metadata=plain.metadata)
 
 
 def _batches(table: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
