@@ -92,6 +92,8 @@ def test_tables_and_other_values(tmp_path: Path) -> None:
     for kind, text, given in cases:
         with pytest.raises(kind, match=text):
             midepoch.from_generator(given, cache_dir=tmp_path)
+    with pytest.raises(TypeError, match="dict of arguments by name, got \\[1\\]"):
+        midepoch.from_generator(tables, gen_kwargs=[1], cache_dir=tmp_path)  # type: ignore[arg-type]
     assert len(midepoch.from_generator(locked, key="v1", cache_dir=tmp_path)) == 1
     assert not list(tmp_path.glob(".*.tmp"))
     Path(ds.pipeline.base.source.files[0].path).unlink()  # it may have taken hours: never removed without being asked

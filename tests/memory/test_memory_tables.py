@@ -245,6 +245,15 @@ def test_wrong_objects_name_the_function_to_call() -> None:
         (midepoch.from_files, [{"a": 1}], r"from_list\(rows\)"),
         (midepoch.from_files, ({"a": 1} for _ in range(2)), "from_generator"),
         (midepoch.from_files, torch.utils.data.TensorDataset(torch.ones(2)), r"from_map_style\(ds\)"),
+        (midepoch.from_files, lambda: [{"a": 1}], "from_generator"),
+        (midepoch.from_files, np.arange(3), "from_dict"),
+        (midepoch.from_files, frame["a"], "from_dict"),
+        (midepoch.from_files, midepoch.from_dict({"a": [1]}), "a dataset already"),
+        (midepoch.from_dict, np.arange(3), r"Call midepoch.from_dict\("),
+        (midepoch.from_arrow, frame["a"], "from_dict"),
+        (midepoch.from_arrow, pl.Series([1]), "from_dict"),
+        (midepoch.from_arrow, table.column("a"), "from_dict"),
+        (midepoch.from_map_style, frame["a"], "from_dict"),
     ]
     for function, given, text in cases:
         with pytest.raises(TypeError, match=text):
@@ -263,6 +272,9 @@ def test_wrong_objects_name_the_function_to_call() -> None:
             lambda: midepoch.from_dict({"a": [999]}, schema={"a": "int8"}),
         ),
         (midepoch.ColumnError, "int8", lambda: midepoch.from_pandas(pd.DataFrame({"a": [999]}), schema={"a": "int8"})),
+        (midepoch.ColumnError, "several columns", lambda: midepoch.from_dict({1: [1], "1": [2]})),
+        (midepoch.ColumnError, "several columns", lambda: midepoch.from_pandas(pd.concat([frame, frame], axis=1))),
+        (midepoch.DataNotFoundError, "no paths.*from_generator", lambda: midepoch.from_files(row for row in [])),
         (midepoch.ColumnError, "several columns", lambda: midepoch.from_arrow(pa.table([[1], [2]], names=["a", "a"]))),
         (TypeError, "value for each row", lambda: midepoch.from_dict({"a": "text"})),
         (AttributeError, "midepoch.from_dict", lambda: midepoch.Dataset.from_dict({"a": [1]})),

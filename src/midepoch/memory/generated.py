@@ -43,6 +43,8 @@ def from_generator(
     by the function and its arguments.
     """
     name = _checked(function)
+    if gen_kwargs is not None and not isinstance(gen_kwargs, Mapping):
+        raise TypeError(f"from_generator(gen_kwargs=…) must be a dict of arguments by name, got {gen_kwargs!r:.60}")
     given = dict(gen_kwargs or {})
     kinds = tuple(types_of(schema, "from_generator").items())
     if key is not None and not isinstance(key, str):

@@ -92,6 +92,7 @@ def from_pandas(
             raise ValueError("from_pandas(preserve_index=True): a frame of polars has no index. Omit it.")
         table = _of_polars(frame, "from_pandas")
     else:
+        _check_names(list(map(str, frame.columns)), "from_pandas")
         try:
             table = pa.Table.from_pandas(frame, preserve_index=preserve_index)
         except (pa.ArrowException, TypeError, ValueError) as problem:
@@ -107,6 +108,7 @@ def table_of(data: Mapping[str, Any], schema: Schema, what: str) -> pa.Table:
     for name in kinds:
         if name not in data:
             raise ColumnError(f"{what}: the schema has a column {name!r}, the data has {', '.join(map(repr, data))}.")
+    _check_names(list(map(str, data)), what)
     columns = {str(name): _array(str(name), values, kinds.get(name), what) for name, values in data.items()}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -202,7 +204,8 @@ def _arrow_table(data: Any) -> pa.Table:
         except pa.ArrowException as problem:
             raise ColumnError(f"from_arrow: the tables do not have one schema: {problem}. Cast them first.") from None
     package = type(data).__module__.partition(".")[0]
-    if hasattr(data, "__arrow_c_stream__") and package not in ("datasets", "midepoch"):
+    is_column = isinstance(data, pa.ChunkedArray) or type(data).__name__ == "Series"
+    if hasattr(data, "__arrow_c_stream__") and not is_column and package not in ("datasets", "midepoch"):
         return (
             _of_polars(data, "from_arrow") if package == "polars" else _spooled(pa.RecordBatchReader.from_stream(data))
         )
@@ -238,9 +241,7 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
         raise DataNotFoundError(f"{what}: there are no columns.")
     if not table.num_rows:
         raise DataNotFoundError(f"{what}: there are no rows.")
-    twice = [name for name, count in Counter(table.column_names).items() if count > 1]
-    if twice:
-        raise ColumnError(f"{what}: several columns are named {twice[0]!r}. Rename them.")
+    _check_names(table.column_names, what)
     features = (table.schema.metadata or {}).get(_FEATURES)
     schema = _plain_schema(table.schema).with_metadata({_FEATURES: features} if features else None)
     digest = hashlib.blake2b(schema.serialize(), digest_size=16)
@@ -266,6 +267,12 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
         return done
 
     return stored(folder_for("memory", root), name, what, write, expires=True)
+
+
+def _check_names(names: Sequence[str], what: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ColumnError(f"{what}: several columns are named {twice[0]!r}. Rename them.")
 
 
 def _plain_schema(schema: pa.Schema) -> pa.Schema:
