@@ -61,7 +61,7 @@ def from_generator(
         def run(seeds: Seeds | None) -> int:
             assert seeds is not None
             seeds.set(0)
-            rows = _write(writer, report, _tables(name, function, given, schema))
+            rows = writer.write_all(map(writer.fitted, _tables(name, function, given, schema)), report)
             if not rows:  # not stored: it may yield some next time
                 raise DataNotFoundError(f"from_generator: {name} yields no rows.")
             return rows
@@ -83,21 +83,6 @@ def _checked(function: Any) -> str:
     if not callable(function):
         raise TypeError(instead("from_generator", "a function that yields rows", function))
     return getattr(function, "__name__", None) or type(function).__name__
-
-
-def _write(writer: PartWriter, report: Progress, tables: Iterator[pa.Table]) -> int:
-    part: list[pa.Table] = []
-    rows = size = 0
-    for table in tables:
-        part.append(writer.fitted(table))
-        rows, size = rows + table.num_rows, size + table.nbytes
-        report(rows, 0)
-        if size >= parts.PART_BYTES:
-            writer.finish(part)
-            part, size = [], 0
-    if part:
-        writer.finish(part)
-    return rows
 
 
 def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], schema: Schema) -> Iterator[pa.Table]:

@@ -253,18 +253,8 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
 
     def write(writer: PartWriter, report: Progress) -> int:
         writer.schema = named
-        part: list[pa.Table] = []
-        done = size = 0
-        for batch in _batches(table, schema):
-            part.append(pa.Table.from_batches([batch]))
-            done, size = done + batch.num_rows, size + batch.nbytes
-            report(done, table.num_rows)
-            if size >= parts.PART_BYTES:
-                writer.finish(part)
-                part, size = [], 0
-        if part:
-            writer.finish(part)
-        return done
+        batches = (pa.Table.from_batches([batch]) for batch in _batches(table, schema))
+        return writer.write_all(batches, report, table.num_rows)
 
     return stored(folder_for("memory", root), name, what, write, expires=True)
 
