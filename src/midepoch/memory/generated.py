@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +18,7 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.memory.tables import Schema, rows_table, types_of, with_types
+from midepoch.transforms.formats import own_copy
 from midepoch.transforms.generators import Generators, Seeds
 
 _VERSION = 1
@@ -102,7 +103,7 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
                 f"from_generator: {name} must yield a dict for each row, or Arrow tables. It yielded "
                 f"{type(value).__name__} as row {done + len(rows)}."
             )
-        rows.append(value)
+        rows.append({column: own_copy(each) for column, each in value.items()})  # it may write to them for its next row
         if len(rows) >= parts.ROWS:
             yield rows_table(rows, schema, "from_generator")
             done, rows = done + len(rows), []
@@ -113,7 +114,10 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
 def _values(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Any]:
     number = 0
     try:
-        for value in function(**given):
+        values = function(**given)
+        if not isinstance(values, Iterable):
+            raise TypeError(f"it must yield rows, and returned {type(values).__name__}")
+        for value in values:
             yield value
             number += 1
     except Exception as problem:
