@@ -247,6 +247,7 @@ def test_wrong_objects_name_the_function_to_call() -> None:
         (midepoch.from_files, torch.utils.data.TensorDataset(torch.ones(2)), r"from_map_style\(ds\)"),
         (midepoch.from_files, lambda: [{"a": 1}], "from_generator"),
         (midepoch.from_files, np.arange(3), "from_dict"),
+        (midepoch.from_files, [np.arange(3)], "from_map_style"),
         (midepoch.from_files, frame["a"], "from_dict"),
         (midepoch.from_files, midepoch.from_dict({"a": [1]}), "a dataset already"),
         (midepoch.from_dict, np.arange(3), r"Call midepoch.from_dict\("),

@@ -25,13 +25,14 @@ def opener_of(given: Any) -> str | None:
     if package == "pyarrow" or hasattr(given, "__arrow_c_stream__"):
         return "midepoch.from_arrow(table)"
     if isinstance(given, Mapping):
-        return "midepoch.from_dict(columns)"
+        found = opener_of(next(iter(given.values()), None))
+        return f"{found} with one of them" if found and ".from_hf(" in found else "midepoch.from_dict(columns)"
     if isinstance(given, (list, tuple)) and given and all(isinstance(row, Mapping) for row in given[:3]):
         return "midepoch.from_list(rows)"
     if isinstance(given, (list, tuple)) and given and isinstance(given[0], (str, bytes)):
         return None
     if isinstance(given, (list, tuple)) and given:
-        found = opener_of(given[0])
+        found = None if is_array(given[0]) else opener_of(given[0])
         return found if found is not None and "from_map" not in found else "midepoch.from_map_style(items)"
     if inspect.isgenerator(given) or inspect.isroutine(given):
         return "midepoch.from_generator(function), with the function that yields the rows"
