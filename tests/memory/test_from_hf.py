@@ -183,6 +183,10 @@ def test_splits(saved: datasets.Dataset) -> None:
         midepoch.from_hf(both, "validation")
     with pytest.raises(midepoch.DataNotFoundError, match="several splits"):
         midepoch.from_hf(saved, "a+b")
+    for empty in ("test[5:5]", "test[99:]"):
+        with pytest.raises(midepoch.DataNotFoundError, match=r"split='test\[.*has no rows"):
+            midepoch.from_hf(both, empty)
+    assert len(midepoch.from_hf(both, "test+train[9999:]")) == 10
     with pytest.raises(midepoch.DataNotFoundError, match="no rows"):
         midepoch.from_hf(saved.select([]))
 

@@ -82,6 +82,7 @@ def test_tables_and_other_values(tmp_path: Path) -> None:
         (midepoch.MapError, "fails failed after it had yielded 1: OSError: the disk is gone", fails),
         (midepoch.MapError, "must yield a dict.*It yielded int as row 0", lambda: iter([5])),
         (midepoch.DataNotFoundError, "yields no rows", lambda: iter([])),
+        (midepoch.MapError, "it must yield rows, and returned NoneType", lambda: None),
         (midepoch.MidepochError, r"since it uses .*lock.*key='v1'", locked),
         (midepoch.ColumnError, "column 'a'", lambda: iter([{"a": 1}, {"a": "x"}])),
         (TypeError, "Pass the function itself", tables()),
@@ -92,11 +93,26 @@ def test_tables_and_other_values(tmp_path: Path) -> None:
     for kind, text, given in cases:
         with pytest.raises(kind, match=text):
             midepoch.from_generator(given, cache_dir=tmp_path)
+    with pytest.raises(TypeError, match="dict of arguments by name, got \\[1\\]"):
+        midepoch.from_generator(tables, gen_kwargs=[1], cache_dir=tmp_path)  # type: ignore[arg-type]
     assert len(midepoch.from_generator(locked, key="v1", cache_dir=tmp_path)) == 1
     assert not list(tmp_path.glob(".*.tmp"))
     Path(ds.pipeline.base.source.files[0].path).unlink()  # it may have taken hours: never removed without being asked
     with pytest.raises(midepoch.MidepochError, match="To compute it again, delete"):
         midepoch.from_generator(tables, cache_dir=tmp_path)
+
+
+def test_a_row_may_be_written_to_for_the_next_one(tmp_path: Path) -> None:
+    def rows() -> Iterator[Any]:
+        row: dict[str, Any] = {"array": np.zeros(2), "list": []}
+        for i in range(3):
+            row["i"] = i
+            row["array"][:] = i
+            row["list"].append(i)
+            yield row
+
+    ds = midepoch.from_generator(rows, cache_dir=tmp_path)
+    assert list(ds) == [{"array": [i, i], "list": list(range(i + 1)), "i": i} for i in range(3)]
 
 
 OTHER = """

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,6 +191,8 @@ def test_what_default_collate_refuses_names_the_remedy() -> None:
     ragged = midepoch.from_map_style(Made(lambda i: torch.ones(i)))
     with pytest.raises(midepoch.MapError, match="one shape"):
         next(iter(ragged.loader(4)))
+    with pytest.raises(midepoch.MapError, match=r"[^.]\. Return tensors"):  # the text of torch may end without a period
+        next(iter(midepoch.from_map_style([0, None]).loader(2)))
 
 
 def test_functions_get_items_and_columns_give_rows() -> None:
@@ -248,7 +251,7 @@ def test_a_state_of_other_contents_is_refused() -> None:
     midepoch.from_map_style(again, fingerprint="v1").shuffle(seed=1).loader(2).load_state_dict(state)
     for changed, name in ((first, "v2"), (first, None), (other, "v1"), (second, "v1"), (list(range(13)), "v1")):
         loader = midepoch.from_map_style(changed, fingerprint=name).shuffle(seed=1).loader(2)
-        with pytest.raises(midepoch.CheckpointMismatchError, match="data"):
+        with pytest.raises(midepoch.CheckpointMismatchError, match=r"data differs[\s\S]*from_map_style: the length"):
             loader.load_state_dict(state)
 
 
@@ -258,6 +261,22 @@ def test_many_items_take_no_room(tmp_path: Path) -> None:
     loader = ds.shuffle(seed=1).loader(4)
     loader.load_state_dict({**loader.state_dict(), "position": 60_000_000})
     assert len(next(iter(loader))) == 4 and ds[1 << 25] == 1 << 25
+
+
+class Locked(list[int]):
+    """A dataset that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(range(4))
+        self.lock = threading.Lock()
+
+
+def test_a_dataset_that_cannot_be_pickled_works_with_fork_and_names_the_remedy_with_spawn() -> None:
+    ds = midepoch.from_map_style(Locked())
+    (batch,) = ds.loader(4, num_workers=1, multiprocessing_context="fork")
+    assert batch.tolist() == [0, 1, 2, 3]
+    with pytest.raises(midepoch.MidepochError, match=r"lock.*__getstate__"):
+        next(iter(ds.loader(4, num_workers=1, multiprocessing_context="spawn")))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

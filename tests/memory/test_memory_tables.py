@@ -115,6 +115,23 @@ def test_equal_contents_are_one_file_however_they_were_made(tmp_path: Path) -> N
     assert len({fingerprint(midepoch.from_dict({"a": each}, cache_dir=tmp_path)) for each in validity}) == 1
 
 
+def test_views_are_the_same_data_as_text_at_any_depth(tmp_path: Path) -> None:
+    words = ["a", None, "b" * 40]
+    nested = [{"a": words}, None, {"a": []}]
+
+    def opened(text: pa.DataType) -> midepoch.Dataset:
+        arrays = {
+            "flat": pa.array(words, text),
+            "list": pa.array([words, None, []], pa.list_(text)),
+            "struct": pa.array(nested, pa.struct({"a": pa.list_(text)})),
+        }
+        return midepoch.from_arrow(pa.table(arrays), cache_dir=tmp_path)
+
+    view = opened(pa.string_view())
+    assert fingerprint(view) == fingerprint(opened(pa.large_string()))
+    assert [row["struct"] for row in rows_of(view)] == nested
+
+
 def test_another_value_anywhere_is_other_data(tmp_path: Path) -> None:
     """Also where a fingerprint of files does not look: it is a sample."""
     values = np.arange(100_000)
@@ -228,6 +245,16 @@ def test_wrong_objects_name_the_function_to_call() -> None:
         (midepoch.from_files, [{"a": 1}], r"from_list\(rows\)"),
         (midepoch.from_files, ({"a": 1} for _ in range(2)), "from_generator"),
         (midepoch.from_files, torch.utils.data.TensorDataset(torch.ones(2)), r"from_map_style\(ds\)"),
+        (midepoch.from_files, lambda: [{"a": 1}], "from_generator"),
+        (midepoch.from_files, np.arange(3), "from_dict"),
+        (midepoch.from_files, [np.arange(3)], "from_map_style"),
+        (midepoch.from_files, frame["a"], "from_dict"),
+        (midepoch.from_files, midepoch.from_dict({"a": [1]}), "a dataset already"),
+        (midepoch.from_dict, np.arange(3), r"Call midepoch.from_dict\("),
+        (midepoch.from_arrow, frame["a"], "from_dict"),
+        (midepoch.from_arrow, pl.Series([1]), "from_dict"),
+        (midepoch.from_arrow, table.column("a"), "from_dict"),
+        (midepoch.from_map_style, frame["a"], "from_dict"),
     ]
     for function, given, text in cases:
         with pytest.raises(TypeError, match=text):
@@ -246,6 +273,9 @@ def test_wrong_objects_name_the_function_to_call() -> None:
             lambda: midepoch.from_dict({"a": [999]}, schema={"a": "int8"}),
         ),
         (midepoch.ColumnError, "int8", lambda: midepoch.from_pandas(pd.DataFrame({"a": [999]}), schema={"a": "int8"})),
+        (midepoch.ColumnError, "several columns", lambda: midepoch.from_dict({1: [1], "1": [2]})),
+        (midepoch.ColumnError, "several columns", lambda: midepoch.from_pandas(pd.concat([frame, frame], axis=1))),
+        (midepoch.DataNotFoundError, "no paths.*from_generator", lambda: midepoch.from_files(row for row in [])),
         (midepoch.ColumnError, "several columns", lambda: midepoch.from_arrow(pa.table([[1], [2]], names=["a", "a"]))),
         (TypeError, "value for each row", lambda: midepoch.from_dict({"a": "text"})),
         (AttributeError, "midepoch.from_dict", lambda: midepoch.Dataset.from_dict({"a": [1]})),

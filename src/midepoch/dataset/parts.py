@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from midepoch._internal.progress import Progress
 from midepoch.errors import ColumnError, MidepochError
 from midepoch.sources import Source
 from midepoch.sources.index import open_index
@@ -104,6 +105,21 @@ class PartWriter:
         self._write(name, [_as(table, self.schema) for table in tables], self.schema, rows)
         self.schemas.append(self.schema)
         return name
+
+    def write_all(self, tables: Iterable[pa.Table], report: Progress, total: int = 0) -> int:
+        """Write tables in parts of ``PART_BYTES``, and return the number of rows. ``total``: that of all, if known."""
+        part: list[pa.Table] = []
+        rows = size = 0
+        for table in tables:
+            part.append(table)
+            rows, size = rows + table.num_rows, size + table.nbytes
+            report(rows, total)
+            if size >= PART_BYTES:
+                self.finish(part)
+                part, size = [], 0
+        if part:
+            self.finish(part)
+        return rows
 
     def complete(self, about: dict[str, Any]) -> None:
         """Write parts again whose types are narrower than those of later ones, then the note that all are there."""

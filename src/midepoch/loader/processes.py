@@ -244,7 +244,8 @@ def _packed(job: Job) -> Packed:
         raise MidepochError(
             f"the dataset cannot be sent to a worker process: {problem}. With the 'spawn' start method, define map "
             "and collate functions at the top level of a module (no lambda, no nested function), or install "
-            "cloudpickle: `pip install cloudpickle`."
+            "cloudpickle: `pip install cloudpickle`. Create locks, open files and connections of a dataset class where "
+            "they are first used, or leave them out with __getstate__."
         ) from problem
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +18,7 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import DataNotFoundError, MapError, MidepochError
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.memory.tables import Schema, rows_table, types_of, with_types
+from midepoch.transforms.formats import own_copy
 from midepoch.transforms.generators import Generators, Seeds
 
 _VERSION = 1
@@ -43,6 +44,8 @@ def from_generator(
     by the function and its arguments.
     """
     name = _checked(function)
+    if gen_kwargs is not None and not isinstance(gen_kwargs, Mapping):
+        raise TypeError(f"from_generator(gen_kwargs=…) must be a dict of arguments by name, got {gen_kwargs!r:.60}")
     given = dict(gen_kwargs or {})
     kinds = tuple(types_of(schema, "from_generator").items())
     if key is not None and not isinstance(key, str):
@@ -59,7 +62,7 @@ def from_generator(
         def run(seeds: Seeds | None) -> int:
             assert seeds is not None
             seeds.set(0)
-            rows = _write(writer, report, _tables(name, function, given, schema))
+            rows = writer.write_all(map(writer.fitted, _tables(name, function, given, schema)), report)
             if not rows:  # not stored: it may yield some next time
                 raise DataNotFoundError(f"from_generator: {name} yields no rows.")
             return rows
@@ -83,21 +86,6 @@ def _checked(function: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def _write(writer: PartWriter, report: Progress, tables: Iterator[pa.Table]) -> int:
-    part: list[pa.Table] = []
-    rows = size = 0
-    for table in tables:
-        part.append(writer.fitted(table))
-        rows, size = rows + table.num_rows, size + table.nbytes
-        report(rows, 0)
-        if size >= parts.PART_BYTES:
-            writer.finish(part)
-            part, size = [], 0
-    if part:
-        writer.finish(part)
-    return rows
-
-
 def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], schema: Schema) -> Iterator[pa.Table]:
     """Yield the rows in tables. Errors name the row."""
     rows: list[Mapping[str, Any]] = []
@@ -115,7 +103,7 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
                 f"from_generator: {name} must yield a dict for each row, or Arrow tables. It yielded "
                 f"{type(value).__name__} as row {done + len(rows)}."
             )
-        rows.append(value)
+        rows.append({column: own_copy(each) for column, each in value.items()})  # it may write to them for its next row
         if len(rows) >= parts.ROWS:
             yield rows_table(rows, schema, "from_generator")
             done, rows = done + len(rows), []
@@ -126,7 +114,10 @@ def _tables(name: str, function: Callable[..., Any], given: Mapping[str, Any], s
 def _values(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Any]:
     number = 0
     try:
-        for value in function(**given):
+        values = function(**given)
+        if not isinstance(values, Iterable):
+            raise TypeError(f"it must yield rows, and returned {type(values).__name__}")
+        for value in values:
             yield value
             number += 1
     except Exception as problem:

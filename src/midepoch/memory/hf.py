@@ -47,7 +47,7 @@ def from_hf(
     """
     ds = _chosen(dataset, split)
     if not len(ds):
-        raise DataNotFoundError("from_hf: the dataset has no rows.")
+        raise DataNotFoundError(f"from_hf: {'the dataset' if split is None else f'split={split!r}'} has no rows.")
     given = ds.format
     found = _in_files(ds, index_dir)
     if found is None:
@@ -96,7 +96,8 @@ def _chosen(dataset: Any, split: str | None) -> Any:
     for part in parts:
         whole = splits[part.split]
         start, stop = part.rows(len(whole))
-        cut.append(whole if (start, stop) == (0, len(whole)) else whole.select(range(start, stop)))
+        chosen = range(start, stop) if start < stop else []  # datasets refuses an empty range at the end
+        cut.append(whole if (start, stop) == (0, len(whole)) else whole.select(chosen))
     if len(cut) == 1:
         return cut[0]
     from datasets import concatenate_datasets

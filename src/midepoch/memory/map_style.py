@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.imports import loaded
-from midepoch._internal.openers import instead, opener_of
+from midepoch._internal.openers import instead, is_array, opener_of
 from midepoch._internal.progress import Progress
 from midepoch.dataset import Dataset, habits
 from midepoch.dataset.columns import names_of
@@ -88,8 +88,8 @@ def _length(dataset: Any) -> int:
             f"from_map_style takes {expected}, got the IterableDataset {type(dataset).__name__}, whose rows have no "
             "numbers. Store them once: midepoch.from_generator(function that yields its rows)."
         )
-    other = opener_of(dataset)
-    if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other or "list" in other):
+    other = None if is_array(dataset) or isinstance(dataset, (list, tuple)) else opener_of(dataset)
+    if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):
         raise TypeError(instead("from_map_style", expected, dataset))
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         lacks = "len()" if hasattr(dataset, "__getitem__") else "ds[i]"

@@ -21,7 +21,7 @@ from midepoch.dataset.parts import PartWriter
 from midepoch.errors import ColumnError, DataNotFoundError
 from midepoch.memory.stored import dataset_of, folder_for, stored
 from midepoch.sources import Source
-from midepoch.sources.dictionaries import plain_array, plain_schema
+from midepoch.sources.dictionaries import plain_array, plain_schema, without_views
 from midepoch.sources.taking import taken
 from midepoch.transforms.arrow_values import plain_values
 from midepoch.transforms.cast import types_by_name
@@ -92,6 +92,7 @@ def from_pandas(
             raise ValueError("from_pandas(preserve_index=True): a frame of polars has no index. Omit it.")
         table = _of_polars(frame, "from_pandas")
     else:
+        _check_names(list(map(str, frame.columns)), "from_pandas")
         try:
             table = pa.Table.from_pandas(frame, preserve_index=preserve_index)
         except (pa.ArrowException, TypeError, ValueError) as problem:
@@ -107,6 +108,7 @@ def table_of(data: Mapping[str, Any], schema: Schema, what: str) -> pa.Table:
     for name in kinds:
         if name not in data:
             raise ColumnError(f"{what}: the schema has a column {name!r}, the data has {', '.join(map(repr, data))}.")
+    _check_names(list(map(str, data)), what)
     columns = {str(name): _array(str(name), values, kinds.get(name), what) for name, values in data.items()}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -202,7 +204,8 @@ def _arrow_table(data: Any) -> pa.Table:
         except pa.ArrowException as problem:
             raise ColumnError(f"from_arrow: the tables do not have one schema: {problem}. Cast them first.") from None
     package = type(data).__module__.partition(".")[0]
-    if hasattr(data, "__arrow_c_stream__") and package not in ("datasets", "midepoch"):
+    is_column = isinstance(data, pa.ChunkedArray) or type(data).__name__ == "Series"
+    if hasattr(data, "__arrow_c_stream__") and not is_column and package not in ("datasets", "midepoch"):
         return (
             _of_polars(data, "from_arrow") if package == "polars" else _spooled(pa.RecordBatchReader.from_stream(data))
         )
@@ -238,9 +241,7 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
         raise DataNotFoundError(f"{what}: there are no columns.")
     if not table.num_rows:
         raise DataNotFoundError(f"{what}: there are no rows.")
-    twice = [name for name, count in Counter(table.column_names).items() if count > 1]
-    if twice:
-        raise ColumnError(f"{what}: several columns are named {twice[0]!r}. Rename them.")
+    _check_names(table.column_names, what)
     features = (table.schema.metadata or {}).get(_FEATURES)
     schema = _plain_schema(table.schema).with_metadata({_FEATURES: features} if features else None)
     digest = hashlib.blake2b(schema.serialize(), digest_size=16)
@@ -252,29 +253,22 @@ def table_source(table: pa.Table, what: str, root: str | os.PathLike[str] | None
 
     def write(writer: PartWriter, report: Progress) -> int:
         writer.schema = named
-        part: list[pa.Table] = []
-        done = size = 0
-        for batch in _batches(table, schema):
-            part.append(pa.Table.from_batches([batch]))
-            done, size = done + batch.num_rows, size + batch.nbytes
-            report(done, table.num_rows)
-            if size >= parts.PART_BYTES:
-                writer.finish(part)
-                part, size = [], 0
-        if part:
-            writer.finish(part)
-        return done
+        batches = (pa.Table.from_batches([batch]) for batch in _batches(table, schema))
+        return writer.write_all(batches, report, table.num_rows)
 
     return stored(folder_for("memory", root), name, what, write, expires=True)
+
+
+def _check_names(names: Sequence[str], what: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ColumnError(f"{what}: several columns are named {twice[0]!r}. Rename them.")
 
 
 def _plain_schema(schema: pa.Schema) -> pa.Schema:
     """Return the schema of the files: dictionaries become values, and views become text or bytes."""
     plain = plain_schema(schema)
-    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-    for i, field in enumerate(plain):
-        plain = plain.set(i, field.with_type(views.get(field.type, field.type)))
-    return plain
+    return pa.schema([field.with_type(without_views(field.type)) for field in plain], metadata=plain.metadata)
 
 
 def _batches(table: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -35,8 +35,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
     if pt.is_dictionary(kind):
-        views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-        return views.get(kind.value_type, kind.value_type)
+        return without_views(kind.value_type)
     return with_children(kind, [field.with_type(plain_type(field.type)) for field in _children(kind)])
 
 
@@ -73,6 +72,16 @@ def large_text(kind: pa.DataType) -> pa.DataType:
     if not (_has_lists(kind) or pt.is_struct(kind)):
         return kind
     return with_children(kind, [field.with_type(large_text(field.type)) for field in _children(kind)])
+
+
+def without_views(kind: pa.DataType) -> pa.DataType:
+    """Return the type with text and bytes in place of views of them, at any depth."""
+    if pt.is_string_view(kind) or pt.is_binary_view(kind):
+        return pa.large_string() if pt.is_string_view(kind) else pa.large_binary()
+    if not (_has_lists(kind) or pt.is_struct(kind)):
+        return kind
+    fields = [field.with_type(without_views(field.type)) for field in _children(kind)]
+    return kind if fields == list(_children(kind)) else with_children(kind, fields)
 
 
 def has_large_text(kind: pa.DataType) -> bool:

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from midepoch._internal.address import refuse_lost_slash
-from midepoch._internal.openers import opener_of
+from midepoch._internal.openers import OPEN_ALREADY, is_array, is_dataset, name_of, opener_of
 from midepoch.errors import DataNotFoundError, FormatError
 from midepoch.sources import manifests
 from midepoch.sources.addresses import resolve
@@ -122,7 +122,12 @@ def paths_of(paths: PathLike | Iterable[PathLike]) -> list[str]:
         raise TypeError(_not_a_path(paths))
     if isinstance(paths, (list, tuple)) and paths and not isinstance(paths[0], (str, os.PathLike)):
         raise TypeError(_not_a_path(paths))
-    listed = [check_path(path, paths if isinstance(paths, Generator) else None) for path in paths]
+    within = paths if isinstance(paths, Generator) or is_array(paths) else None
+    listed = [check_path(path, within) for path in paths]
+    if not listed and within is not None:
+        raise DataNotFoundError(
+            f"no files given: the {name_of(paths)} yields no paths. For rows, call {opener_of(paths)}."
+        )
     if not listed:
         raise DataNotFoundError("no files given: the list of paths is empty.")
     return listed
@@ -143,9 +148,10 @@ def check_path(given: Any, within: Any = None) -> str:
 
 
 def _not_a_path(given: Any) -> str:
-    kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
     if (opener := opener_of(given)) is not None:
-        return f"paths of files are expected, got a {kind}. Call {opener}."
+        return f"paths of files are expected, got a {name_of(given)}. Call {opener}."
+    if is_dataset(given):
+        return f"paths of files are expected, got a {name_of(given)}. {OPEN_ALREADY}"
     return f"paths of files are expected (a str, a pathlib.Path or a list of them), got {given!r:.60}. Pass paths."
 
 

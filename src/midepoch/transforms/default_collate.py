@@ -25,6 +25,7 @@ def default_collated(rows: list[Any]) -> Any:
         return default_collate(rows)
     except (TypeError, RuntimeError, ValueError, AttributeError) as problem:
         raise MapError(
-            f"torch's default_collate cannot make a batch of {len(rows)} items like {rows[0]!r:.60}: {problem} Return "
-            "tensors of one shape, numbers or texts from the dataset, or pass collate_fn."
+            f"torch's default_collate cannot make a batch of {len(rows)} items like {rows[0]!r:.60}: "
+            f"{str(problem).rstrip('.')}. Return tensors of one shape, numbers or texts from "
+            "the dataset, or pass collate_fn."
         ) from problem

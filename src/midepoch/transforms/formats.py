@@ -74,7 +74,7 @@ def unshared(batch: Batch) -> Batch:
     made = {name: c for name, c in batch.columns.items() if not isinstance(c, (pa.Array, Encoded))}
     if not made:
         return batch
-    return replace(batch, columns={**batch.columns, **{name: _copied(column) for name, column in made.items()}})
+    return replace(batch, columns={**batch.columns, **{name: own_copy(column) for name, column in made.items()}})
 
 
 def can_repeat(batch: Batch) -> bool:
@@ -92,16 +92,16 @@ _FIXED = (str, bytes, int, float, bool, complex, type(None))
 _FIXED_TYPES = frozenset(_FIXED)
 
 
-def _copied(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
     """Return a copy of a mutable value."""
     if type(value) is list:
         # Lists usually have values of one type. Long lists of numbers or texts need no deep copy.
         first = next((inner for inner in value if inner is not None), None)
-        return value[:] if isinstance(first, _FIXED) else [_copied(inner) for inner in value]
+        return value[:] if isinstance(first, _FIXED) else [own_copy(inner) for inner in value]
     if type(value) is dict:
-        return {name: _copied(inner) for name, inner in value.items()}
+        return {name: own_copy(inner) for name, inner in value.items()}
     if type(value) is tuple:
-        return tuple(_copied(inner) for inner in value)
+        return tuple(own_copy(inner) for inner in value)
     if isinstance(value, _FIXED):
         return value
     try:
