@@ -1,20 +1,25 @@
-"""A small HTTP client with reused connections, for threads and forked processes. It follows no redirects."""
+"""A small HTTP client with reused connections, for threads and forked processes. It follows no redirects.
+
+The modules of the standard library that it needs are imported by the first request, because opening local files imports
+this one.
+"""
 
 from __future__ import annotations
 
 import atexit
 import base64
-import http.client
 import os
-import ssl
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+
+if TYPE_CHECKING:
+    import http.client
+    import ssl
 
 TIMEOUT = 30.0
 """Seconds without a byte after which a request fails."""
@@ -41,6 +46,9 @@ class HttpClient:
 
     def get(self, url: str, headers: Mapping[str, str]) -> Answer:
         """Return the answer of a server, whatever its status."""
+        import http.client
+        import ssl
+
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConnectionError(f"an http or https address was expected, got one with the scheme {parts.scheme!r}")
@@ -120,6 +128,8 @@ def origin_of(url: str) -> str:
 
 
 def _connection(url: str, proxy: str) -> http.client.HTTPConnection:
+    import http.client
+
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port
     if not proxy:
@@ -136,6 +146,8 @@ def _connection(url: str, proxy: str) -> http.client.HTTPConnection:
 
 def _proxy(scheme: str, host: str) -> str:
     """Return the proxy that the environment or the system names for a host. Empty for none."""
+    from urllib.request import getproxies, proxy_bypass
+
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all") or ""
     return "" if not proxy or proxy_bypass(host) else proxy
@@ -152,6 +164,8 @@ def _proxy_headers(proxy: str) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
     """Return the certificates of the system, those named for other HTTP clients, or those of certifi."""
+    import ssl
+
     named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
     if named and os.path.isfile(named):
         return ssl.create_default_context(cafile=named)
