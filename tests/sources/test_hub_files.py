@@ -288,6 +288,11 @@ def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monke
     assert hub.requests.total() == asked
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
         midepoch.from_files(GLOB, force_reindex=True)
+    ds = pickle.dumps(midepoch.from_files(GLOB, cache_dir=tmp_path / "empty"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # as in a worker of a server that was started before
+    with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
+        ids(pickle.loads(ds))
+    assert hub.requests.total() == asked
 
 
 def test_force_reindex_looks_at_the_revision_again(hub: HubServer) -> None:

@@ -39,10 +39,15 @@ class Redirect(NamedTuple):
 
 
 class Hub:
-    """The Hub at an endpoint. ``token``: a token, None for the one of this machine, or False for none."""
+    """The Hub at an endpoint. ``token``: a token, None for the one of this machine, or False for none.
 
-    def __init__(self, endpoint: str, token: str | bool | None) -> None:
+    ``offline``: True if no requests are sent; default: as the environment says. Pickles keep it, because a worker
+    process may have an older environment: that of the server from which it was forked.
+    """
+
+    def __init__(self, endpoint: str, token: str | bool | None, offline: bool | None = None) -> None:
         self.endpoint, self._token = endpoint.rstrip("/"), token
+        self.offline = _is_yes("HF_HUB_OFFLINE") if offline is None else offline
 
     def commit(self, of: HubPath) -> str:
         """Return the commit that a revision stands for."""
@@ -92,8 +97,11 @@ class Hub:
 
     def _get(self, url: str, headers: Mapping[str, str] | None = None, *, follow_etag: bool = False) -> Answer:
         """Return the answer of the Hub, after redirects to itself, as for a repository with a new name."""
-        if is_offline():
-            raise FetchError(f"{self.endpoint} is not asked, because HF_HUB_OFFLINE is set. Unset it.")
+        if self.offline:
+            raise FetchError(
+                f"no request is sent to {self.endpoint}, because HF_HUB_OFFLINE is set. Unset it, and open the dataset "
+                "again."
+            )
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
         if wait > 0:  # another thread received this answer
@@ -164,17 +172,16 @@ class Hub:
             return None
         if isinstance(self._token, str):
             return self._token.strip()
-        if self._token is None and os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").lower() in _YES:
+        if self._token is None and _is_yes("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
             return None
         return machine_token()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hub, (self.endpoint, self._token)
+        return Hub, (self.endpoint, self._token, self.offline)
 
 
-def is_offline() -> bool:
-    """Return True if the environment forbids requests to the Hub."""
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in _YES
+def _is_yes(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in _YES
 
 
 _busy: dict[tuple[str, bool], float] = {}
