@@ -356,6 +356,16 @@ def test_a_server_that_stays_down_is_an_error(hub: HubServer) -> None:
         midepoch.from_files("hf://datasets/org/name@main/data/train-00000-of-00004.parquet", retry=QUICK)
 
 
+@pytest.mark.parametrize("location", ["http://cdn.invalid:PLANTED/a", "http://[PLANTED/a"])
+def test_a_redirect_to_an_invalid_address_is_an_error(hub: HubServer, location: str) -> None:
+    for kind in ("tree", "resolve"):
+        hub.faults.clear()
+        hub.fail(kind, 302, times=100, Location=location)
+        with pytest.raises(FetchError, match="names an address without a valid host or port") as refused:
+            midepoch.from_files(GLOB, retry=QUICK)
+        assert "PLANTED" not in str(refused.value)
+
+
 def test_signed_addresses_expire(hub: HubServer) -> None:
     ds = midepoch.from_files(GLOB, cache_bytes=1)
     resolved = hub.requests["resolve"]
@@ -469,7 +479,7 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
             midepoch.from_files(address, retry=QUICK)
     with pytest.raises(ValueError, match="options of hf://datasets are token and endpoint, got block_size"):
         midepoch.from_files(GLOB, storage_options={"block_size": 1})
-    for endpoint in ("hf-mirror.com", "https://me:PLANTED@hub.example"):
+    for endpoint in ("hf-mirror.com", "https://", "https://hub:x", "https://[hub", "https://me:PLANTED@hub.example"):
         with pytest.raises(ValueError, match="the endpoint must be like https://huggingface.co") as refused:
             midepoch.from_files(GLOB, storage_options={"endpoint": endpoint})
         assert "PLANTED" not in str(refused.value)

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlsplit
 
 from midepoch.errors import DataNotFoundError, FetchError
 from midepoch.sources.entries import Entry
-from midepoch.sources.http_client import Answer, client, origin_of
+from midepoch.sources.http_client import Answer, client, origin_of, target_of
 from midepoch.sources.hub_address import HubPath
 from midepoch.sources.throttling import ThrottledError, seconds_asked
 
@@ -75,7 +75,7 @@ class Hub:
             files = [_file(each) for each in entries if each["type"] == "file"]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.endpoint} cannot be understood") from None
-        return files, self._own(urljoin(url, following[1])) if following is not None else ""
+        return files, self._own(target_of(url, following[1])) if following is not None else ""
 
     def read(self, of: HubPath, commit: str, part: str) -> Answer | Redirect:
         """Return a part of a file (``bytes=0-9``) at a commit, or where the Hub redirects to for it."""
@@ -91,7 +91,7 @@ class Hub:
             answer = client.get(url, {"Range": part})
             if answer.status not in _REDIRECTS or "location" not in answer.headers:
                 break
-            url = urljoin(url, answer.headers["location"])
+            url = target_of(url, answer.headers["location"])
         _check_load("the server of the files", answer, None)
         return answer
 
@@ -118,7 +118,7 @@ class Hub:
             if answer.status not in _REDIRECTS:
                 _check_load(self.endpoint, answer, limited)
                 return answer
-            target = urljoin(url, answer.headers.get("location", ""))
+            target = target_of(url, answer.headers.get("location", ""))
             if origin_of(target) != origin_of(self.endpoint):
                 if follow_etag:
                     return answer._replace(headers={**answer.headers, "location": target})

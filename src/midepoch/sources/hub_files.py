@@ -17,7 +17,7 @@ from typing import Any
 from midepoch._internal.address import Address
 from midepoch.errors import DataChangedError
 from midepoch.sources.entries import Entry
-from midepoch.sources.http_client import Answer
+from midepoch.sources.http_client import Answer, is_web_address
 from midepoch.sources.hub_address import HubPath, parse_hub_path
 from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
@@ -51,7 +51,7 @@ class HubFiles:
         if token is not None and not isinstance(token, (str, bool)):
             raise ValueError(f"the token must be a str, True, False or None, got a {type(token).__name__}")
         endpoint = str(options.get("endpoint") or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT)
-        if not endpoint.startswith(("http://", "https://")) or "@" in endpoint:
+        if not is_web_address(endpoint) or "@" in endpoint:
             shown = Address(endpoint if "://" in endpoint else f"https://{endpoint}")
             raise ValueError(f"the endpoint must be like {DEFAULT_ENDPOINT}, without a user, got {shown}")
         return cls(Hub(endpoint, token))
