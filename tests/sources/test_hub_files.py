@@ -366,6 +366,15 @@ def test_a_redirect_to_an_invalid_address_is_an_error(hub: HubServer, location: 
         assert "PLANTED" not in str(refused.value)
 
 
+def test_a_web_page_in_place_of_a_file_is_a_failure_of_the_network(hub: HubServer) -> None:
+    for kind in ("cdn", "resolve"):
+        hub.fail(kind, 200, Content_Type="text/html; charset=utf-8")
+    assert ids(midepoch.from_files(GLOB, retry=QUICK)) == list(range(SHARDS * ROWS))  # it was tried again
+    hub.fail("cdn", 200, times=1000, Content_Type="text/html")
+    with pytest.raises(FetchError, match="4 attempts .* a web page was received in place of the file"):
+        midepoch.from_files(GLOB, retry=QUICK, force_reindex=True)
+
+
 def test_signed_addresses_expire(hub: HubServer) -> None:
     ds = midepoch.from_files(GLOB, cache_bytes=1)
     resolved = hub.requests["resolve"]

@@ -201,6 +201,8 @@ def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
     """Return the requested bytes of an answer. Raise ConnectionError if the server sent others."""
     if answer.status == 200:  # a server that ignores ranges
         whole, body = len(answer.body), answer.body[start:stop]
+        if whole != file.size and "text/html" in answer.headers.get("content-type", "").lower():
+            raise ConnectionError("a web page was received in place of the file, as from the login page of a network")
         if whole < file.size and "content-length" not in answer.headers:  # possibly truncated
             raise ConnectionError(f"{whole} bytes of {file.size} were received, without their number")
     elif answer.status == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):
