@@ -200,6 +200,15 @@ def _check_load(server: str, answer: Answer, limited: tuple[str, bool] | None) -
 _token_lock = threading.Lock()
 
 
+def _renew_lock() -> None:
+    global _token_lock
+    _token_lock = threading.Lock()  # a fork inherits it locked, by a thread that it does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def machine_token() -> str | None:
     """Return the token of this machine: of the environment, or of ``hf auth login``."""
     given = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
