@@ -216,6 +216,10 @@ def test_a_table_is_found_by_file_by_name_by_tag_and_by_time(tmp_path: Path) -> 
         midepoch.from_iceberg("tests.space.none", catalog_options=catalog)
     with pytest.raises(ValueError, match=r"expected 'catalog\.namespace\.table'"):
         midepoch.from_iceberg("space.table0")
+    with pytest.raises(
+        MidepochError, match=r"catalog 'none' of none\.space\.table0 .* Pass its properties as catalog_opt"
+    ):
+        midepoch.from_iceberg("none.space.table0")
     with pytest.raises(TypeError, match="a table of pyiceberg, got int"):
         midepoch.from_iceberg(3)
     with pytest.raises(FormatError, match=rf"from_iceberg\('{folder}/metadata/00003-.*\.metadata\.json'\)"):
