@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from midepoch._internal.address import Address
@@ -21,6 +21,7 @@ from midepoch.sources.http_client import Answer, is_web_address
 from midepoch.sources.hub_address import HubPath, parse_hub_path
 from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
+from midepoch.sources.open_files import RangeFile
 
 _log = logging.getLogger("midepoch")
 _OPTIONS = ("token", "endpoint")
@@ -146,45 +147,6 @@ def _make_locks() -> None:
 _make_locks()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_make_locks)
-
-
-class RangeFile:
-    """Python file for ``pa.PythonFile``, whose every read is a request."""
-
-    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
-        self._size, self._fetch, self._at = size, fetch, 0
-        self.closed = False
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        if not wanted:
-            return b""
-        data = self._fetch(self._at, self._at + wanted)
-        self._at += wanted
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def size(self) -> int:
-        return self._size
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
 
 
 def _check_etag(file: Entry, etag: str) -> None:
