@@ -160,7 +160,7 @@ def refusals(secrets: Secrets, name: str) -> Iterator[None]:
         raise
     except Exception as problem:
         text = secrets.clean(str(problem))
-        if isinstance(problem, FileNotFoundError) or "NoSuch" in type(problem).__name__:
+        if isinstance(problem, (FileNotFoundError, NotADirectoryError)) or "NoSuch" in type(problem).__name__:
             failure: MidepochError = DataNotFoundError(f"{name} cannot be opened: {text}. Check its name.")
         elif isinstance(problem, OSError):
             failure = FetchError(f"the metadata of {name} could not be read: {text}")
