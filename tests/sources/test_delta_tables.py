@@ -89,6 +89,8 @@ def test_a_time_selects_the_version_of_that_time(tmp_path: Path) -> None:
         assert len(midepoch.from_delta(tmp_path, version=moment)) == count == table.to_pyarrow_table().num_rows
     with pytest.raises(MidepochError, match="no version at nonsense"):
         midepoch.from_delta(tmp_path, version="nonsense")
+    with pytest.raises(DataNotFoundError, match="with its zone, as in 2026-01-31T00:00:00Z, or the number"):
+        midepoch.from_delta(tmp_path, version="2026-01-31")
 
 
 @pytest.mark.parametrize("mode", ["name", "id"])
@@ -318,3 +320,11 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         midepoch.from_delta(tmp_path)
     with pytest.raises(DataNotFoundError, match="no version 7: its log has 0 to 0"):
         midepoch.from_delta(tmp_path, version=7)
+
+
+def test_a_damaged_log_is_an_error_of_a_few_words(tmp_path: Path) -> None:
+    simple(tmp_path)
+    (tmp_path / "_delta_log" / f"{1:020}.json").write_text('{"add": tru')
+    with pytest.raises(FormatError, match=f"the Delta table {tmp_path} cannot be read: .*[Jj]son") as problem:
+        midepoch.from_delta(tmp_path)
+    assert "\n" not in str(problem.value)  # not the functions of deltalake

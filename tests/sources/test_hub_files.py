@@ -288,6 +288,11 @@ def test_offline_uses_what_was_read_before(hub: HubServer, tmp_path: Path, monke
     assert hub.requests.total() == asked
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
         midepoch.from_files(GLOB, force_reindex=True)
+    ds = pickle.dumps(midepoch.from_files(GLOB, cache_dir=tmp_path / "empty"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # as in a worker of a server that was started before
+    with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
+        ids(pickle.loads(ds))
+    assert hub.requests.total() == asked
 
 
 def test_force_reindex_looks_at_the_revision_again(hub: HubServer) -> None:
@@ -349,6 +354,25 @@ def test_a_server_that_stays_down_is_an_error(hub: HubServer) -> None:
     hub.fail("resolve", 503, times=100)
     with pytest.raises(FetchError, match=r"\(4 attempts in .*HTTP status 503"):
         midepoch.from_files("hf://datasets/org/name@main/data/train-00000-of-00004.parquet", retry=QUICK)
+
+
+@pytest.mark.parametrize("location", ["http://cdn.invalid:PLANTED/a", "http://[PLANTED/a"])
+def test_a_redirect_to_an_invalid_address_is_an_error(hub: HubServer, location: str) -> None:
+    for kind in ("tree", "resolve"):
+        hub.faults.clear()
+        hub.fail(kind, 302, times=100, Location=location)
+        with pytest.raises(FetchError, match="names an address without a valid host or port") as refused:
+            midepoch.from_files(GLOB, retry=QUICK)
+        assert "PLANTED" not in str(refused.value)
+
+
+def test_a_web_page_in_place_of_a_file_is_a_failure_of_the_network(hub: HubServer) -> None:
+    for kind in ("cdn", "resolve"):
+        hub.fail(kind, 200, Content_Type="text/html; charset=utf-8")
+    assert ids(midepoch.from_files(GLOB, retry=QUICK)) == list(range(SHARDS * ROWS))  # it was tried again
+    hub.fail("cdn", 200, times=1000, Content_Type="text/html")
+    with pytest.raises(FetchError, match="4 attempts .* a web page was received in place of the file"):
+        midepoch.from_files(GLOB, retry=QUICK, force_reindex=True)
 
 
 def test_signed_addresses_expire(hub: HubServer) -> None:
@@ -464,7 +488,7 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
             midepoch.from_files(address, retry=QUICK)
     with pytest.raises(ValueError, match="options of hf://datasets are token and endpoint, got block_size"):
         midepoch.from_files(GLOB, storage_options={"block_size": 1})
-    for endpoint in ("hf-mirror.com", "https://me:PLANTED@hub.example"):
+    for endpoint in ("hf-mirror.com", "https://", "https://hub:x", "https://[hub", "https://me:PLANTED@hub.example"):
         with pytest.raises(ValueError, match="the endpoint must be like https://huggingface.co") as refused:
             midepoch.from_files(GLOB, storage_options={"endpoint": endpoint})
         assert "PLANTED" not in str(refused.value)

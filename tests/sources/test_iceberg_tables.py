@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import traceback
 from decimal import Decimal
 from pathlib import Path
@@ -139,7 +140,14 @@ def test_deletion_vectors_of_the_snapshot_alone_are_used(tmp_path: Path) -> None
     delete_by_vectors(table, {first.file_path: [0, 9]}, stale={second.file_path: [1, 2]})
     assert ids(midepoch.from_iceberg(table)) == [*range(1, 9), *range(10, 20)]
     puffin = next(tmp_path.rglob("*.puffin"))
-    data = bytearray(puffin.read_bytes())
+    whole = puffin.read_bytes()
+    data = bytearray(whole)
+    for magic in re.finditer(b"\xd1\xd3\x39\x64", whole):
+        data[magic.start() - 1] += 4  # the last byte of its size: its checksum would be after its end
+    puffin.write_bytes(data)
+    with pytest.raises(CorruptBlockError, match="deletion vector at byte .* is damaged"):
+        midepoch.from_iceberg(table, force_reindex=True)
+    data = bytearray(whole)
     data[-len(data) // 3] ^= 255
     for place in range(60, 110):
         data[place] ^= 255
@@ -209,6 +217,8 @@ def test_a_table_is_found_by_file_by_name_by_tag_and_by_time(tmp_path: Path) -> 
     folder = Path(table.location().removeprefix("file://"))
     with pytest.raises(DataNotFoundError, match=r"version-hint\.text\. Pass the path of its newest metadata file"):
         midepoch.from_iceberg(folder)
+    with pytest.raises(DataNotFoundError, match="is not the folder of an Iceberg table"):
+        midepoch.from_iceberg(tmp_path / "catalog.db")
     hint = table.metadata_location.rpartition("/")[2]
     (folder / "metadata" / "version-hint.text").write_text(hint)
     assert ids(midepoch.from_iceberg(folder)) == list(range(6))
@@ -216,6 +226,10 @@ def test_a_table_is_found_by_file_by_name_by_tag_and_by_time(tmp_path: Path) -> 
         midepoch.from_iceberg("tests.space.none", catalog_options=catalog)
     with pytest.raises(ValueError, match=r"expected 'catalog\.namespace\.table'"):
         midepoch.from_iceberg("space.table0")
+    with pytest.raises(
+        MidepochError, match=r"catalog 'none' of none\.space\.table0 .* Pass its properties as catalog_opt"
+    ):
+        midepoch.from_iceberg("none.space.table0")
     with pytest.raises(TypeError, match="a table of pyiceberg, got int"):
         midepoch.from_iceberg(3)
     with pytest.raises(FormatError, match=rf"from_iceberg\('{folder}/metadata/00003-.*\.metadata\.json'\)"):

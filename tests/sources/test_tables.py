@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,13 @@ def test_rows_are_those_of_the_snapshot_in_an_order_that_does_not_depend_on_the_
     numpy = ds.with_format("numpy")[:27]
     assert [numpy[name].dtype for name in ("id", "maybe")] == [np.dtype("int64"), np.dtype("float64")]
     assert numpy["vector"].shape == (27, 2)
+
+
+@pytest.mark.parametrize("open_table", [midepoch.from_delta, midepoch.from_lance])
+@pytest.mark.parametrize("given", [None, ["a", "b"]])
+def test_one_table_is_opened_at_a_time(open_table: Callable[..., midepoch.Dataset], given: object) -> None:
+    with pytest.raises(TypeError, match=r"of one table, got .* combine them with midepoch\.concat"):
+        open_table(given)
 
 
 def test_states_are_small_and_resume_exactly_with_workers(written: Table) -> None:

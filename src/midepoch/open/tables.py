@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from midepoch._internal.hints import hinted
 from midepoch._internal.progress import shown
@@ -23,6 +23,8 @@ from midepoch.sources.tables import delta, iceberg, lance
 from midepoch.sources.tables.opening import TableRequest, open_table
 from midepoch.sources.tables.options import iceberg_properties, options_of_iceberg, reader_options, store_options
 
+T = TypeVar("T", delta.DeltaTableAt, lance.LanceTableAt)
+V = TypeVar("V")
 _openings = Counters()
 
 
@@ -54,12 +56,10 @@ def from_delta(
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     if hasattr(uri, "table_uri"):
         uri, version = uri.table_uri, uri.version() if version is None else version
-    chosen, address = parse_filter(filters), check_path(uri)
+    chosen, address = parse_filter(filters), _address(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
-    where = (store, path, *((path, {}) if store.local else reader_options(address, storage_options)))
-    table = delta.find_version(*where, version)
-    if version is None and (agreed := _agreed("delta", path, table.version)) != table.version:
-        table = delta.find_version(*where, agreed)
+    reader = (path, {}) if store.local else reader_options(address, storage_options)
+    table = _pinned("delta", path, version, partial(delta.find_version, store, path, *reader))
     return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
 
 
@@ -140,13 +140,28 @@ def from_lance(
     opening = Opening(columns, cache_dir, cache_bytes, index_dir, force_reindex, on_error)
     if hasattr(uri, "lance_schema"):
         uri, version = uri.uri, uri.version if version is None else version
-    chosen, address = parse_filter(filters), check_path(uri)
+    chosen, address = parse_filter(filters), _address(uri)
     store, path = resolve(address, store_options(address, storage_options), retry=retry)
     store = replace(store, reader="a Lance table")
-    table = lance.find_version(store, path, version)
-    if version is None and (agreed := _agreed("lance", path, table.version)) != table.version:
-        table = lance.find_version(store, path, agreed)
+    table = _pinned("lance", path, version, partial(lance.find_version, store, path))
     return _opened(TableRequest(store, table.key, chosen, on_error == "skip", table.scan), opening)
+
+
+def _address(uri: Any) -> str:
+    if uri is None or isinstance(uri, (list, tuple)):
+        raise TypeError(
+            f"expected the path or the address of one table, got {uri!r}. Open several tables one by one, and combine "
+            "them with midepoch.concat."
+        )
+    return check_path(uri)
+
+
+def _pinned(kind: str, path: str, version: V | None, find: Callable[[V | int | None], T]) -> T:
+    """Return the table at a version; default: the latest one, which all ranks agree on."""
+    table = find(version)
+    if version is None and (agreed := _agreed(kind, path, table.version)) != table.version:
+        return find(agreed)
+    return table
 
 
 def _agreed(kind: str, path: str, latest: int) -> int:

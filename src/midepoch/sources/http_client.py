@@ -1,20 +1,25 @@
-"""A small HTTP client with reused connections, for threads and forked processes. It follows no redirects."""
+"""A small HTTP client with reused connections, for threads and forked processes. It follows no redirects.
+
+The modules of the standard library that it needs are imported by the first request, because opening local files imports
+this one.
+"""
 
 from __future__ import annotations
 
 import atexit
 import base64
-import http.client
 import os
-import ssl
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import import_module
-from typing import NamedTuple
-from urllib.parse import quote, unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+
+if TYPE_CHECKING:
+    import http.client
+    import ssl
 
 TIMEOUT = 30.0
 """Seconds without a byte after which a request fails."""
@@ -41,7 +46,10 @@ class HttpClient:
 
     def get(self, url: str, headers: Mapping[str, str]) -> Answer:
         """Return the answer of a server, whatever its status."""
-        parts = urlsplit(url)
+        import http.client
+        import ssl
+
+        parts = _split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConnectionError(f"an http or https address was expected, got one with the scheme {parts.scheme!r}")
         origin = origin_of(url)
@@ -114,19 +122,54 @@ def _quoted(target: str) -> str:
 
 def origin_of(url: str) -> str:
     """Return scheme, host and port of an address."""
-    parts = urlsplit(url)
+    parts = _split(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{(parts.hostname or '').lower()}:{port}"
 
 
+def is_web_address(url: str) -> bool:
+    """Return True for an address of http or https with a host."""
+    try:
+        parts = _split(url)
+    except ConnectionError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def target_of(url: str, location: str) -> str:
+    """Return the address that the answer to a request for ``url`` redirects to. It may be relative."""
+    with _valid():
+        return urljoin(url, location)
+
+
+def _split(url: str) -> SplitResult:
+    with _valid():
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is no port
+        return parts
+
+
+@contextmanager
+def _valid() -> Iterator[None]:
+    """Raise ConnectionError for an address that cannot be parsed, without the address."""
+    try:
+        yield
+        return
+    except ValueError:
+        pass
+    raise ConnectionError("the server, or the setting of a proxy, names an address without a valid host or port")
+
+
 def _connection(url: str, proxy: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
+    import http.client
+
+    parts = _split(url)
     host, port = parts.hostname or "", parts.port
     if not proxy:
         if parts.scheme == "http":
             return http.client.HTTPConnection(host, port, timeout=TIMEOUT)
         return http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=_tls())
-    middle = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    middle = _split(proxy if "://" in proxy else f"http://{proxy}")
     if parts.scheme == "http":
         return http.client.HTTPConnection(middle.hostname or "", middle.port or 80, timeout=TIMEOUT)
     tunnel = http.client.HTTPSConnection(middle.hostname or "", middle.port or 80, timeout=TIMEOUT, context=_tls())
@@ -136,13 +179,15 @@ def _connection(url: str, proxy: str) -> http.client.HTTPConnection:
 
 def _proxy(scheme: str, host: str) -> str:
     """Return the proxy that the environment or the system names for a host. Empty for none."""
+    from urllib.request import getproxies, proxy_bypass
+
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all") or ""
     return "" if not proxy or proxy_bypass(host) else proxy
 
 
 def _proxy_headers(proxy: str) -> dict[str, str]:
-    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    parts = _split(proxy if "://" in proxy else f"http://{proxy}")
     if not parts.username:
         return {}
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -152,6 +197,8 @@ def _proxy_headers(proxy: str) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
     """Return the certificates of the system, those named for other HTTP clients, or those of certifi."""
+    import ssl
+
     named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
     if named and os.path.isfile(named):
         return ssl.create_default_context(cafile=named)

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlsplit
 
 from midepoch.errors import DataNotFoundError, FetchError
 from midepoch.sources.entries import Entry
-from midepoch.sources.http_client import Answer, client, origin_of
+from midepoch.sources.http_client import Answer, client, origin_of, target_of
 from midepoch.sources.hub_address import HubPath
 from midepoch.sources.throttling import ThrottledError, seconds_asked
 
@@ -39,10 +39,15 @@ class Redirect(NamedTuple):
 
 
 class Hub:
-    """The Hub at an endpoint. ``token``: a token, None for the one of this machine, or False for none."""
+    """The Hub at an endpoint. ``token``: a token, None for the one of this machine, or False for none.
 
-    def __init__(self, endpoint: str, token: str | bool | None) -> None:
+    ``offline``: True if no requests are sent; default: as the environment says. Pickles keep it, because a worker
+    process may have an older environment: that of the server from which it was forked.
+    """
+
+    def __init__(self, endpoint: str, token: str | bool | None, offline: bool | None = None) -> None:
         self.endpoint, self._token = endpoint.rstrip("/"), token
+        self.offline = _is_yes("HF_HUB_OFFLINE") if offline is None else offline
 
     def commit(self, of: HubPath) -> str:
         """Return the commit that a revision stands for."""
@@ -70,7 +75,7 @@ class Hub:
             files = [_file(each) for each in entries if each["type"] == "file"]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConnectionError(f"the listing of {self.endpoint} cannot be understood") from None
-        return files, self._own(urljoin(url, following[1])) if following is not None else ""
+        return files, self._own(target_of(url, following[1])) if following is not None else ""
 
     def read(self, of: HubPath, commit: str, part: str) -> Answer | Redirect:
         """Return a part of a file (``bytes=0-9``) at a commit, or where the Hub redirects to for it."""
@@ -86,14 +91,17 @@ class Hub:
             answer = client.get(url, {"Range": part})
             if answer.status not in _REDIRECTS or "location" not in answer.headers:
                 break
-            url = urljoin(url, answer.headers["location"])
+            url = target_of(url, answer.headers["location"])
         _check_load("the server of the files", answer, None)
         return answer
 
     def _get(self, url: str, headers: Mapping[str, str] | None = None, *, follow_etag: bool = False) -> Answer:
         """Return the answer of the Hub, after redirects to itself, as for a repository with a new name."""
-        if is_offline():
-            raise FetchError(f"{self.endpoint} is not asked, because HF_HUB_OFFLINE is set. Unset it.")
+        if self.offline:
+            raise FetchError(
+                f"no request is sent to {self.endpoint}, because HF_HUB_OFFLINE is set. Unset it, and open the dataset "
+                "again."
+            )
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
         if wait > 0:  # another thread received this answer
@@ -110,7 +118,7 @@ class Hub:
             if answer.status not in _REDIRECTS:
                 _check_load(self.endpoint, answer, limited)
                 return answer
-            target = urljoin(url, answer.headers.get("location", ""))
+            target = target_of(url, answer.headers.get("location", ""))
             if origin_of(target) != origin_of(self.endpoint):
                 if follow_etag:
                     return answer._replace(headers={**answer.headers, "location": target})
@@ -164,17 +172,16 @@ class Hub:
             return None
         if isinstance(self._token, str):
             return self._token.strip()
-        if self._token is None and os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").lower() in _YES:
+        if self._token is None and _is_yes("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
             return None
         return machine_token()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hub, (self.endpoint, self._token)
+        return Hub, (self.endpoint, self._token, self.offline)
 
 
-def is_offline() -> bool:
-    """Return True if the environment forbids requests to the Hub."""
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in _YES
+def _is_yes(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in _YES
 
 
 _busy: dict[tuple[str, bool], float] = {}
@@ -191,6 +198,15 @@ def _check_load(server: str, answer: Answer, limited: tuple[str, bool] | None) -
 
 
 _token_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _token_lock
+    _token_lock = threading.Lock()  # a fork inherits it locked, by a thread that it does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def machine_token() -> str | None:

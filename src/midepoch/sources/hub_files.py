@@ -11,16 +11,17 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from midepoch._internal.address import Address
 from midepoch.errors import DataChangedError
 from midepoch.sources.entries import Entry
-from midepoch.sources.http_client import Answer
+from midepoch.sources.http_client import Answer, is_web_address
 from midepoch.sources.hub_address import HubPath, parse_hub_path
 from midepoch.sources.hub_api import DEFAULT_ENDPOINT, Hub
 from midepoch.sources.hub_listings import FRESH_SECONDS, Persist, commit_of, files_below, saved_commit
+from midepoch.sources.open_files import RangeFile
 
 _log = logging.getLogger("midepoch")
 _OPTIONS = ("token", "endpoint")
@@ -51,7 +52,7 @@ class HubFiles:
         if token is not None and not isinstance(token, (str, bool)):
             raise ValueError(f"the token must be a str, True, False or None, got a {type(token).__name__}")
         endpoint = str(options.get("endpoint") or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT)
-        if not endpoint.startswith(("http://", "https://")) or "@" in endpoint:
+        if not is_web_address(endpoint) or "@" in endpoint:
             shown = Address(endpoint if "://" in endpoint else f"https://{endpoint}")
             raise ValueError(f"the endpoint must be like {DEFAULT_ENDPOINT}, without a user, got {shown}")
         return cls(Hub(endpoint, token))
@@ -148,45 +149,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_make_locks)
 
 
-class RangeFile:
-    """Python file for ``pa.PythonFile``, whose every read is a request."""
-
-    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
-        self._size, self._fetch, self._at = size, fetch, 0
-        self.closed = False
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        if not wanted:
-            return b""
-        data = self._fetch(self._at, self._at + wanted)
-        self._at += wanted
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def size(self) -> int:
-        return self._size
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-
 def _check_etag(file: Entry, etag: str) -> None:
     comparable = len(etag) == len(file.etag)  # servers may name the hash of a pointer instead of that of the contents
     if comparable and _HASH.fullmatch(etag) and etag != file.etag:
@@ -201,6 +163,8 @@ def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
     """Return the requested bytes of an answer. Raise ConnectionError if the server sent others."""
     if answer.status == 200:  # a server that ignores ranges
         whole, body = len(answer.body), answer.body[start:stop]
+        if whole != file.size and "text/html" in answer.headers.get("content-type", "").lower():
+            raise ConnectionError("a web page was received in place of the file, as from the login page of a network")
         if whole < file.size and "content-length" not in answer.headers:  # possibly truncated
             raise ConnectionError(f"{whole} bytes of {file.size} were received, without their number")
     elif answer.status == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from midepoch.errors import FetchError
 from midepoch.sources.entries import Entry
 from midepoch.sources.hub_address import HubPath
-from midepoch.sources.hub_api import Hub, is_offline
+from midepoch.sources.hub_api import Hub
 from midepoch.sources.index import default_index_dir
 from midepoch.sources.storage import atomic_write, locked
 
@@ -56,7 +56,7 @@ def commit_of(hub: Hub, of: HubPath, persist: Persist[str], *, fresh_seconds: fl
     if of.is_pinned:
         return Lookup(of.revision)
     path = _path("revision", hub.endpoint, of.repo, of.revision)
-    if is_offline() and fresh_seconds:
+    if hub.offline and fresh_seconds:
         fresh_seconds = math.inf
     if (saved := _fresh_lookup(path, fresh_seconds)) is not None:
         return saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pyarrow as pa
 
@@ -34,57 +35,33 @@ class OpenFile:
         self.close()
 
 
-_MARK = 16
+class RangeFile:
+    """Python file for ``pa.PythonFile``. Every read calls ``fetch(start, stop)`` for its bytes."""
 
-
-class ShortError(OSError):
-    """A store delivered fewer bytes than requested."""
-
-
-class CheckedFile:
-    """Python file over a remote file, for ``pa.PythonFile``, that detects short reads.
-
-    pyarrow does not: if a server delivers fewer bytes than requested, the rest of the buffer is uninitialised memory.
-    Therefore the end of the buffer is marked before a read. If the mark is still there, the bytes are requested again.
-    """
-
-    def __init__(self, native: pa.NativeFile) -> None:
-        self._native, self._size, self._at = native, native.size(), 0
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes], close: Callable[[], None] | None = None) -> None:
+        self._size, self._fetch, self._close, self._at = size, fetch, close, 0
+        self.closed = False
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._size - self._at)
         wanted = left if size is None or size < 0 else min(size, left)
         if not wanted:
             return b""
-        data = self._once(wanted, os.urandom(_MARK))
-        if data is None:
-            data = self._once(wanted, os.urandom(_MARK))
-        if data is None:
-            raise ShortError(f"fewer than the {wanted} bytes requested from byte {self._at} on were received")
+        data = self._fetch(self._at, self._at + wanted)
         self._at += wanted
         return data
 
-    def _once(self, wanted: int, mark: bytes) -> bytes | None:
-        """Return the bytes, or None if the last of them may be part of the mark."""
-        buffer = bytearray(wanted)
-        buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
-        self._native.seek(self._at)
-        came = self._native.readinto(buffer)
-        return bytes(buffer) if came == wanted and buffer[-1] != mark[-1] else None
-
-    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def close(self) -> None:
-        self._native.close()
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._native.closed)
+        self.closed = True
+        if self._close is not None:
+            self._close()
 
     def readable(self) -> bool:
         return True
@@ -94,3 +71,35 @@ class CheckedFile:
 
     def writable(self) -> bool:
         return False
+
+
+_MARK = 16
+
+
+class ShortError(OSError):
+    """A store delivered fewer bytes than requested."""
+
+
+def checked_file(native: pa.NativeFile) -> RangeFile:
+    """Return a remote file that detects short reads.
+
+    pyarrow does not: if a server delivers fewer bytes than requested, the rest of the buffer is uninitialised memory.
+    Therefore the end of the buffer is marked before a read. If the mark is still there, the bytes are requested again.
+    """
+
+    def fetch(start: int, stop: int) -> bytes:
+        for _ in range(2):
+            if (data := _read_marked(native, start, stop - start)) is not None:
+                return data
+        raise ShortError(f"fewer than the {stop - start} bytes requested from byte {start} on were received")
+
+    return RangeFile(native.size(), fetch, native.close)
+
+
+def _read_marked(native: pa.NativeFile, start: int, wanted: int) -> bytes | None:
+    """Return the bytes, or None if the last of them may be part of the mark."""
+    buffer, mark = bytearray(wanted), os.urandom(_MARK)
+    buffer[-_MARK:] = mark[-min(wanted, _MARK) :]
+    native.seek(start)
+    came = native.readinto(buffer)
+    return bytes(buffer) if came == wanted and buffer[-1] != mark[-1] else None

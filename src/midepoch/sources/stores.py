@@ -27,8 +27,8 @@ from midepoch.sources.damage import is_damage, refusal
 from midepoch.sources.entries import Entry as Entry
 from midepoch.sources.fsspec_files import Handler, is_foreign, options_of
 from midepoch.sources.hub_files import HubFiles
-from midepoch.sources.open_files import CheckedFile, ShortError
 from midepoch.sources.open_files import OpenFile as OpenFile
+from midepoch.sources.open_files import ShortError, checked_file
 from midepoch.sources.resources import PAUSES
 from midepoch.sources.throttling import retry_after
 
@@ -173,7 +173,7 @@ class Store:
         native = self.filesystem.open_input_file(entry.path)
         etag = self._etag(entry.path, native)
         self._compare(entry, Entry(entry.path, native.size(), 0, etag))
-        return OpenFile(pa.PythonFile(CheckedFile(native), mode="r"), etag)
+        return OpenFile(pa.PythonFile(checked_file(native), mode="r"), etag)
 
     def _etag(self, path: str, native: pa.NativeFile) -> str:
         """Return the version of an open file. Empty if the store has none."""

@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 
 _LIMIT = re.compile(r"\br\s*=\s*0\s*(?:;.*?)?;\s*t\s*=\s*(\d+)")
 """``"api";r=0;t=55``: no requests are left, and the window ends in 55 seconds."""
@@ -32,6 +31,8 @@ def seconds_asked(headers: Mapping[str, str]) -> float | None:
 def _seconds(value: str) -> float | None:
     if not value:
         return None
+    from email.utils import parsedate_to_datetime  # 5 ms, for no one who opens local files
+
     try:
         seconds = float(value) if value[0].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):

@@ -148,13 +148,21 @@ def _version_at(store: Store, name: str, uri: str, options: Mapping[str, str], t
         table.load_as_version(time)
         return int(table.version())
     except Exception as problem:
-        text = store.secrets.clean(str(problem))
-    raise DataNotFoundError(f"{name} has no version at {time}: {text}. Pass a later time, or the number of a version.")
+        text = _without_trace(store.secrets.clean(str(problem)))
+    raise DataNotFoundError(
+        f"{name} has no version at {time}: {text}. Pass a later time, with its zone, as in 2026-01-31T00:00:00Z, or "
+        "the number of a version."
+    )
+
+
+def _without_trace(text: str) -> str:
+    """Return the text of an error of ``deltalake`` without the functions that it was raised in."""
+    return re.split(r"\n\s*0: ", text, maxsplit=1)[0]
 
 
 def _failure(store: Store, name: str, problem: Exception) -> MidepochError:
     """Return the error for a problem of ``deltalake``, without credentials."""
-    text, kind = store.secrets.clean(str(problem)), type(problem).__name__
+    text, kind = _without_trace(store.secrets.clean(str(problem))), type(problem).__name__
     if kind == "TableNotFoundError":
         return DataNotFoundError(f"{name} is not a Delta table: {text}. Check the path.")
     if not store.local and re.search(r"object store|request|connect|timed? ?out|HTTP", text, re.IGNORECASE):

@@ -160,7 +160,7 @@ def refusals(secrets: Secrets, name: str) -> Iterator[None]:
         raise
     except Exception as problem:
         text = secrets.clean(str(problem))
-        if isinstance(problem, FileNotFoundError) or "NoSuch" in type(problem).__name__:
+        if isinstance(problem, (FileNotFoundError, NotADirectoryError)) or "NoSuch" in type(problem).__name__:
             failure: MidepochError = DataNotFoundError(f"{name} cannot be opened: {text}. Check its name.")
         elif isinstance(problem, OSError):
             failure = FetchError(f"the metadata of {name} could not be read: {text}")
@@ -241,4 +241,11 @@ def load_table(given: str, catalog: Mapping[str, Any], properties: Mapping[str, 
             f"expected 'catalog.namespace.table', or the path of a metadata file, got {given!r}. Add what is missing."
         )
     with refusals(secrets, name):
-        return load_catalog(first, **{**properties, **catalog}).load_table(rest)
+        try:
+            opened = load_catalog(first, **{**properties, **catalog})
+        except ValueError as problem:  # there is no such catalog, or its properties are wrong
+            raise MidepochError(
+                f"the catalog {first!r} of {name} cannot be opened: {secrets.clean(str(problem))}. Pass its properties "
+                'as catalog_options={"uri": …}, or write them to .pyiceberg.yaml.'
+            ) from None
+        return opened.load_table(rest)

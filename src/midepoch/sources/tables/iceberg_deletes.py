@@ -90,7 +90,7 @@ class Deletes:
         blob = self._fetched(entry, read)
         size = int.from_bytes(blob[:4], "big")
         body = blob[4 : 4 + size]
-        if len(blob) != length or len(body) != size or body[:4] != _VECTOR_MAGIC:
+        if len(blob) != length or length < 8 + size or body[:4] != _VECTOR_MAGIC:
             raise CorruptBlockError(f"{name}: the deletion vector at byte {offset} is damaged.")
         if struct.unpack(">I", blob[4 + size : 8 + size])[0] != zlib.crc32(body):
             raise CorruptBlockError(f"{name}: the deletion vector at byte {offset} has a wrong checksum.")
