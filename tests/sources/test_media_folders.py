@@ -324,6 +324,12 @@ def test_metadata_marks_media_even_beside_other_tables(tmp_path: Path, caplog: p
     assert "Its other tables (2, the first is index.json) are not read" in caplog.text
 
 
+def test_a_folder_of_media_is_not_called_a_file(tmp_path: Path) -> None:
+    ds = midepoch.from_files(write(tmp_path / "photos", ["0.png", "1.png"]))
+    assert repr(ds) == "Dataset(2 rows; 1 folder; columns: image)"
+    assert "2 in 1 folder" in ds._repr_html_()
+
+
 def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(image(0))
     with pytest.raises(FormatError, match=r"udcff\.png': the name of the file is not UTF-8\. Rename it"):
