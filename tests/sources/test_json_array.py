@@ -224,3 +224,22 @@ def test_mutated_text_is_what_json_load_reads_or_refused(tmp_path: Path, caplog:
             assert same(found, expected)
     assert read > 5
     assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a": ', "}")])
+def test_values_nested_too_deeply_are_refused_and_skipped(
+    kind: str, opening: str, closing: str, tmp_path: Path
+) -> None:
+    def row(depth: int) -> str:
+        return '{"a": ' + opening * depth + "1" + closing * depth + "}"
+
+    path = tmp_path / f"deep.{kind}"
+    for depth in (101, 2_000, 50_000):  # pyarrow crashes at the last
+        both = [row(3), row(depth)]
+        path.write_text("\n".join(both) if kind == "jsonl" else f"[{', '.join(both)}]")
+        with pytest.raises(FormatError, match=r"(line 2|element 1 of the array).* more than 100 brackets.*on_error="):
+            midepoch.from_files(path)
+        assert len(midepoch.from_files(path, on_error="skip")) == 1
+    path.write_text(f"[{row(60)}]" if kind == "json" else row(60))
+    assert json.dumps(next(iter(midepoch.from_files(path)))) == row(60)

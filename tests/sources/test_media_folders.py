@@ -299,7 +299,8 @@ def test_what_a_folder_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     (mixed / "labels.csv").write_text("n\n1\n")
     with caplog.at_level(logging.WARNING, "midepoch"):
         assert midepoch.from_files(mixed).column_names == ["n"]
-    assert "beside tables" not in caplog.text
+    assert "mixed contains 1 image file, which is not read, beside tables (the first is labels.csv)" in caplog.text
+    assert "mixed contains 1 audio file, which is not read, beside tables" in caplog.text
     write(mixed, ["a.png", "c.png"])
     with caplog.at_level(logging.WARNING, "midepoch"):
         assert midepoch.from_files(mixed).column_names == ["n"]
@@ -310,6 +311,23 @@ def test_what_a_folder_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert midepoch.from_files(f"{described}/sub/*.png").column_names == ["image"]
     assert midepoch.from_files(f"{described}/**").column_names == ["n", "image", "text", "tags"]
     assert midepoch.from_files(described, format="jsonl").column_names == ["n", "file_name", "text", "tags"]
+
+
+def test_metadata_marks_media_even_beside_other_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write(tmp_path / "photos", ["0.png", "1.png"])
+    (root / "metadata.csv").write_text("file_name,n\n1.png,5\n")
+    (root / "labels.csv").write_text("n\n1\n")
+    (root / "index.json").write_text('{"version": 1}')
+    with caplog.at_level(logging.WARNING, "midepoch"):
+        ds = midepoch.from_files(root)
+    assert ds.column_names == ["image", "n"] and len(ds) == 1
+    assert "Its other tables (2, the first is index.json) are not read" in caplog.text
+
+
+def test_a_folder_of_media_is_not_called_a_file(tmp_path: Path) -> None:
+    ds = midepoch.from_files(write(tmp_path / "photos", ["0.png", "1.png"]))
+    assert repr(ds) == "Dataset(2 rows; 1 folder; columns: image)"
+    assert "2 in 1 folder" in ds._repr_html_()
 
 
 def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     assert [row["text"] for row in midepoch.from_files(path, on_error="skip")] == ["one", "", "four"]
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+def test_a_broken_line_is_numbered_by_any_line_end(end: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(end.join([b"one", b"", b"three"] * 30 + [b"\xff", b"last"]))  # more than one block
+    with pytest.raises(FormatError, match=r"a\.txt: line 91 cannot be read"):
+        midepoch.from_files(path)
+
+
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     with pytest.raises(midepoch.DataNotFoundError, match=r"no rows in .*a\.txt"):

@@ -1,4 +1,4 @@
-"""The data of a command: paths, a folder of save_to_disk, a dataset in Hugging Face's cache, or a function."""
+"""The data of a command: paths, a table, a folder of save_to_disk, a dataset in Hugging Face's cache, or a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midepoch.errors import DataNotFoundError
+from midepoch.errors import DataNotFoundError, FormatError
 
 if TYPE_CHECKING:
     from midepoch.dataset import Dataset
@@ -25,12 +25,15 @@ DATA = typer.Argument(
     show_default=False,
 )
 Data = Annotated[list[str], DATA]
+_READERS = ("delta", "iceberg", "lance", "megatron", "tokens")
+"""Formats with functions of their own, such as ``from_delta``."""
 Format = Annotated[
     str | None,
     typer.Option(
         "--format",
-        help="Format of the files, if it cannot be detected: arrow, parquet, orc, csv, jsonl, text, tar, mds, litdata, "
-        "image, audio, video.",
+        help="Tables and tokens: delta, iceberg, lance, megatron, tokens:LENGTH or tokens:DTYPE:LENGTH, such as "
+        "tokens:uint16:1024. Files whose format cannot be detected: arrow, parquet, orc, csv, jsonl, text, tar, "
+        "mds, litdata, image, audio, video.",
     ),
 ]
 Split = Annotated[str | None, typer.Option(help="A split, or a part of one: 'train[:10%]'.")]
@@ -56,6 +59,11 @@ def open_data(
     """Return the dataset that the arguments of a command name. ``options`` are passed to the function that opens it."""
     from midepoch.open import from_files, load_dataset, load_from_disk
 
+    given = {"storage_options": _pairs(storage) or None, **options}
+    if format is not None and format.lower().partition(":")[0] in _READERS:
+        _check_part(split)
+        ds = _tables_or_tokens(data, format, given)
+        return ds if split is None else _part(ds, split)
     path = Path(data[0]).expanduser()
     if len(data) == 1 and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return load_from_disk(path, split, **options)
@@ -63,17 +71,47 @@ def open_data(
         if split is None:
             raise ValueError(f"there is no file {data[0]}. For a Hugging Face dataset of that name pass --split.")
         return load_dataset(data[0], config, split=split, **options)
-    if split is not None and ("[" not in split or not split.endswith("]")):
-        raise ValueError(f"files have no splits: --split can only choose a part, such as 'train[:10%]', got {split!r}")
-    given = {"format": format, "storage_options": _pairs(storage) or None, **options}
-    ds = from_files(data[0] if len(data) == 1 else list(data), **given)
+    _check_part(split)
+    try:
+        ds = from_files(data[0] if len(data) == 1 else list(data), format=format, **given)
+    except (DataNotFoundError, FormatError) as problem:
+        if (call := re.search(rf"midepoch\.from_({'|'.join(_READERS)})\(", str(problem))) is None:
+            raise
+        option = f"{call[1]}:DTYPE:LENGTH" if call[1] == "tokens" else call[1]
+        raise type(problem)(f"{problem} On the command line, pass --format {option}.") from None
     return ds if split is None else _part(ds, split)
+
+
+def _tables_or_tokens(data: Sequence[str], format: str, options: dict[str, Any]) -> Dataset:
+    import midepoch
+
+    name, *values = format.lower().split(":")
+    reader = getattr(midepoch, f"from_{name}")
+    if name == "tokens":
+        if not 1 <= len(values) <= 2 or not values[-1].isdecimal():
+            raise ValueError(f"--format takes tokens:LENGTH or tokens:DTYPE:LENGTH, got {format!r}")
+        ds = reader(list(data), int(values[-1]), dtype=values[0] if len(values) == 2 else None, **options)
+    elif values:
+        raise ValueError(f"--format {name} takes no value, got {format!r}")
+    elif name == "megatron":
+        ds = reader(list(data), **options)
+    elif len(data) > 1:
+        raise ValueError(f"--format {name} takes one table, got {len(data)} paths")
+    else:
+        ds = reader(data[0], **options)
+    opened: Dataset = ds
+    return opened
 
 
 def is_path(text: str) -> bool:
     """Return True if a text names files: it exists, is an address or a glob, or looks like nothing else."""
     looks = "://" in text or any(sign in text for sign in "*?[") or text.startswith((".", "/", "~"))
     return looks or os.path.exists(text) or text.count("/") > 1 or bool(Path(text).suffix)
+
+
+def _check_part(split: str | None) -> None:
+    if split is not None and ("[" not in split or not split.endswith("]")):
+        raise ValueError(f"files have no splits: --split can only choose a part, such as 'train[:10%]', got {split!r}")
 
 
 def _part(ds: Dataset, split: str) -> Dataset:
@@ -129,7 +167,7 @@ def made_by(name: str) -> Dataset | Loader:
     return made
 
 
-def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> Any:
+def data_of_state(paths: list[str], state: Any, storage: list[str] | None, format: str | None = None) -> Any:
     """Return the files in the order that the state describes, so that only the data itself can differ."""
     from midepoch.state.format import check
 
@@ -146,7 +184,7 @@ def data_of_state(paths: list[str], state: Any, storage: list[str] | None) -> An
         raise ValueError("rows were selected in a way that --data does not contain. Use --dataset.")
     if one.get("weights"):
         raise ValueError("rows were drawn by weights, which --data does not contain. Use --dataset.")
-    ds = open_data(paths, storage=storage)
+    ds = open_data(paths, storage=storage, format=format)
     start, stop = map(int, one["selection"].split(":"))
     if stop <= len(ds):
         ds = ds.slice(start, stop)

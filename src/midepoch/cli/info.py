@@ -36,7 +36,7 @@ def info(
     if as_json:
         common.print_json(about)
     else:
-        _show(about)
+        _show(about, ds.pipeline.files_text)
 
 
 def tell(ds: Dataset) -> dict[str, Any]:
@@ -92,13 +92,13 @@ def _spread(sizes: Any) -> dict[str, float]:
     }
 
 
-def _show(about: dict[str, Any]) -> None:
+def _show(about: dict[str, Any], files_text: str) -> None:
     say = common.console.print
     counted = common.counted
     chosen = "" if about["rows"] == about["rows_in_files"] else f" of {about['rows_in_files']:,} in the files"
     common.say(
         (counted(about["rows"], "row"), "bold"),
-        f"{chosen} in {counted(about['files'], 'file')}, {counted(about['blocks'], 'block')}, "
+        f"{chosen} in {files_text}, {counted(about['blocks'], 'block')}, "
         f"{common.bytes_text(about['bytes'])}; "
         f"about {common.bytes_text(about['bytes_per_row'])} a row in memory; {about['read']}",
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from midepoch._internal.address import Address
 from midepoch.cli import common
-from midepoch.cli.data import Made, Storage, data_of_state, made_by
+from midepoch.cli.data import Format, Made, Storage, data_of_state, made_by
 from midepoch.errors import CheckpointNotFoundError, StateError
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def diff(
     other_step: Annotated[int | None, typer.Option(help="The step of the second checkpoints.")] = None,
     part: Part = None,
     storage: Storage = None,
+    format: Format = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Show the differences between two states, or a state and a dataset, and whether it would resume.
@@ -97,7 +98,7 @@ def diff(
     other: Any = (
         made_by(dataset)
         if dataset is not None
-        else data_of_state(data, state, storage)
+        else data_of_state(data, state, storage, format)
         if data
         else open_state(str(second), other_step, part).state
     )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from midepoch._internal.address import Address
 from midepoch.cli import common
-from midepoch.cli.data import Made, Storage, data_of_state, made_by
+from midepoch.cli.data import Format, Made, Storage, data_of_state, made_by
 
 if TYPE_CHECKING:
     from midepoch.tools.plan import ResumePlan
@@ -31,6 +31,7 @@ def plan(
     part: Annotated[str | None, typer.Option(help="The part of the checkpoint: data, or the name of an extra.")] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files to check the state against. Repeatable.")] = None,
     storage: Storage = None,
+    format: Format = None,
     dataset: Made = None,
     last_batch: Annotated[
         str | None, typer.Option(help="drop, pad or uneven, as for the loader. [default: uneven, or the loader's]")
@@ -83,7 +84,7 @@ def plan(
     from midepoch.tools.plan import plan_resume
 
     state, which, place = open_state(checkpoint, step, part, ranks=world_size)
-    made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage) if data else None
+    made = made_by(dataset) if dataset is not None else data_of_state(data, state, storage, format) if data else None
     resume = plan_resume(
         state,
         made,

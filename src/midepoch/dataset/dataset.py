@@ -109,14 +109,14 @@ class Dataset(Loading, Resumable):
 
     @property
     def num_files(self) -> int:
-        """The number of files of all sources."""
+        """The number of files of all sources. A folder of images, audio or videos counts as one."""
         return self.pipeline.files
 
     def __repr__(self) -> str:
         spec = self.pipeline
         leaf = spec.node.base if isinstance(spec.node.base, Leaf) else None
         parts = [f"{len(self):,} rows" if spec.has_positions else spec.node.text]
-        parts.append(f"{self.num_files} file{'s' * (self.num_files != 1)}")
+        parts.append(spec.files_text)
         if not isinstance(spec.node.base, Leaf):
             parts.append(f"{len(spec.node.base.parts)} parts")
         if leaf is not None and (shuffle := leaf.order.shuffle) is not None:
@@ -142,7 +142,7 @@ class Dataset(Loading, Resumable):
         shuffle = spec.node.base.order.shuffle if isinstance(spec.node.base, Leaf) else None
         fields = ", ".join(f"{field.name} ({field.type})" for field in self._schema_before_running)[:2000]
         shown = {
-            "rows": f"{_count(about, spec.has_positions)} in {self.num_files:,} files",
+            "rows": f"{_count(about, spec.has_positions)} in {spec.files_text}",
             "order": shuffle.text if shuffle is not None else None,
             "steps": None if spec.node.text == "none" else spec.node.text,
             "at": None if at == Cursor() else f"epoch {at.epoch}, position {at.position:,}",

@@ -83,6 +83,12 @@ class PipelineSpec:
         """The number of files of all sources."""
         return sum(len(leaf.source.files) for leaf in self.node.leaves)
 
+    @property
+    def files_text(self) -> str:
+        """The number of files as text. A folder of media is one entry of its index, and counts as a folder."""
+        noun = "folder" if all(leaf.source.is_folder for leaf in self.node.leaves) else "file"
+        return f"{self.files:,} {noun}{'s' * (self.files != 1)}"
+
     @cached_property
     def leaf(self) -> Leaf:
         """The leaf as it is run, if positions can be computed."""

@@ -92,41 +92,54 @@ def choose(
 ) -> tuple[list[Entry], str | None]:
     """Return the files of a folder that are the data: those of the requested format, else tables, media, or text.
 
-    Files named ``metadata`` belong to the media beside them. The second value is the kind of media.
+    Files named ``metadata`` belong to the media beside them, which are then the data even if there are other tables.
+    The second value is the kind of media.
     """
     present = Counter(kind for kind in formats if kind is not None)
     media = [kind for kind in KINDS if present[kind]]
     tables = [kind for kind in present if kind not in KINDS and kind != "text"]
-    if wanted in KINDS or (wanted is None and media and (not tables or _only_metadata(visible, formats))):
+    described = bool(tables) and bool(media) and any(is_metadata(entry[0]) for entry in visible)
+    if wanted in KINDS or (wanted is None and media and (not tables or described)):
         if wanted is None and len(media) > 1:
             raise FormatError(f"{name} contains {' and '.join(media)} files. Choose one kind with format=….")
+        if described:
+            if wanted is None:
+                _warn_of_tables(name, visible, formats, tables)
+            return list(visible), wanted or media[0]  # metadata may name any of them
         kind = wanted or media[0]
-        if tables and any(is_metadata(entry[0]) for entry in visible):
-            return list(visible), kind  # metadata may name any of them
         return [entry for entry, each in zip(visible, formats, strict=True) if each == kind], kind
-    if wanted is not None:
-        accepted = [wanted]
-    else:
-        accepted = tables or ["text"] * (present["text"] > 0)
-        _warn_of_others(name, present, tables, media)
-    return [entry for entry, kind in zip(visible, formats, strict=True) if kind in accepted], None
+    accepted = [wanted] if wanted is not None else tables or ["text"]
+    chosen = [entry for entry, kind in zip(visible, formats, strict=True) if kind in accepted]
+    if wanted is None and media:
+        _warn_of_media(name, present, media, chosen[0])
+    return chosen, None
 
 
-def _only_metadata(visible: Sequence[Entry], formats: Sequence[str | None]) -> bool:
-    """Return True if the folder has no tables but those that describe its files."""
-    return all(
-        kind is None or kind in KINDS or kind == "text" or is_metadata(entry[0])
+def _warn_of_tables(name: str, visible: Sequence[Entry], formats: Sequence[str | None], tables: Sequence[str]) -> None:
+    """Warn of tables beside media and their metadata."""
+    others = [
+        (entry[0], kind)
         for entry, kind in zip(visible, formats, strict=True)
-    )
+        if kind in tables and not is_metadata(entry[0])
+    ]
+    if others:
+        path, kind = others[0]
+        _log.warning(
+            "%s is read as media with their metadata. Its other tables (%d, the first is %s) are not read. Pass "
+            "format=%r to read tables instead.",
+            name, len(others), posixpath.basename(path), kind,
+        )  # fmt: skip
 
 
-def _warn_of_others(name: str, present: Counter[str], tables: list[str], media: list[str]) -> None:
+def _warn_of_media(name: str, present: Counter[str], media: Sequence[str], table: Entry) -> None:
+    """Warn of media beside tables. A table that only describes the files would otherwise hide all of them."""
     for kind in media:
-        if present[kind] > sum(present[table] for table in tables):
-            _log.warning(
-                "%s contains %d %s files, which are not read, beside tables, which are. Pass format=%r to read them.",
-                name, present[kind], kind, kind,
-            )  # fmt: skip
+        _log.warning(
+            "%s contains %d %s file%s, which %s not read, beside tables (the first is %s), which are. Pass format=%r "
+            "to read the %s files.",
+            name, present[kind], kind, "s"[: present[kind] > 1], "are" if present[kind] > 1 else "is",
+            posixpath.basename(table[0]), kind, kind,
+        )  # fmt: skip
 
 
 def warn_of_splits(name: str, folder: str, entries: Sequence[Entry]) -> None:

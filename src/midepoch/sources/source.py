@@ -109,6 +109,11 @@ class Source:
         return IndexedFiles.of(file for index in self.indexes for file in index.files)
 
     @property
+    def is_folder(self) -> bool:
+        """True if its one file is a folder of media, each of which is a row."""
+        return self.indexes[0].format in GROUPED
+
+    @property
     def rows(self) -> int:
         return sum(int(index.starts[-1]) for index in self.indexes)
 
@@ -182,7 +187,7 @@ class Source:
         """Describe the location of a source row."""
         number = self._file_number(row)
         place = f"row {row - int(self.layout.file_starts[number])} of {self.name(self.files[number])}"
-        name = self._name_in_folder(row) if self.indexes[0].format in GROUPED else None
+        name = self._name_in_folder(row) if self.is_folder else None
         return place if name is None else f"{place} ({name})"
 
     def _name_in_folder(self, row: int) -> str | None:

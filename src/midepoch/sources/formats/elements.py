@@ -33,7 +33,7 @@ class Elements:
 
 def elements(data: bytes, *, is_first: bool) -> Elements:
     """Return the objects in a text. ``is_first``: no element comes before it, so that it begins without a comma."""
-    brackets, depths = _brackets(data)
+    brackets, depths = bracket_depths(data)
     closing = np.flatnonzero(depths < 0)
     end = int(brackets[closing[0]]) if len(closing) else None
     if end is not None:
@@ -56,7 +56,7 @@ def elements(data: bytes, *, is_first: bool) -> Elements:
     return Elements(starts[:count], stops[:count], end, wrong)
 
 
-def _brackets(data: bytes) -> tuple[Int64Array, Int64Array]:
+def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
     """Return the positions of the brackets outside of strings, and the depth after each of them."""
     if b"\\" in data:  # outside of strings there is none in JSON; the parser refuses it
         data = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")

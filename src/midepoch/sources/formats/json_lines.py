@@ -13,7 +13,7 @@ from midepoch.sources.damage import is_damage
 from midepoch.sources.formats.base import Block, NoStatistics, Scanned
 from midepoch.sources.formats.compressed import contents
 from midepoch.sources.formats.cutting import Int64Array, broken_rows, row_ends
-from midepoch.sources.formats.elements import SPACE
+from midepoch.sources.formats.elements import SPACE, bracket_depths
 from midepoch.sources.formats.inferred import MIXED_REMEDY
 from midepoch.sources.formats.json_array import is_array, scan_array
 from midepoch.sources.formats.lines import read_rows, scan_lines
@@ -22,6 +22,9 @@ from midepoch.sources.stores import Entry, Store
 _BOM = b"\xef\xbb\xbf"
 _BLANK = 1 << 20
 """Maximum number of blank bytes at the beginning of a file that are skipped to find its first character."""
+DEEPEST = 100
+"""Maximum number of brackets around a value. An Arrow schema that is nested more than about 120 deep cannot be saved,
+and pyarrow crashes at some 10,000."""
 _MIXED = re.compile(r"Column\(/(?:/\[\]/)?(.+)\) changed from (\w+) to (\w+)")
 
 
@@ -70,8 +73,7 @@ class _JsonLines:
         return False
 
     def parse(self, data: bytes) -> pa.Table:
-        if not data.isascii():
-            data.decode()
+        _check(data)
         return _parse(data)
 
     def problem(self, data: bytes) -> str | None:
@@ -88,8 +90,8 @@ class JsonArray:
     """Parser of consecutive elements of an array, with the commas between them. They become one value of one column."""
 
     def parse(self, data: bytes, schema: pa.Schema | None = None) -> pa.Table:
-        if schema is None and not data.isascii():
-            data.decode()
+        if schema is None:
+            _check(data)
         wrapped = b'{"":[' + data.rstrip(SPACE).removesuffix(b",") + b"]}"
         column = None if schema is None else pa.schema([("", pa.list_(pa.struct(list(schema))))])
         rows = _read(wrapped, column).column(0).combine_chunks().flatten()
@@ -127,6 +129,15 @@ def _problem(data: bytes, parse: Callable[[bytes], pa.Table], check: Callable[[b
             return None  # incompatible types are not damage of a row
         return re.sub(r"^JSON parse error: |\.? in row \d+$|\.$", "", str(problem))
     return None
+
+
+def _check(data: bytes) -> None:
+    """Raise for text that pyarrow does not refuse: not UTF-8, or so deeply nested that it would end the process."""
+    if not data.isascii():
+        data.decode()
+    _, depths = bracket_depths(data)
+    if len(depths) and depths.max() > DEEPEST:
+        raise pa.ArrowInvalid(f"it has values inside of more than {DEEPEST} brackets")
 
 
 def _is_readable(data: bytes, check: Callable[[bytes], pa.Table]) -> bool:

@@ -184,13 +184,13 @@ class _Text:
 
     def line_at(self, data: bytes, position: int) -> int:
         """Return the number of a line of this piece. The first line of the file is 1."""
-        return self._line + data.count(b"\n", 0, position)
+        return self._line + _line_ends(data, position)
 
     def __iter__(self) -> Iterator[bytes]:
         rest, enough = b"", BLOCK_BYTES
         for number, data in enumerate(self._pieces):
             if not number:
-                self._line += self._pieces.head.count(b"\n")
+                self._line += _line_ends(self._pieces.head)
             rest += data
             if len(rest) < enough:
                 continue
@@ -209,7 +209,7 @@ class _Text:
 
     def _pass(self, data: bytes) -> None:
         self.offset += len(data)
-        self._line += data.count(b"\n")
+        self._line += _line_ends(data)
 
     def _last_row_end(self, data: bytes) -> int:
         ends = self._dialect.ends(data)
@@ -217,6 +217,14 @@ class _Text:
         if not self.is_cut and len(data) >= _LONGEST_ROW * BLOCK_BYTES:
             return data.rfind(b"\n") + 1
         return int(ends[-1]) if self.is_cut else 0
+
+
+def _line_ends(data: bytes, stop: int | None = None) -> int:
+    """Return the number of line ends before ``stop``: line feeds, carriage returns, or both together."""
+    feeds = data.count(b"\n", 0, stop)
+    if b"\r" not in data:
+        return feeds
+    return feeds + data.count(b"\r", 0, stop) - data.count(b"\r\n", 0, stop)
 
 
 def read_rows(store: Store, block: Block) -> bytes:
