@@ -39,8 +39,7 @@ class Model(MegatronModule):  # type: ignore[misc]  # or GPTModel
 
 def forward_step(data: Any, model: Model) -> tuple[torch.Tensor, Any]:
     batch = {name: column.to(DEVICE) for name, column in next(data).items()}
-    rows = batch["tokens"][:, 0].tolist()  # a sequence begins with its number
-    return model(batch["tokens"], batch["labels"]), lambda loss: (loss, rows)
+    return model(batch["tokens"], batch["labels"]), lambda loss: (loss, batch["tokens"][:, 0].tolist())
 
 
 def train(folder: Path, die_at: int) -> None:
@@ -64,6 +63,7 @@ def train(folder: Path, die_at: int) -> None:
             state = {"model": model.sharded_state_dict(), "data": data.state_dict()}
             dist_checkpointing.save(state, f"{folder}/{step}")
         if step == die_at:
+            dist.barrier()  # all ranks have written down this step
             signal.raise_signal(signal.SIGKILL)
 
 
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if dist.get_rank() == 0 and not (folder / "data.parquet").exists():
         folder.mkdir(exist_ok=True)
-        sequences = [np.arange(row, row + LENGTH + 1) % ROWS for row in range(ROWS)]
+        sequences = [np.arange(row, row + LENGTH + 1) % ROWS for row in range(ROWS)]  # begin with their number
         pq.write_table(pa.table({"tokens": sequences}), folder / "data.parquet", row_group_size=10)
     dist.barrier()
     train(folder, int(sys.argv[2]) if len(sys.argv) > 2 else 0)

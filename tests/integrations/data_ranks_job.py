@@ -16,6 +16,16 @@ import midepoch
 from midepoch.integrations.data_ranks import arguments_for
 from midepoch.integrations.micro_batches import MicroBatches
 
+
+def check_group(data_rank: int) -> None:
+    """The group for a data-parallel rank has one process of each, in order, and is connected."""
+    group = arguments_for(data_rank, 2)["data_parallel"]
+    assert arguments_for(data_rank, 2)["data_parallel"] is group
+    seen: list[int | None] = [None, None]
+    dist.all_gather_object(seen, data_rank, group)
+    assert seen == [0, 1], seen
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -27,4 +37,9 @@ if __name__ == "__main__":
     made[1].load_text(state)
     rest = [part.batch["input_ids"].tolist() for part in made[1].passes(1)]
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps([made[0].loader.shard.index, state, first, rest]))
+    check_group(dist.get_rank() % 2)  # another mesh with as many data ranks
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    check_group(data_rank)
     dist.destroy_process_group()

@@ -15,8 +15,8 @@ import torch
 import midepoch
 from data import Numbers
 from forks import Forks
-from midepoch.errors import CheckpointMismatchError
-from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, cut, rank_rows
+from midepoch.errors import CheckpointMismatchError, CheckpointNotFoundError
+from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, SavedAsText, cut, rank_rows
 from midepoch.integrations.sequences import next_tokens
 
 GLOBAL = 12
@@ -75,6 +75,24 @@ def test_state_in_mid_step_is_that_before_it(ds: midepoch.Dataset) -> None:
     assert not {row for part in first for row in part.batch["n"].tolist()} & set(again[0].batch["n"].tolist())
     # The same without a load: a pass that was left in mid-step begins the step again.
     assert next(batches.one_pass()).batch["n"].tolist() == following[0].batch["n"].tolist()
+
+
+class Saved(SavedAsText):
+    """A dataloader as that of a framework."""
+
+    _to_begin = "Begin again."
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches = batches
+
+
+def test_state_of_a_dataloader(ds: midepoch.Dataset) -> None:
+    first, second = (Saved(batches) for batches in on_ranks(ds, 2, 3))
+    assert len(list(islice(first._batches.passes(), 2))) == 2
+    second.load_state_dict(first.state_dict())
+    assert second.loader.position == GLOBAL
+    with pytest.raises(CheckpointNotFoundError, match=r"only \['dp_rank_0'\]: .*another dataloader. Begin again"):
+        second.load_state_dict({"dp_rank_0": b""})
 
 
 def test_epochs_end(ds: midepoch.Dataset) -> None:

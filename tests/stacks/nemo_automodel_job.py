@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import stacks.automodel_cpu  # noqa: F401
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "automodel"
@@ -30,6 +32,7 @@ def main(folder: str, die_at: str) -> None:
             with open(f"{folder}/rows-{os.environ['RANK']}.txt", "a") as log:
                 print(step, *rows, file=log)
             if step == int(die_at):
+                dist.barrier()  # the others have noted this step: they are killed with the first
                 signal.raise_signal(signal.SIGKILL)
             return done
 

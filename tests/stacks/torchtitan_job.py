@@ -13,6 +13,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import stacks.torchtitan_cpu  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,6 +50,7 @@ def main(folder: str, steps: str, die_at: str, *arguments: str) -> None:
                 log.write(json.dumps([self.step, self.seen]) + "\n")
             self.seen.clear()
             if self.step == int(die_at):
+                dist.barrier()  # the others have noted this step: they are killed with the first
                 signal.raise_signal(signal.SIGKILL)
 
     wanted = ["--module", "torchtitan_llama", "--config", "llama3_midepoch", "--training.steps", steps, *arguments]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
-_groups: dict[tuple[int, int], Any] = {}
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""The groups of each world, by the data-parallel ranks of its processes. They end with ``destroy_process_group``."""
 
 
 def arguments_for(rank: int, ranks: int) -> dict[str, Any]:
@@ -18,24 +20,25 @@ def arguments_for(rank: int, ranks: int) -> dict[str, Any]:
 
     if not dist.is_initialized() or dist.get_world_size() == ranks:
         return {"rank": rank, "world_size": ranks}
-    key = (id(dist.group.WORLD), ranks)
-    if key not in _groups:
-        _groups[key] = _connected(rank)
-    return {"data_parallel": _groups[key]}
+    stated: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stated, rank)
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    if tuple(stated) not in groups:
+        groups[tuple(stated)] = _connected(stated)
+    group = groups[tuple(stated)]
+    if dist.get_rank(group) != rank:
+        raise RuntimeError(f"data-parallel ranks must ascend with the ranks of processes, got {stated}")
+    return {"data_parallel": group}
 
 
-def _connected(rank: int) -> Any:
+def _connected(data_ranks: list[int]) -> Any:
     """Return a process group of one process for each data-parallel rank, in their order."""
     import torch.distributed as dist
 
-    stated: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stated, rank)
     replicas: Counter[int] = Counter()
     columns: dict[int, list[int]] = {}
-    for process, data_rank in enumerate(stated):
+    for process, data_rank in enumerate(data_ranks):
         columns.setdefault(replicas[data_rank], []).append(process)
         replicas[data_rank] += 1
     group, _ = dist.new_subgroups_by_enumeration(list(columns.values()), backend="gloo")
-    if dist.get_rank(group) != rank:
-        raise RuntimeError(f"data-parallel ranks must ascend with the ranks of processes, got {stated}")
     return group

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from midepoch.errors import MidepochError
+from midepoch.errors import CheckpointNotFoundError, MidepochError
 from midepoch.integrations.states import for_all_ranks
 from midepoch.loader import Loader
+
+_STATE = "midepoch"
+"""The key of the position in the state of a framework's dataloader."""
 
 
 def rank_rows(global_batch: int, micro_batch: int, ranks: int) -> int:
@@ -98,6 +101,32 @@ class MicroBatches:
     def load_text(self, text: str) -> None:
         """Continue from a state as JSON."""
         self.load(json.loads(text))
+
+
+class SavedAsText:
+    """Mixin for the dataloader of a framework, whose checkpoints take nested states apart: it saves one text."""
+
+    _batches: MicroBatches
+    _to_begin: str
+    """Advice for a checkpoint that lacks the position."""
+
+    @property
+    def loader(self) -> Loader:
+        """The loader. Its batches are this rank's share of a step."""
+        return self._batches.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last complete step, for all ranks."""
+        return {_STATE: self._batches.text()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a position, on any number of ranks."""
+        if _STATE not in state_dict:
+            raise CheckpointNotFoundError(
+                f"the checkpoint does not contain the position in the data, only {sorted(state_dict)}: it was written "
+                f"with another dataloader. {self._to_begin}"
+            )
+        self._batches.load_text(state_dict[_STATE])
 
 
 @dataclass(frozen=True)

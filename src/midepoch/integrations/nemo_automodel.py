@@ -21,14 +21,13 @@ from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenP
 
 from midepoch.dataset import Dataset
 from midepoch.integrations.data_ranks import arguments_for
-from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, rank_rows
+from midepoch.integrations.micro_batches import CollatedParts, MicroBatches, SavedAsText, rank_rows
 from midepoch.integrations.sequences import check_shifted
 
 _log = logging.getLogger("midepoch")
-_STATE = "midepoch"
 
 
-class ResumableDataloader:
+class ResumableDataloader(SavedAsText):
     """Epochs of micro-batches for Automodel's StepScheduler. Its state restores any number of ranks.
 
     Automodel saves the states of a StatefulDataLoader in one file for each data-parallel rank, and cannot load them on
@@ -36,6 +35,7 @@ class ResumableDataloader:
     """
 
     use_distributed_checkpointing = True
+    _to_begin = "Set another checkpoint.checkpoint_dir to begin with the first row."
 
     def __init__(self, batches: MicroBatches) -> None:
         self._batches = batches
@@ -52,19 +52,6 @@ class ResumableDataloader:
 
     def __len__(self) -> int:
         return len(self._batches.loader) * self._batches.per_step
-
-    @property
-    def loader(self) -> Any:
-        """The loader. Its batches are this rank's share of a step."""
-        return self._batches.loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last complete step, for all ranks."""
-        return {_STATE: self._batches.text()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position, on any number of ranks."""
-        self._batches.load_text(state_dict[_STATE])
 
 
 @dataclass

@@ -13,20 +13,19 @@ import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 
 from midepoch.dataset import Dataset
-from midepoch.errors import CheckpointNotFoundError
 from midepoch.integrations.data_ranks import arguments_for
-from midepoch.integrations.micro_batches import MicroBatches, rank_rows
+from midepoch.integrations.micro_batches import MicroBatches, SavedAsText, rank_rows
 from midepoch.integrations.sequences import next_tokens
 
-_STATE = "midepoch"
 
-
-class MidepochDataLoader(BaseDataLoader):  # type: ignore[misc]
+class MidepochDataLoader(SavedAsText, BaseDataLoader):  # type: ignore[misc]
     """Batches of a midepoch dataset, as torchtitan's Trainer takes them.
 
     Its state is the same on all ranks. So a checkpoint resumes with another data-parallel degree, which torchtitan's
     own dataloaders refuse.
     """
+
+    _to_begin = "Use --checkpoint.exclude_from_loading dataloader to begin with the first row."
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -82,24 +81,6 @@ class MidepochDataLoader(BaseDataLoader):  # type: ignore[misc]
     def _next_tokens(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         tokens, labels, positions = next_tokens(batch, self._seq_len)
         return {"input": tokens, "positions": positions}, labels
-
-    @property
-    def loader(self) -> Any:
-        """The loader. Its batches are this rank's share of a step."""
-        return self._batches.loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last complete step, for all ranks."""
-        return {_STATE: self._batches.text()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position, on any number of ranks."""
-        if _STATE not in state_dict:
-            raise CheckpointNotFoundError(
-                f"the checkpoint does not contain the position in the data, only {sorted(state_dict)}: it was written "
-                "with another dataloader. Use --checkpoint.exclude_from_loading dataloader to begin with the first row."
-            )
-        self._batches.load_text(state_dict[_STATE])
 
 
 def _opened(data: Any, tokenizer: Any, seq_len: int) -> Dataset:
