@@ -66,6 +66,6 @@ def test_a_wait_longer_than_the_budget_is_an_error_that_says_so(monkeypatch: pyt
     def ask() -> None:
         raise next(problems)
 
-    with pytest.raises(FetchError, match=r"asks to wait 300 s, and retries may take 60 s.*Retry\(budget="):
+    with pytest.raises(FetchError, match=r"asks to wait 300 s, but retries may take 60 s.*Retry\(budget="):
         store.persist("bucket/a", "read", ask)
     assert len(waits) == 1 and 2.0 <= waits[0] <= 3.0

@@ -77,13 +77,14 @@ class PartWriter:
         new = [name for name in table.column_names if name not in self.schema.names]
         if new:
             raise ColumnError(
-                f"{self.what}: some rows have a column {new[0]!r}, others not. Return the same for every row."
+                f"{self.what}: some rows have a column {new[0]!r}, others do not. Return the same columns for every "
+                "row."
             )
         kinds = {}
         for column in self.schema:
             if column.name not in table.column_names:
                 raise ColumnError(
-                    f"{self.what}: some rows have no column {column.name!r}. Return the same for every row."
+                    f"{self.what}: some rows have no column {column.name!r}. Return the same columns for every row."
                 )
             found = table.schema.field(column.name).type
             both = common_type(column.type, found)

@@ -31,8 +31,8 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
             raise TypeError(f"Positions takes a Dataset, got {type(data).__name__}. Leave out loader(…).")
         if not data.pipeline.has_positions:
             raise TypeError(
-                f"Levanter reads rows by position, and this dataset has none ({data.pipeline.node.text}). Call "
-                "cache() after those steps, which numbers the rows, or leave them out."
+                f"Levanter reads rows by position, but rows of this dataset have none ({data.pipeline.node.text}). "
+                "Call cache() after those steps, which numbers the rows, or leave them out."
             )
         if data.pipeline.shard.count > 1:
             raise ValueError(

@@ -63,8 +63,8 @@ class DataIterator:
         if self._step != steps.number:
             if self._missed and self._load == steps.loads:
                 raise MidepochError(
-                    f"another model chunk began a step before this one had taken the last {self._missed} micro-batches "
-                    "of the step before. All chunks must take as many micro-batches."
+                    f"another model chunk began the next step, but this one has not taken the last {self._missed} "
+                    "micro-batches of its step. All chunks must take the same number of micro-batches per step."
                 )
             self._step, self._next = steps.number, 0
         part = steps.part(self._next)

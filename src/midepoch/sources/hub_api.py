@@ -69,7 +69,7 @@ class Hub:
         try:
             files = [_file(each) for each in entries if each["type"] == "file"]
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise ConnectionError(f"the listing of {self.endpoint} cannot be understood") from None
+            raise ConnectionError(f"the listing of {self.endpoint} cannot be parsed") from None
         return files, self._own(urljoin(url, following[1])) if following is not None else ""
 
     def read(self, of: HubPath, commit: str, part: str) -> Answer | Redirect:
@@ -93,11 +93,11 @@ class Hub:
     def _get(self, url: str, headers: Mapping[str, str] | None = None, *, follow_etag: bool = False) -> Answer:
         """Return the answer of the Hub, after redirects to itself, as for a repository with a new name."""
         if is_offline():
-            raise FetchError(f"{self.endpoint} is not asked, because HF_HUB_OFFLINE is set. Unset it.")
+            raise FetchError(f"no request is sent to {self.endpoint}, because HF_HUB_OFFLINE is set. Unset it.")
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
         if wait > 0:  # another thread received this answer
-            raise ThrottledError(f"{self.endpoint} asked to send no requests", wait)
+            raise ThrottledError(f"{self.endpoint} accepts no requests for now", wait)
         token = self._token_now()
         if token is not None and _TOKEN.fullmatch(token) is None:  # http.client would show it
             raise FetchError(
@@ -114,9 +114,9 @@ class Hub:
             if origin_of(target) != origin_of(self.endpoint):
                 if follow_etag:
                     return answer._replace(headers={**answer.headers, "location": target})
-                raise ConnectionError(f"{self.endpoint} redirects to another server, which is not asked for listings")
+                raise ConnectionError(f"{self.endpoint} redirects a listing to another server, which is refused")
             url = target
-        raise ConnectionError(f"{self.endpoint} redirects in a circle")
+        raise ConnectionError(f"{self.endpoint} redirects in a loop")
 
     def _checked(self, of: HubPath, answer: Answer) -> Answer:
         """Return an answer with contents. Raise the error that the Hub means by any other."""
@@ -178,7 +178,7 @@ def is_offline() -> bool:
 
 
 _busy: dict[tuple[str, bool], float] = {}
-"""Time until which an endpoint asked to send no requests of a kind."""
+"""Time until which an endpoint accepts no requests of a kind."""
 
 
 def _check_load(server: str, answer: Answer, limited: tuple[str, bool] | None) -> None:

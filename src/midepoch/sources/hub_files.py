@@ -202,7 +202,7 @@ def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
     if answer.status == 200:  # a server that ignores ranges
         whole, body = len(answer.body), answer.body[start:stop]
         if whole < file.size and "content-length" not in answer.headers:  # possibly truncated
-            raise ConnectionError(f"{whole} bytes of {file.size} were received, without their number")
+            raise ConnectionError(f"{whole} of {file.size} bytes were received, without a Content-Length")
     elif answer.status == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):
         whole, body = file.size if part[3] == "*" else int(part[3]), answer.body if int(part[1]) == start else b""
     else:

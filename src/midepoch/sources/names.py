@@ -49,7 +49,7 @@ _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\
 _WITH_NUMBER = re.compile(r"litdata:[1-9][0-9]*")
 _TOKEN_READERS = {
     ".idx": "midepoch.from_megatron(prefix)",
-    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
+    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if it has an .idx",
     **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
 }
 """Files that are not tables: the calls that read them."""
