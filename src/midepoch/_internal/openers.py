@@ -37,7 +37,7 @@ def opener_of(given: Any) -> str | None:
 
 
 def instead(function: str, expected: str, given: Any) -> str:
-    """Return the message for an object that another function opens."""
+    """Return the message for a wrong argument. It names the function that opens such an object."""
     kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
     opener = opener_of(given)
     if isinstance(given, str) or hasattr(given, "__fspath__"):

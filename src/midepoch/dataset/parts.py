@@ -30,7 +30,7 @@ def part_name(number: int) -> str:
 
 
 def part_rows(table: pa.Table) -> int:
-    """Return the rows of a part: a power of two of batches, so that it hardly depends on the first one."""
+    """Return the number of rows of a part: a power of two of batches, so that it hardly depends on the first one."""
     batches = max(1, int(PART_BYTES // max(1, table.nbytes * ROWS // max(1, table.num_rows))))
     return ROWS * (1 << (batches.bit_length() - 1))
 
@@ -48,7 +48,7 @@ def open_parts(folder: Path) -> Source | None:
 
 @contextmanager
 def held(lock: LockFile, task: str, number: int = 0) -> Iterator[None]:
-    """Hold a lock of a file, and show waiting processes that this one is alive."""
+    """Context in which a lock file is locked, and waiting processes see that this one is alive."""
     lock.acquire(number, task, wait=True)
     try:
         with lock.signs_of_life(number):
@@ -99,7 +99,7 @@ class PartWriter:
         return _as(table, self.schema)
 
     def finish(self, tables: Sequence[pa.Table], *, rows: int | None = None) -> str:
-        """Write a part in batches of so many rows, and return its name."""
+        """Write a part in batches of ``rows`` rows, and return the name of its file."""
         assert self.schema is not None
         name = part_name(len(self.schemas))
         self._write(name, [_as(table, self.schema) for table in tables], self.schema, rows)
@@ -107,7 +107,7 @@ class PartWriter:
         return name
 
     def complete(self, about: dict[str, Any]) -> None:
-        """Write parts again whose types are narrower than those of later ones, then the note that all are there."""
+        """Write parts again whose types are narrower than those of later ones, then the note that all are written."""
         for number, schema in enumerate(self.schemas):
             if self.schema is not None and not schema.equals(self.schema):
                 with pa.memory_map(str(self.folder / part_name(number))) as file:
@@ -145,7 +145,7 @@ class PartWriter:
 
 
 def copied(table: pa.Table) -> pa.Table:
-    """Return a table in new memory: the bytes of a file must not depend on how its rows were made, nor by whom."""
+    """Return a table in new memory: the bytes of a file must not depend on how or where its rows were made."""
     columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
     return pa.Table.from_arrays(columns, schema=table.schema)
 

@@ -21,7 +21,7 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
     """Rows by their position in the run: position 0 is the first row of epoch 0, and each epoch has its own order.
 
     A row is a dict of numpy arrays, or of the format that was chosen by ``with_format``. ``epochs``: number of epochs;
-    default: without end. Positions are computed, so Levanter resumes at any step without reading what was before it.
+    default: unlimited. Positions are computed, so Levanter resumes at any step without reading the rows before it.
     Levanter itself assigns positions to devices and processes.
     """
 

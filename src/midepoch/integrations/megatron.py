@@ -111,8 +111,8 @@ def iterator(
     """Return the data iterator of this rank, by Megatron's data-parallel group. It never ends.
 
     Sizes are those of Megatron's ``num_microbatches_calculator`` unless given. ``global_batch_size`` may be a dict of
-    sizes by the first step at which they apply, for a ramp-up. ``to_batch`` makes what ``next`` returns of a dict of
-    columns. ``loader``: other arguments of ``Dataset.loader``.
+    sizes by the first step at which they apply, for a ramp-up. ``to_batch`` converts a dict of columns to
+    what ``next`` returns. ``loader``: other arguments of ``Dataset.loader``.
     """
     (only,) = iterators(
         dataset,

@@ -57,7 +57,7 @@ def _check_length(found: int, length: int | None, name: str, needs: str) -> None
 
 
 def check_shifted(tokens: Tensor, labels: Tensor) -> None:
-    """Raise ValueError for labels that are the tokens themselves: the loss would go to 0, and nothing be learned."""
+    """Raise ValueError for labels that are the tokens themselves: a model would learn to copy its input."""
     counted = labels != IGNORED
     if (
         bool(counted.any())

@@ -196,7 +196,7 @@ def _part_of(table: Any, stored: pa.Schema, rows: int) -> tuple[dict[str, str], 
 
 
 def _columns_after(change: str, args: Sequence[Any], names: list[tuple[str, str]]) -> list[tuple[str, str]] | None:
-    """Return the columns after a change of a table. None if it is not known."""
+    """Return the columns after a change of a table. None if they are unknown."""
     if not args:
         return None
     known = dict(names)

@@ -37,7 +37,7 @@ def from_map_style(
     seed_globals: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Dataset:
-    """Return a dataset of the items ``dataset[i]`` for i below ``len(dataset)``: a ``Dataset`` of torch, a list, ….
+    """Return a dataset of the items ``dataset[i]`` for i below ``len(dataset)``, such as a torch ``Dataset`` or a list.
 
     Items may be of any type. ``ds[i]`` and ``collate_fn`` get them as they are, and batches are those of torch's
     ``default_collate``. Random numbers that ``dataset[i]`` draws from ``random``, ``numpy.random`` or torch depend only

@@ -223,7 +223,7 @@ def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
 
 
 def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
-    """Return the entries of all files. Those that were not listed are looked at, several at a time in a store."""
+    """Return the entries of all files. Those that were not listed are requested, several at a time in a store."""
     paths = [each for each in listed if isinstance(each, str)]
     if store.local:
         looked = [_local_entry(path) for path in paths]

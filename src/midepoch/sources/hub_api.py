@@ -21,7 +21,7 @@ from midepoch.errors import DataNotFoundError, FetchError
 from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer, client, origin_of
 from midepoch.sources.hub_address import HubPath
-from midepoch.sources.throttling import ThrottledError, seconds_asked
+from midepoch.sources.throttling import ThrottledError, requested_wait
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -184,7 +184,7 @@ _busy: dict[tuple[str, bool], float] = {}
 def _check_load(server: str, answer: Answer, limited: tuple[str, bool] | None) -> None:
     if answer.status not in (408, 429) and answer.status < 500:
         return
-    seconds = seconds_asked(answer.headers)
+    seconds = requested_wait(answer.headers)
     if seconds and limited is not None:
         _busy[limited] = time.monotonic() + seconds
     raise ThrottledError(f"{server} answered HTTP status {answer.status}", seconds)

@@ -64,7 +64,7 @@ class HubFiles:
         return self._hub.endpoint
 
     def refresh(self) -> None:
-        """Look up revisions again, however short ago another process has done it."""
+        """Look up revisions again, even if another process did so a moment ago."""
         self._fresh_seconds = 0.0
 
     @property
@@ -139,7 +139,7 @@ _resolving: list[threading.Lock] = []
 
 
 def _make_locks() -> None:
-    """Make the locks, also in a forked process: threads that hold them were not copied."""
+    """Create the locks, and again in a forked process, which has no copy of the threads that hold them."""
     _resolving[:] = [threading.Lock() for _ in range(64)]
 
 

@@ -1,4 +1,4 @@
-"""Listings of local folders and of stores, and the files in them that count."""
+"""Listings of local folders and of stores, and their visible files."""
 
 from __future__ import annotations
 

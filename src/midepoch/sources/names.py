@@ -66,7 +66,7 @@ def check_format(given: str | None) -> str | None:
 
 
 def format_of(path: str, wanted: str | None = None) -> str | None:
-    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
+    """Return the format that a file name indicates, or None. That of tokens only if it is ``wanted``."""
     if wanted in OF_TOKENS:
         return wanted if os.path.splitext(path)[1].lower() in OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")
