@@ -50,7 +50,7 @@ def refuse_web_page(address: str) -> None:
         path = f"/{page[3].rstrip('/')}" if page[3] and at else ""
         raise ValueError(
             f"{Address(address)} is a web page. Write hf://datasets/{page[1]}{at}{path} to read the files of this "
-            "dataset"
+            "dataset."
         )
 
 
