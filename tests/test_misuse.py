@@ -129,7 +129,7 @@ HF: Wrong = [
     (lambda ds: ds.decode("text", kind="picture"), "image.*audio.*video|'picture'"),
     (lambda ds: ds.shuffle(seed=1).cache(), "cache\\(\\) before shuffle"),
     (lambda ds: ds.shard(2, 0).cache(), "cache\\(\\) before shard"),
-    (lambda ds: ds.cache(key=3), "key.*text, got 3"),
+    (lambda ds: ds.cache(key=3), "key.*str, got 3"),
     (lambda ds: ds.cache(cache_dir="x"), "cache_dir.*directory"),
 ]
 

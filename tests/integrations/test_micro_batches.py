@@ -148,7 +148,7 @@ def test_next_tokens() -> None:
     assert given.labels.tolist() == (tokens + 1).tolist() and given.positions.tolist() == tokens.tolist()
     with pytest.raises(ValueError, match="labels are equal to the tokens"):
         next_tokens({"tokens": tokens, "labels": tokens})
-    with pytest.raises(ValueError, match="sequences of 4 tokens were expected to have 5"):
+    with pytest.raises(ValueError, match="expected sequences of 5 tokens, got 4"):
         next_tokens({"tokens": tokens}, 5)
     with pytest.raises(ValueError, match=r"must be \[rows, length\]"):
         next_tokens({"tokens": torch.arange(3)})

@@ -177,7 +177,7 @@ def test_rows_are_prepared_as_by_trl(trl_forks: Forks, tmp_path: Path) -> None:
     assert len(cases["completions"][1]) == len(cases["pairs"][1]) == 2  # nothing is left of the longest prompt
     refused = json.loads((tmp_path / "refusals.json").read_text())
     assert "got a loader" in refused["loader"] and "loader_options" in refused["loader"]
-    assert "precompute_ref_log_probs=True reads the complete data" in refused["precomputed"]
+    assert "precompute_ref_log_probs=True reads all rows" in refused["precomputed"]
 
 
 def global_batches(folder: Path, first: int, last: int) -> list[list[int]]:

@@ -202,7 +202,7 @@ def test_misuse_is_named(data: str) -> None:
             with pytest.raises(TypeError, match=r"ack\(\) takes a lease or its id"):
                 loader.ack(wrong)  # type: ignore[arg-type]
         assert loader.ack(np.int64(next(items).id))
-    with pytest.raises(RuntimeError, match="this with block was left"):
+    with pytest.raises(RuntimeError, match="this with block has ended"):
         next(items)
 
 

@@ -65,3 +65,11 @@ def test_chains_of_file_systems(chain: str, tmp_path: Path) -> None:
             assert (batch["seven"] == 7 * batch["id"]).all()
             seen += batch["id"].tolist()
         assert sorted(seen) == list(range(rows))
+
+
+def test_an_address_of_the_hub_without_datasets_is_explained() -> None:
+    """``hf://org/name`` is a model. A file system in memory is in place of its files: there are none."""
+    fsspec = pytest.importorskip("fsspec")
+    for path in ("org/name", "org/name/data/*.parquet"):
+        with pytest.raises(midepoch.DataNotFoundError, match="For a dataset, write hf://datasets/ORG/NAME/PATH"):
+            midepoch.from_files(f"hf://{path}", filesystem=fsspec.filesystem("memory"))

@@ -345,7 +345,7 @@ def test_a_limit_that_counts_over_time_is_kept(hub: HubServer) -> None:
 
 def test_a_wait_beyond_the_budget_is_an_error(hub: HubServer) -> None:
     hub.fail("tree", 429, retry_after="300")
-    with pytest.raises(FetchError, match="asks to wait 300 s, and retries may take 30 s"):
+    with pytest.raises(FetchError, match="asks to wait 300 s, but retries may take 30 s"):
         midepoch.from_files(GLOB, retry=QUICK)
     assert hub.requests["tree"] == 1
 
@@ -510,7 +510,7 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_web_page_is_not_data(page: str, address: str) -> None:
-    with pytest.raises(ValueError, match=f"is a page for people. Write {address}"):
+    with pytest.raises(ValueError, match=f"is a web page. Write {address}"):
         midepoch.from_files(page)
 
 

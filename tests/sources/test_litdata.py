@@ -158,7 +158,7 @@ def test_decompressed_chunks_are_found(tmp_path: Path) -> None:
         (lambda index: index["config"].update(data_spec=None), "no data_format and data_spec"),
         (lambda index: index["config"].update(data_spec="[1, 2]"), "its data_spec cannot be read"),
         (lambda index: index["config"].update(compression_level="batch"), "do not match its index.json"),
-        (lambda index: index["chunks"][1].pop("chunk_size"), "its chunk 1 is described wrongly"),
+        (lambda index: index["chunks"][1].pop("chunk_size"), "the entry of chunk 1 is invalid"),
         (lambda index: index["chunks"][1].update(chunk_size=49), "chunk-0-1.bin: it has 50 samples, .* says 49"),
         (lambda index: index["chunks"][1].update(chunk_bytes=10**6), "chunk-0-1.bin has .* bytes, .* says 1000000"),
         (lambda index: index["chunks"][1].update(filename="gone.bin"), "gone.bin does not exist, but .* names it"),

@@ -238,12 +238,12 @@ def edited(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "tar"}, "its shard 1 is described wrongly: .*'tar' is not one of mds, json"),
+        ({"format": "tar"}, "the entry of shard 1 is invalid: .*'tar' is not one of mds, json"),
         ({"format": "csv", "raw_meta": {"bytes": 1}}, "the encoding 'bytes' is not one of str, int, float"),
         ({"samples": 49}, "shard.00001.mds: it has 50 samples, its index.json says 49"),
         ({"column_encodings": ["bytes", "int", "str", "tensor"]}, "the encoding 'tensor' is not one of MDS"),
-        ({"column_encodings": ["bytes", "int"]}, "its shard 1 is described wrongly"),
-        ({"raw_data": None}, "its shard 1 is described wrongly"),
+        ({"column_encodings": ["bytes", "int"]}, "the entry of shard 1 is invalid"),
+        ({"raw_data": None}, "the entry of shard 1 is invalid"),
         ({"raw_data": {"basename": "../x.mds", "bytes": 1}}, "'../x.mds', which is not below its folder"),
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "shard.00000.mds has .* bytes, .* says 1"),
     ],

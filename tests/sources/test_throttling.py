@@ -8,7 +8,7 @@ import pytest
 
 from midepoch.errors import FetchError
 from midepoch.sources.stores import Retry, Store
-from midepoch.sources.throttling import ThrottledError, retry_after, seconds_asked
+from midepoch.sources.throttling import ThrottledError, requested_wait, retry_after
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ from midepoch.sources.throttling import ThrottledError, retry_after, seconds_ask
     ],
 )
 def test_seconds_that_a_server_asks_for(headers: dict[str, str], seconds: float | None) -> None:
-    assert seconds_asked(headers) == seconds
+    assert requested_wait(headers) == seconds
 
 
 def test_a_date_is_seconds_from_now() -> None:
     later = datetime.now(timezone.utc) + timedelta(seconds=100)
     for date in (format_datetime(later, usegmt=True), formatdate(time.time() + 100, usegmt=True)):
-        seconds = seconds_asked({"Retry-After": date})
+        seconds = requested_wait({"Retry-After": date})
         assert seconds is not None and 90 < seconds <= 100
 
 
@@ -66,6 +66,6 @@ def test_a_wait_longer_than_the_budget_is_an_error_that_says_so(monkeypatch: pyt
     def ask() -> None:
         raise next(problems)
 
-    with pytest.raises(FetchError, match=r"asks to wait 300 s, and retries may take 60 s.*Retry\(budget="):
+    with pytest.raises(FetchError, match=r"asks to wait 300 s, but retries may take 60 s.*Retry\(budget="):
         store.persist("bucket/a", "read", ask)
     assert len(waits) == 1 and 2.0 <= waits[0] <= 3.0

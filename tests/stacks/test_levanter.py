@@ -69,7 +69,7 @@ def test_positions(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": range(10)}), tmp_path / "data.parquet")
     ds = midepoch.from_files(tmp_path / "data.parquet")
-    with pytest.raises(TypeError, match="has none .*cache"):
+    with pytest.raises(TypeError, match="have none .*cache"):
         Positions(ds.filter(lambda row: row["id"] > 2))
     with pytest.raises(TypeError, match="Leave out loader"):
         Positions(ds.loader(2))  # type: ignore[arg-type]

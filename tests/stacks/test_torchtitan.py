@@ -87,7 +87,7 @@ def test_config(tmp_path: Path) -> None:
         MidepochDataLoader.Config(data=ds, global_batch_size=12).build(**place)
     with pytest.raises(TypeError, match="must be a Dataset, or a function of tokenizer and seq_len, got 'c4'"):
         MidepochDataLoader.Config(data="c4").build(**place)
-    with pytest.raises(ValueError, match="sequences of 64 tokens were expected to have 32"):
+    with pytest.raises(ValueError, match="expected sequences of 32 tokens, got 64"):
         next(iter(MidepochDataLoader.Config(data=ds).build(**{**place, "seq_len": 32})))
     with pytest.raises(CheckpointNotFoundError, match="only \\['dp_rank_0', 'world_size'\\]"):
         MidepochDataLoader.Config(data=ds).build(**place).load_state_dict({"dp_rank_0": b"", "world_size": 2})

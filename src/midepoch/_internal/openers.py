@@ -59,7 +59,7 @@ def name_of(given: Any) -> str:
 
 
 def instead(function: str, expected: str, given: Any) -> str:
-    """Return the message for an object that another function opens."""
+    """Return the message for a wrong argument. It names the function that opens such an object."""
     opener = opener_of(given)
     if isinstance(given, str) or hasattr(given, "__fspath__"):
         remedy = "Call midepoch.from_files(path), or midepoch.load_dataset(name, split=…)."

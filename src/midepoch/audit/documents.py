@@ -39,7 +39,7 @@ _STEP = struct.Struct("<IIII")
 _IS_STEP = _CONTINUED = 1 << 31
 _COUNTS = struct.Struct("<IBB")
 _ROOM = 1 << 16
-"""Least number of bytes by which the file grows. Unused bytes are zeros, and are cut off when it is closed."""
+"""Minimum number of bytes by which the file grows. Unused bytes are zeros, and are cut off when it is closed."""
 _ROWS, _PACKED = 0, 1
 _BEGINS = np.int16(-(1 << 15))
 """The bit of a source that marks the first document of a sequence."""
@@ -79,7 +79,7 @@ def encoded(table: DocumentTable) -> bytes:
 
 
 def decoded(payload: bytes) -> DocumentTable:
-    """Return the documents that ``encoded`` made into bytes."""
+    """Return the documents from the bytes that ``encoded`` returned."""
     count, kind, width = _COUNTS.unpack_from(payload)
     at = _COUNTS.size
     sources = np.frombuffer(payload, "<i2", count, at)
@@ -263,7 +263,7 @@ class RecordedDocuments:
 def documents_of(
     table: DocumentTable, step: int, epoch: int, rank: int, names: Sequence[str], place: Callable[[int, int], str]
 ) -> Iterator[Document]:
-    """Yield the documents of a step of one rank. ``place``: returns a description of the place of a row."""
+    """Yield the documents of a step of one rank. ``place``: function that describes the place of a row."""
     lengths = np.maximum(table.columns[3], 0).astype(np.int64)
     offsets = np.cumsum(lengths) - lengths
     for sequence, (first, stop) in enumerate(pairwise(table.bounds.tolist())):

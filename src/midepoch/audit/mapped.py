@@ -11,7 +11,7 @@ _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def mapped_room(file: int, end: int, room: int, first: int = 0) -> mmap.mmap | None:
-    """Allocate the bytes of a file from ``end`` to ``room``, and map it from ``first`` on.
+    """Allocate the bytes of a file from ``end`` to ``room``, and map it from byte ``first``.
 
     A store into memory takes a tenth of the time of a system call, and survives the death of the process as well.
     Return None if the file has to be written to. Raise OSError if the disk is full: without an allocation, that would

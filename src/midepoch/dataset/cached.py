@@ -90,14 +90,14 @@ def _is_endless(node: Node) -> bool:
 def _key(spec: PipelineSpec, key: str | None) -> str:
     """Return the name of the folder: a digest of the data and of every step with its function."""
     if key is not None and not isinstance(key, str):
-        raise TypeError(f"cache(key=…) must be a text, got {key!r}")
+        raise TypeError(f"cache(key=…) must be a str, got {key!r}")
     data = [_data_of(leaf.source) for leaf in spec.node.leaves]
     lanes = spec.lanes if spec.lanes_chosen else 1
     try:
         return digest_of((VERSION, data, spec.node, spec.format, lanes, key), _special if key is None else _named)
     except UndigestibleError as problem:
         raise MidepochError(
-            f"cache: it cannot be seen whether a function has changed, since it uses {problem}. Pass a name for this "
+            f"cache: changes of a function cannot be detected, because it uses {problem}. Pass a name for this "
             "version of the pipeline, and change it when the functions change: cache(key='v1')."
         ) from None
 

@@ -31,7 +31,7 @@ def part_name(number: int) -> str:
 
 
 def part_rows(table: pa.Table) -> int:
-    """Return the rows of a part: a power of two of batches, so that it hardly depends on the first one."""
+    """Return the number of rows of a part: a power of two of batches, so that it hardly depends on the first one."""
     batches = max(1, int(PART_BYTES // max(1, table.nbytes * ROWS // max(1, table.num_rows))))
     return ROWS * (1 << (batches.bit_length() - 1))
 
@@ -49,7 +49,7 @@ def open_parts(folder: Path) -> Source | None:
 
 @contextmanager
 def held(lock: LockFile, task: str, number: int = 0) -> Iterator[None]:
-    """Hold a lock of a file, and show waiting processes that this one is alive."""
+    """Context in which a lock file is locked, and waiting processes see that this one is alive."""
     lock.acquire(number, task, wait=True)
     try:
         with lock.signs_of_life(number):
@@ -78,13 +78,14 @@ class PartWriter:
         new = [name for name in table.column_names if name not in self.schema.names]
         if new:
             raise ColumnError(
-                f"{self.what}: some rows have a column {new[0]!r}, others not. Return the same for every row."
+                f"{self.what}: some rows have a column {new[0]!r}, others do not. Return the same columns for every "
+                "row."
             )
         kinds = {}
         for column in self.schema:
             if column.name not in table.column_names:
                 raise ColumnError(
-                    f"{self.what}: some rows have no column {column.name!r}. Return the same for every row."
+                    f"{self.what}: some rows have no column {column.name!r}. Return the same columns for every row."
                 )
             found = table.schema.field(column.name).type
             both = common_type(column.type, found)
@@ -99,7 +100,7 @@ class PartWriter:
         return _as(table, self.schema)
 
     def finish(self, tables: Sequence[pa.Table], *, rows: int | None = None) -> str:
-        """Write a part in batches of so many rows, and return its name."""
+        """Write a part in batches of ``rows`` rows, and return the name of its file."""
         assert self.schema is not None
         name = part_name(len(self.schemas))
         self._write(name, [_as(table, self.schema) for table in tables], self.schema, rows)
@@ -122,7 +123,7 @@ class PartWriter:
         return rows
 
     def complete(self, about: dict[str, Any]) -> None:
-        """Write parts again whose types are narrower than those of later ones, then the note that all are there."""
+        """Write parts again whose types are narrower than those of later ones, then the note that all are written."""
         for number, schema in enumerate(self.schemas):
             if self.schema is not None and not schema.equals(self.schema):
                 with pa.memory_map(str(self.folder / part_name(number))) as file:
@@ -160,7 +161,7 @@ class PartWriter:
 
 
 def copied(table: pa.Table) -> pa.Table:
-    """Return a table in new memory: the bytes of a file must not depend on how its rows were made, nor by whom."""
+    """Return a table in new memory: the bytes of a file must not depend on how or where its rows were made."""
     columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
     return pa.Table.from_arrays(columns, schema=table.schema)
 

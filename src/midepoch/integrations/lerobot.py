@@ -89,7 +89,7 @@ class Meta:
         version = str(info.get("codebase_version"))
         if version not in ("v2.0", "v2.1", "v3.0"):
             raise FormatError(
-                f"{folder} has the layout {version}, and v2.0, v2.1 and v3.0 are read. Convert it with LeRobot."
+                f"{folder} has the layout {version}, expected v2.0, v2.1 or v3.0. Convert it with LeRobot."
             )
         videos = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
         read = _read_3 if version == "v3.0" else _read_2

@@ -21,7 +21,7 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
     """Rows by their position in the run: position 0 is the first row of epoch 0, and each epoch has its own order.
 
     A row is a dict of numpy arrays, or of the format that was chosen by ``with_format``. ``epochs``: number of epochs;
-    default: without end. Positions are computed, so Levanter resumes at any step without reading what was before it.
+    default: unlimited. Positions are computed, so Levanter resumes at any step without reading the rows before it.
     Levanter itself assigns positions to devices and processes.
     """
 
@@ -31,8 +31,8 @@ class Positions(AsyncDataset[Any]):  # type: ignore[misc]
             raise TypeError(f"Positions takes a Dataset, got {type(data).__name__}. Leave out loader(…).")
         if not data.pipeline.has_positions:
             raise TypeError(
-                f"Levanter reads rows by position, and this dataset has none ({data.pipeline.node.text}). Call "
-                "cache() after those steps, which numbers the rows, or leave them out."
+                f"Levanter reads rows by position, but rows of this dataset have none ({data.pipeline.node.text}). "
+                "Call cache() after those steps, which numbers the rows, or leave them out."
             )
         if data.pipeline.shard.count > 1:
             raise ValueError(

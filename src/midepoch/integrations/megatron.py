@@ -63,8 +63,8 @@ class DataIterator:
         if self._step != steps.number:
             if self._missed and self._load == steps.loads:
                 raise MidepochError(
-                    f"another model chunk began a step before this one had taken the last {self._missed} micro-batches "
-                    "of the step before. All chunks must take as many micro-batches."
+                    f"another model chunk began the next step, but this one has not taken the last {self._missed} "
+                    "micro-batches of its step. All chunks must take the same number of micro-batches per step."
                 )
             self._step, self._next = steps.number, 0
         part = steps.part(self._next)
@@ -111,8 +111,8 @@ def iterator(
     """Return the data iterator of this rank, by Megatron's data-parallel group. It never ends.
 
     Sizes are those of Megatron's ``num_microbatches_calculator`` unless given. ``global_batch_size`` may be a dict of
-    sizes by the first step at which they apply, for a ramp-up. ``to_batch`` makes what ``next`` returns of a dict of
-    columns. ``loader``: other arguments of ``Dataset.loader``.
+    sizes by the first step at which they apply, for a ramp-up. ``to_batch`` converts a dict of columns to
+    what ``next`` returns. ``loader``: other arguments of ``Dataset.loader``.
     """
     (only,) = iterators(
         dataset,

@@ -53,7 +53,7 @@ class MicroBatches:
 
     @property
     def per_step(self) -> int:
-        """Micro-batches of a step on this rank: the most, if the batch size changes."""
+        """Micro-batches of a step on this rank: the maximum, if the batch size changes."""
         return self.loader.options.batch_size // self._size
 
     def one_pass(self) -> Iterator[Part]:
@@ -95,7 +95,7 @@ class MicroBatches:
         self._before = None
 
     def text(self) -> str:
-        """Return the state as JSON: one value for checkpoints that take nested states apart by their keys."""
+        """Return the state as JSON: one value for checkpoints that would flatten a nested state."""
         return json.dumps(self.state())
 
     def load_text(self, text: str) -> None:

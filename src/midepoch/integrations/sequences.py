@@ -46,18 +46,18 @@ def next_tokens(batch: Mapping[str, Any], length: int | None = None) -> Sequence
         _check_length(tokens.shape[1] - 1, length, name, "one token more than the sequence length, or a column labels")
         return Sequences(tokens[:, :-1], tokens[:, 1:], positions[:, :-1])
     labels = torch.as_tensor(batch["labels"]).long()
-    _check_length(tokens.shape[1], length, name, "as many tokens as the sequence length, beside labels")
+    _check_length(tokens.shape[1], length, name, "as many tokens as the sequence length, because there are labels")
     check_shifted(tokens, labels)
     return Sequences(tokens, labels, positions)
 
 
 def _check_length(found: int, length: int | None, name: str, needs: str) -> None:
     if length is not None and found != length:
-        raise ValueError(f"sequences of {found} tokens were expected to have {length}: {name} must have {needs}.")
+        raise ValueError(f"expected sequences of {length} tokens, got {found}: {name} must have {needs}.")
 
 
 def check_shifted(tokens: Tensor, labels: Tensor) -> None:
-    """Raise ValueError for labels that are the tokens themselves: the loss would go to 0, and nothing be learned."""
+    """Raise ValueError for labels that are the tokens themselves: a model would learn to copy its input."""
     counted = labels != IGNORED
     if (
         bool(counted.any())

@@ -35,7 +35,7 @@ class PromptDataset(RLHFDataset):  # type: ignore[misc]
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def item(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the item that verl makes of a row."""
+        """Return a row as verl's item."""
         maker = copy.copy(self)
         maker.dataframe = [row]
         item: dict[str, Any] = RLHFDataset.__getitem__(maker, 0)
@@ -61,7 +61,7 @@ class _Rows:
         return self.data[int(number)]
 
     def filter(self, condition: Callable[[Any], bool], **_: Any) -> _Rows:
-        """Keep some rows. They are all read, as by verl, so that the number of steps is known."""
+        """Keep the rows for which the function is true. All rows are read, as by verl, to know the number of steps."""
         return _Rows(self.data.select([number for number, row in enumerate(self.data) if condition(row)]))
 
 

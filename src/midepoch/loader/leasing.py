@@ -48,7 +48,7 @@ class LeaseItems:
         if self._book.open:
             raise RuntimeError("a with block of lease() is open for this loader already. Leave that block first.")
         if self._entered:
-            raise RuntimeError("this with block was left. Call lease() again.")
+            raise RuntimeError("this with block has ended. Call lease() again.")
         self._pass, self._tracker = self._loader.begin_leases(self)
         self._entered = self._book.open = True
         return self
@@ -82,7 +82,7 @@ class LeaseItems:
     def __next__(self) -> Lease:
         self._check_entered()
         if not self._book.open:
-            raise RuntimeError("this with block was left. Call lease() again.")
+            raise RuntimeError("this with block has ended. Call lease() again.")
         check_continues(None, self._book.tracker is not self._tracker)
         tracker = self._tracker
         if len(tracker.inbox) >= MOST_NOTED:

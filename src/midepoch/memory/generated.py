@@ -49,13 +49,13 @@ def from_generator(
     given = dict(gen_kwargs or {})
     kinds = tuple(types_of(schema, "from_generator").items())
     if key is not None and not isinstance(key, str):
-        raise TypeError(f"from_generator(key=…) must be a text, got {key!r}")
+        raise TypeError(f"from_generator(key=…) must be a str, got {key!r}")
     try:
         digest = digest_of((_VERSION, key, kinds) if key is not None else (_VERSION, function, given, kinds))
     except UndigestibleError as problem:
         raise MidepochError(
-            f"from_generator: it cannot be seen whether {name} has changed, since it uses {problem}. Pass a name for "
-            "this version of its rows, and change it when they change: from_generator(function, key='v1')."
+            f"from_generator: changes of {name} cannot be detected, because it uses {problem}. Pass a name for this "
+            "version of its rows, and change it when they change: from_generator(function, key='v1')."
         ) from None
 
     def write(writer: PartWriter, report: Progress) -> int:
@@ -76,11 +76,11 @@ def _checked(function: Any) -> str:
     """Return the name of the function. Raise TypeError for anything else."""
     if inspect.isgenerator(function) or inspect.isasyncgen(function) or hasattr(function, "__next__"):
         raise TypeError(
-            f"from_generator takes a function, got {type(function).__name__} that has begun and cannot begin again. "
+            f"from_generator takes a function, got {type(function).__name__}, which cannot be started again. "
             "Pass the function itself, without calling it: from_generator(rows, gen_kwargs={…})."
         )
     if inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function):
-        raise TypeError("from_generator takes a function that yields rows, got one that is async.")
+        raise TypeError("from_generator takes a function that yields rows, got an async one. Use def and yield.")
     if not callable(function):
         raise TypeError(instead("from_generator", "a function that yields rows", function))
     return getattr(function, "__name__", None) or type(function).__name__

@@ -75,7 +75,7 @@ def _chosen(dataset: Any, split: str | None) -> Any:
         raise TypeError(instead("from_hf", "a datasets.Dataset or DatasetDict", dataset))
     if "IterableDataset" in names or "IterableDatasetDict" in names:
         raise TypeError(
-            f"from_hf takes a datasets.Dataset, got {kind}, whose rows have no numbers. Load it without "
+            f"from_hf takes a datasets.Dataset, got {kind}, whose rows cannot be read by number. Load it without "
             "streaming=True, or read the files in place: midepoch.from_files('hf://datasets/…')."
         )
     if "DatasetDict" not in names:
@@ -83,7 +83,9 @@ def _chosen(dataset: Any, split: str | None) -> Any:
             raise TypeError(instead("from_hf", "a datasets.Dataset or DatasetDict", dataset))
         splits: Mapping[str, Any] = {part.split: dataset for part in parse_split(split)} if split else {"": dataset}
         if len(splits) > 1:
-            raise DataNotFoundError(f"from_hf: split={split!r} names several splits, but this is one dataset.")
+            raise DataNotFoundError(
+                f"from_hf: split={split!r} names several splits, but this is one dataset. Pass its DatasetDict."
+            )
     else:
         splits = dict(dataset)
         if split is None:
@@ -128,7 +130,7 @@ def _formatted(ds: Dataset, given: Mapping[str, Any]) -> Dataset:
             else f"arguments of the format {kind!r} ({', '.join(options)})"
         )
         raise MidepochError(
-            f"from_hf: {what} cannot be kept. Call ds.with_format(None) before it, and convert rows with map or cast."
+            f"from_hf: {what} cannot be kept. Call ds.with_format(None) first, and convert rows with map or cast."
         )
     return ds.with_format(kind)
 
@@ -195,7 +197,7 @@ def _part_of(table: Any, stored: pa.Schema, rows: int) -> tuple[dict[str, str], 
 
 
 def _columns_after(change: str, args: Sequence[Any], names: list[tuple[str, str]]) -> list[tuple[str, str]] | None:
-    """Return the columns after a change of a table. None if it is not known."""
+    """Return the columns after a change of a table. None if they are unknown."""
     if not args:
         return None
     known = dict(names)

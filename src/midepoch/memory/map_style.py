@@ -37,7 +37,7 @@ def from_map_style(
     seed_globals: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Dataset:
-    """Return a dataset of the items ``dataset[i]`` for i below ``len(dataset)``: a ``Dataset`` of torch, a list, ….
+    """Return a dataset of the items ``dataset[i]`` for i below ``len(dataset)``, such as a torch ``Dataset`` or a list.
 
     Items may be of any type. ``ds[i]`` and ``collate_fn`` get them as they are, and batches are those of torch's
     ``default_collate``. Random numbers that ``dataset[i]`` draws from ``random``, ``numpy.random`` or torch depend only
@@ -52,7 +52,7 @@ def from_map_style(
     """
     length = _length(dataset)
     if fingerprint is not None and not isinstance(fingerprint, str):
-        raise TypeError(f"from_map_style(fingerprint=…) must be a text, got {fingerprint!r}")
+        raise TypeError(f"from_map_style(fingerprint=…) must be a str, got {fingerprint!r}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     identity = f"{length} {described(dataset)} {fingerprint or ''}"
@@ -85,8 +85,8 @@ def _length(dataset: Any) -> int:
         raise TypeError(instead("from_map_style", expected, dataset))
     if data is not None and isinstance(dataset, data.IterableDataset):
         raise TypeError(
-            f"from_map_style takes {expected}, got the IterableDataset {type(dataset).__name__}, whose rows have no "
-            "numbers. Store them once: midepoch.from_generator(function that yields its rows)."
+            f"from_map_style takes {expected}, got the IterableDataset {type(dataset).__name__}, whose rows cannot be "
+            "read by number. Store them once: midepoch.from_generator(function that yields its rows)."
         )
     other = None if is_array(dataset) or isinstance(dataset, (list, tuple)) else opener_of(dataset)
     if isinstance(dataset, (str, bytes, Mapping)) or not (other is None or "map_style" in other):

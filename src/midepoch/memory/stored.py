@@ -1,4 +1,4 @@
-"""Folders of rows in the cache: written once by one process, there whole or not at all, removed when long unused."""
+"""Folders of rows in the cache: written once by one process, complete or absent, and removed when unused for long."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _in_use(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, at first under a name by which nobody opens it."""
+    """Rename a folder, so that nobody opens it any more, and remove it."""
     hidden = temporary_path(folder)
     with suppress(OSError):
         os.rename(folder, hidden)

@@ -185,7 +185,7 @@ def _of_polars(frame: Any, what: str) -> pa.Table:
     objects = [name for name, kind in frame.schema.items() if str(kind) == "Object"] if hasattr(frame, "schema") else []
     if objects:
         raise ColumnError(
-            f"{what}: column {objects[0]!r} contains Python objects, which are no Arrow values. Drop it, or use "
+            f"{what}: column {objects[0]!r} contains Python objects, which Arrow cannot store. Drop it, or use "
             "midepoch.from_map_style(frame.to_dicts())."
         )
     return frame.to_arrow()

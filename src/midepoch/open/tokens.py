@@ -181,17 +181,21 @@ def _parsed(blend: Any, weights: Any) -> tuple[list[Any], list[float] | None]:
     """Return the prefixes of a blend, and their weights. None if it has none."""
     if isinstance(blend, tuple) and len(blend) == 2 and isinstance(blend[0], (list, tuple)):
         if weights is not None:
-            raise TypeError("the weights are given twice: in the pair of prefixes and weights, and as weights=…")
+            raise TypeError(
+                "the weights are given twice: in the pair of prefixes and weights, and as weights=…. Omit one."
+            )
         blend, weights = blend
     listed = [blend] if isinstance(blend, str) or hasattr(blend, "__fspath__") else list(blend)
     if weights is None and len(listed) > 1 and _number(listed[0]) is not None:
         if len(listed) % 2 or any(_number(each) is None for each in listed[::2]):
-            raise ValueError(f"a list of weights and prefixes alternates between them, got {listed!r:.120}")
+            raise ValueError(
+                f"a blend alternates between weights and prefixes, got {listed!r:.120}. Give each prefix one weight."
+            )
         listed, weights = listed[1::2], [_number(each) for each in listed[::2]]
     if weights is not None and (isinstance(weights, str) or not hasattr(weights, "__len__")):
-        raise TypeError(f"weights are a list of numbers, one for each prefix, got {weights!r:.60}")
+        raise TypeError(f"weights must be a list of numbers, one for each prefix, got {weights!r:.60}")
     if weights is not None and len(weights) != len(listed):
-        raise ValueError(f"there are {len(weights)} weights for {len(listed)} prefixes")
+        raise ValueError(f"there are {len(weights)} weights for {len(listed)} prefixes. Give each prefix one weight.")
     return listed, None if weights is None else [float(each) for each in weights]
 
 
@@ -227,7 +231,7 @@ def _listed(store: Store, path: str, text: str) -> list[Entry | str]:
 
 
 def _entries(store: Store, listed: Sequence[Entry | str]) -> list[Entry]:
-    """Return the entries of all files. Those that were not listed are looked at, several at a time in a store."""
+    """Return the entries of all files. Those that were not listed are requested, several at a time in a store."""
     paths = [each for each in listed if isinstance(each, str)]
     if store.local:
         looked = [_local_entry(path) for path in paths]

@@ -17,7 +17,7 @@ def spelled_out(path: str) -> list[str] | None:
     for alternatives in pieces:
         count *= len(alternatives)
     if count > _MOST:
-        raise ValueError(f"{path!r} stands for {count:,} paths. Check the numbers in its braces.")
+        raise ValueError(f"{path!r} expands to {count:,} paths. Check the numbers in its braces.")
     paths = list(map("".join, product(*pieces)))
     return None if paths == [path] else paths
 
@@ -68,7 +68,7 @@ def _alternatives(inner: str) -> list[str]:
 def _numbers(first: int, last: int, step: int) -> range:
     step = max(1, abs(step))
     if abs(last - first) // step >= _MOST:
-        raise ValueError(f"{{{first}..{last}}} stands for {abs(last - first) + 1:,} numbers. Check the path.")
+        raise ValueError(f"{{{first}..{last}}} expands to {abs(last - first) + 1:,} numbers. Check the path.")
     return range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
 
 

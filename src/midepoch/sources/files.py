@@ -33,7 +33,7 @@ from midepoch.sources.table_folders import refuse_tables
 
 PathLike = str | os.PathLike[str]
 _FEW = 16
-"""Number of paths up to which each is looked at, instead of the listing of their folder."""
+"""Number of paths up to which each is requested, instead of a listing of their folder."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ _NO_PATHS = ("datasets", "midepoch", "pyarrow", "pandas", "polars", "torch")
 
 
 def check_path(given: Any, within: Any = None) -> str:
-    """Return a path as a string. Raise TypeError for anything else, about the object ``within`` which it is, if any."""
+    """Return a path as a string. Raise TypeError for anything else: about ``within``, which contains it, if given."""
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(path, str):
         raise TypeError(_not_a_path(given if within is None else within))

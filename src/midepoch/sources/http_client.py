@@ -112,7 +112,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _quoted(target: str) -> str:
-    """Return the target of a request with spaces and Unicode quoted: http.client shows those that have them in errors.
+    """Return the target of a request with spaces and Unicode quoted: http.client shows unquoted ones in errors.
 
     Headers of answers, with addresses of redirects, were decoded as Latin-1.
     """

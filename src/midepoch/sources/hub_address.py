@@ -49,8 +49,8 @@ def refuse_web_page(address: str) -> None:
         at = f"@{page[2]}" if page[2] and "/viewer" not in address else ""
         path = f"/{page[3].rstrip('/')}" if page[3] and at else ""
         raise ValueError(
-            f"{Address(address)} is a page for people. Write hf://datasets/{page[1]}{at}{path} to read the files of "
-            "this dataset"
+            f"{Address(address)} is a web page. Write hf://datasets/{page[1]}{at}{path} to read the files of this "
+            "dataset."
         )
 
 

@@ -21,7 +21,7 @@ from midepoch.errors import DataNotFoundError, FetchError
 from midepoch.sources.entries import Entry
 from midepoch.sources.http_client import Answer, client, origin_of, target_of
 from midepoch.sources.hub_address import HubPath
-from midepoch.sources.throttling import ThrottledError, seconds_asked
+from midepoch.sources.throttling import ThrottledError, requested_wait
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -74,7 +74,7 @@ class Hub:
         try:
             files = [_file(each) for each in entries if each["type"] == "file"]
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise ConnectionError(f"the listing of {self.endpoint} cannot be understood") from None
+            raise ConnectionError(f"the listing of {self.endpoint} cannot be parsed") from None
         return files, self._own(target_of(url, following[1])) if following is not None else ""
 
     def read(self, of: HubPath, commit: str, part: str) -> Answer | Redirect:
@@ -105,7 +105,7 @@ class Hub:
         limited = (self.endpoint, "/api/" in url)  # the Hub counts requests for files separately
         wait = _busy.get(limited, 0.0) - time.monotonic()
         if wait > 0:  # another thread received this answer
-            raise ThrottledError(f"{self.endpoint} asked to send no requests", wait)
+            raise ThrottledError(f"{self.endpoint} accepts no requests for now", wait)
         token = self._token_now()
         if token is not None and _TOKEN.fullmatch(token) is None:  # http.client would show it
             raise FetchError(
@@ -122,9 +122,9 @@ class Hub:
             if origin_of(target) != origin_of(self.endpoint):
                 if follow_etag:
                     return answer._replace(headers={**answer.headers, "location": target})
-                raise ConnectionError(f"{self.endpoint} redirects to another server, which is not asked for listings")
+                raise ConnectionError(f"{self.endpoint} redirects a listing to another server, which is refused")
             url = target
-        raise ConnectionError(f"{self.endpoint} redirects in a circle")
+        raise ConnectionError(f"{self.endpoint} redirects in a loop")
 
     def _checked(self, of: HubPath, answer: Answer) -> Answer:
         """Return an answer with contents. Raise the error that the Hub means by any other."""
@@ -185,13 +185,13 @@ def _is_yes(variable: str) -> bool:
 
 
 _busy: dict[tuple[str, bool], float] = {}
-"""Time until which an endpoint asked to send no requests of a kind."""
+"""Time until which an endpoint accepts no requests of a kind."""
 
 
 def _check_load(server: str, answer: Answer, limited: tuple[str, bool] | None) -> None:
     if answer.status not in (408, 429) and answer.status < 500:
         return
-    seconds = seconds_asked(answer.headers)
+    seconds = requested_wait(answer.headers)
     if seconds and limited is not None:
         _busy[limited] = time.monotonic() + seconds
     raise ThrottledError(f"{server} answered HTTP status {answer.status}", seconds)

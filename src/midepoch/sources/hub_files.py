@@ -65,7 +65,7 @@ class HubFiles:
         return self._hub.endpoint
 
     def refresh(self) -> None:
-        """Look up revisions again, however short ago another process has done it."""
+        """Look up revisions again, even if another process did so a moment ago."""
         self._fresh_seconds = 0.0
 
     @property
@@ -140,7 +140,7 @@ _resolving: list[threading.Lock] = []
 
 
 def _make_locks() -> None:
-    """Make the locks, also in a forked process: threads that hold them were not copied."""
+    """Create the locks, and again in a forked process, which has no copy of the threads that hold them."""
     _resolving[:] = [threading.Lock() for _ in range(64)]
 
 
@@ -166,7 +166,7 @@ def _contents(answer: Answer, file: Entry, start: int, stop: int) -> bytes:
         if whole != file.size and "text/html" in answer.headers.get("content-type", "").lower():
             raise ConnectionError("a web page was received in place of the file, as from the login page of a network")
         if whole < file.size and "content-length" not in answer.headers:  # possibly truncated
-            raise ConnectionError(f"{whole} bytes of {file.size} were received, without their number")
+            raise ConnectionError(f"{whole} of {file.size} bytes were received, without a Content-Length")
     elif answer.status == 206 and (part := _RANGE.fullmatch(answer.headers.get("content-range", ""))):
         whole, body = file.size if part[3] == "*" else int(part[3]), answer.body if int(part[1]) == start else b""
     else:

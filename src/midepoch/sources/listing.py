@@ -1,4 +1,4 @@
-"""Listings of local folders and of stores, and the files in them that count."""
+"""Listings of local folders and of stores, and their visible files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ GLOB = re.compile(r"[*?\[]")
 def nearest(store: Store, path: str) -> str:
     """Describe the nearest existing folder, for an error message."""
     if not store.local:
+        if store.scheme == "hf://" and not path.startswith("datasets/"):  # the address of a model
+            return "For a dataset, write hf://datasets/ORG/NAME/PATH. Otherwise check the address, and the token."
         if not isinstance(store.given, fs.FileSystem) or isinstance(store.given, fs.PyFileSystem):
             return "Check the address, and that the credentials may read it."
         return "Check the bucket and the key, and that the credentials may list them."

@@ -49,7 +49,7 @@ _MAGIC = {b"ARROW1": "arrow", b"PAR1": "parquet", b"ORC": "orc", b"\xff\xff\xff\
 _WITH_NUMBER = re.compile(r"litdata:[1-9][0-9]*")
 _TOKEN_READERS = {
     ".idx": "midepoch.from_megatron(prefix)",
-    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if an .idx is there",
+    ".bin": "midepoch.from_tokens(path, length, dtype='uint16'), or midepoch.from_megatron(prefix) if it has an .idx",
     **dict.fromkeys((".npy", ".ds"), "midepoch.from_tokens(path, length)"),
 }
 """Files that are not tables: the calls that read them."""
@@ -66,7 +66,7 @@ def check_format(given: str | None) -> str | None:
 
 
 def format_of(path: str, wanted: str | None = None) -> str | None:
-    """Return the format that a file name indicates, or None. Files of tokens count only if they are ``wanted``."""
+    """Return the format that a file name indicates, or None. That of tokens only if it is ``wanted``."""
     if wanted in OF_TOKENS:
         return wanted if os.path.splitext(path)[1].lower() in OF_TOKENS[wanted] else None
     stem, dot, suffix = path.lower().rpartition(".")

@@ -199,7 +199,7 @@ class Store:
         return self.given.earlier if isinstance(self.given, HubFiles) else ""
 
     def refresh(self) -> None:
-        """Look again at what other processes of this machine have looked up a short while ago."""
+        """Look up again what another process of this machine looked up a moment ago."""
         if isinstance(self.given, HubFiles):
             self.given.refresh()
 
@@ -271,7 +271,7 @@ class Store:
         text = f"{name} could not be {what} ({tried}): {text}"
         if (seconds := retry_after(problem)) is not None:
             text += (
-                f". The server asks to wait {seconds:.0f} s, and retries may take {self.retry.budget:.0f} s. Wait, or "
+                f". The server asks to wait {seconds:.0f} s, but retries may take {self.retry.budget:.0f} s. Wait, or "
                 "pass a larger retry=midepoch.Retry(budget=…)."
             )
         of_transport = is_damage(problem) or is_foreign(problem) or self._is_of_network(problem)

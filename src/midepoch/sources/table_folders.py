@@ -46,7 +46,7 @@ def _refusal(what: str, function: str, opened: str) -> FormatError:
 
 
 def _refuse_part(store: Store, folder: str) -> None:
-    """Raise FormatError for a folder inside of a table. In a store, only partitions are looked at: it is a request."""
+    """Raise FormatError for a folder inside of a table. In a store, where it is a request, only of partitions."""
     *above, name = folder.split("/")
     if store.local:
         roots = ["/".join(above[:i]) for i in range(len(above), 1, -1)]

@@ -19,7 +19,7 @@ class ThrottledError(ConnectionError):
         self.retry_after = retry_after
 
 
-def seconds_asked(headers: Mapping[str, str]) -> float | None:
+def requested_wait(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that the headers of an answer ask to wait, or None."""
     named = {str(name).lower(): str(value).strip() for name, value in headers.items()}
     if (seconds := _seconds(named.get("retry-after", ""))) is not None:
@@ -45,4 +45,4 @@ def retry_after(problem: BaseException) -> float | None:
     if isinstance(problem, ThrottledError):
         return problem.retry_after
     headers = getattr(problem, "headers", None) or getattr(getattr(problem, "response", None), "headers", None)
-    return seconds_asked(headers) if isinstance(headers, Mapping) else None
+    return requested_wait(headers) if isinstance(headers, Mapping) else None

@@ -55,8 +55,8 @@ class ResumablePreparation(ResumableTraining):
     def _precompute_ref_logps(self, dataset: Any, *rest: Any, **named: Any) -> Any:
         if isinstance(dataset, Dataset):
             raise ValueError(
-                "precompute_ref_log_probs=True reads the complete data before training, and a dataset of midepoch is "
-                "read as it is trained on. Leave it out: the reference model runs in each step."
+                "precompute_ref_log_probs=True reads all rows before training, but midepoch reads each row when it is "
+                "trained on. Omit it: the reference model then runs in each step."
             )
         return super()._precompute_ref_logps(dataset, *rest, **named)  # type: ignore[misc]
 

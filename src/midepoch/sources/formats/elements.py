@@ -71,7 +71,7 @@ def bracket_depths(data: bytes) -> tuple[Int64Array, Int64Array]:
 
 
 def _separated(data: bytes, starts: Int64Array, stops: Int64Array, is_first: bool) -> npt.NDArray[np.bool_]:
-    """Return whether each element comes after white space and exactly one comma (none for the first element)."""
+    """Return True for each element that comes after white space and exactly one comma (none for the first element)."""
     values = np.frombuffer(data, np.uint8)
     begins = np.concatenate([[0], stops[:-1]])[: len(starts)].astype(np.int64)
     sizes = starts - begins

@@ -88,7 +88,7 @@ def _members(store: Store, manifest: Entry, block_size: int | None) -> list[Memb
             filename, samples, size, dim = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"], chunk["dim"]
             about = {**common, "samples": int(samples), "bytes": int(size), "dim": None if dim is None else int(dim)}
         except (KeyError, TypeError, ValueError) as problem:
-            text = f"{name}: its chunk {number} is described wrongly: {problem!r}. Write it again."
+            text = f"{name}: the entry of chunk {number} is invalid: {problem!r}. Write it again."
             raise FormatError(text) from None
         packed = codec is not None and f".{codec}." in str(filename)
         plain = filename.replace(f".{codec}", "") if packed else filename

@@ -120,7 +120,7 @@ def _members(store: Store, manifest: Entry) -> list[Member]:
         try:
             abouts.append(_about(store, manifest, shard))
         except (KeyError, TypeError, AttributeError, ValueError) as problem:
-            text = f"{name}: its shard {number} is described wrongly: {problem!r}. Write it again."
+            text = f"{name}: the entry of shard {number} is invalid: {problem!r}. Write it again."
             raise FormatError(text) from None
     pairs = [each for _, *pair in abouts for each in pair]
     present = files_beside(store, manifest, [path for files in pairs for path, _, _ in files])

@@ -31,7 +31,7 @@ _log = logging.getLogger("midepoch")
 
 
 class MediaFormat(NoStatistics):
-    """Format with blocks of files. Its scan is ``media_scan.scan_media``, which has the listing."""
+    """Format with blocks of files. Its scan is ``media_rows.scan_media``, which takes the listing."""
 
     def scan(self, store: Store, entry: Entry, *, skip_damage: bool) -> Scanned:  # noqa: ARG002
         raise FormatError(f"{store.name(entry.path)}: files of media are indexed together, not one by one.")

@@ -76,7 +76,7 @@ class Values:
 
     def checked(self, sizes: Int64Array | int, what: str) -> None:
         """Raise BadSampleError if a value does not have the size that it needs."""
-        first_true(self.sizes != sizes, lambda i: f"{what}: {self.sizes[i]} bytes are no such value")
+        first_true(self.sizes != sizes, lambda i: f"{what}: it cannot have {self.sizes[i]} bytes")
 
 
 def first_true(wrong: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:

@@ -209,7 +209,7 @@ def _deleted(table: Any, store: Store, path: str, name: str) -> dict[str, npt.ND
 
 
 def _under(uri: str, root: str, path: str) -> str | None:
-    """Return the path in the store of an address below the root of a table. The root may be a link, resolved."""
+    """Return the path in the store of an address below the root of a table. The root may be a resolved link."""
     file, folder = (unquote(urlsplit(each).path) for each in (uri, root))
     folder = folder.rstrip("/") + "/"
     return f"{path}/{file[len(folder) :]}" if file.startswith(folder) else None

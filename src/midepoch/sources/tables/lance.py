@@ -87,8 +87,8 @@ def find_version(store: Store, path: str, version: int | str | None) -> LanceTab
     number = max(manifests) if version is None else version
     if number not in manifests:
         raise DataNotFoundError(
-            f"{name} has no version {number}: it has {min(manifests)} to {max(manifests)}, as far as a cleanup has "
-            "not removed them. Choose one of them."
+            f"{name} has no version {number}: it has {min(manifests)} to {max(manifests)}, except those that a cleanup "
+            "removed. Choose one of them."
         )
     return LanceTableAt(store, path, number, manifests[number])
 

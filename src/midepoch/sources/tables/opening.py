@@ -1,4 +1,4 @@
-"""Index of a snapshot of a table. Snapshots never change: an index that exists is used without looking at the files."""
+"""Index of a snapshot of a table. Snapshots never change: an existing index is used without checking the files."""
 
 from __future__ import annotations
 
