@@ -90,6 +90,8 @@ class Archive:
                 offset = _next_header(self._reader, offset)
                 continue
             if found is None:
+                if offset and not self._reader.at(offset - 1, 1):  # refused by tarfile, too
+                    yield Damage(f"the archive ends before byte {offset}, in the padding of its last file")
                 return
             member, offset, is_complete = found
             if not is_complete:

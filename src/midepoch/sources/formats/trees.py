@@ -41,8 +41,9 @@ class Tree:
             return pa.array([empty] * rows, pa.list_(pa.null()) if self.is_list else pa.struct([]))
         parts = [child.array(decode, rows) for child in self.children]
         if self.is_list and len({part.type for part in parts}) == 1:
-            order = np.arange(rows * len(parts)).reshape(len(parts), rows).T.reshape(-1)
-            values = pa.concat_arrays(parts).take(pa.array(order.tolist(), pa.int64()))
+            order = np.arange(rows * len(parts), dtype=np.int64).reshape(len(parts), rows).T.reshape(-1)
+            places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
+            values = pa.concat_arrays(parts).take(places)
             return pa.FixedSizeListArray.from_arrays(values, len(parts))
         return pa.StructArray.from_arrays(parts, names=list(self.names))
 
