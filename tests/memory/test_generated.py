@@ -85,6 +85,11 @@ def test_tables_and_other_values(tmp_path: Path) -> None:
         (midepoch.MapError, "it must yield rows, and returned NoneType", lambda: None),
         (midepoch.MidepochError, r"because it uses .*lock.*key='v1'", locked),
         (midepoch.ColumnError, "column 'a'", lambda: iter([{"a": 1}, {"a": "x"}])),
+        (
+            midepoch.ColumnError,
+            "'b', others do not.*None for a missing value",
+            lambda: ({"a": i} if i < parts.ROWS else {"a": i, "b": i} for i in range(parts.ROWS + 1)),
+        ),
         (TypeError, "Pass the function itself", tables()),
         (TypeError, "Pass the function itself", iter([{"a": 1}])),
         (TypeError, "from_list", [{"a": 1}]),

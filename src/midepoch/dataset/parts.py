@@ -75,18 +75,14 @@ class PartWriter:
         """Return a table with the types so far, which become wider if necessary."""
         if self.schema is None:
             self.schema = table.schema
-        new = [name for name in table.column_names if name not in self.schema.names]
-        if new:
+        uneven = sorted(set(self.schema.names) ^ set(table.column_names))
+        if uneven:
             raise ColumnError(
-                f"{self.what}: some rows have a column {new[0]!r}, others do not. Return the same columns for every "
-                "row."
+                f"{self.what}: some rows have a column {uneven[0]!r}, others do not. Return the same for every row, "
+                "None for a missing value."
             )
         kinds = {}
         for column in self.schema:
-            if column.name not in table.column_names:
-                raise ColumnError(
-                    f"{self.what}: some rows have no column {column.name!r}. Return the same columns for every row."
-                )
             found = table.schema.field(column.name).type
             both = common_type(column.type, found)
             if both is None:

@@ -36,9 +36,9 @@ def from_generator(
     """Return a dataset of the rows that a function yields: dicts, or Arrow tables of many rows.
 
     The function runs once. Its rows are written to ``cache_dir`` (default: ``$MIDEPOCH_CACHE/generated``) and found
-    again as long as its code, what it uses and ``gen_kwargs`` are the same. Other processes wait for the first one. A
-    run that is killed leaves nothing, and the next one begins again. Global random generators are seeded while it runs,
-    so that every machine gets the same rows.
+    again as long as its code, what it uses and ``gen_kwargs`` are the same. Other processes wait for the first one.
+    After a kill, the next run begins again. Global random generators are seeded while it runs, so that every machine
+    gets the same rows.
 
     ``schema``: types of some or all columns. ``key``: a name for this version of the rows, to find them by instead of
     by the function and its arguments.
