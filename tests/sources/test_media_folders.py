@@ -239,8 +239,8 @@ def test_a_moved_folder_resumes(case: str, tmp_path: Path) -> None:
         ([{"file_name": "../out.png"}], r"row 0 .* names the file '\.\./out\.png'\. Names must be relative"),
         ([{"file_name": "/etc/passwd"}], "Names must be relative"),
         ([{"file_name": "file:///etc/passwd"}], "Names must be relative"),
-        ([{"name": "2.png"}], "has the columns name, and no file_name"),
-        ([{"file_name": 2}], "has the columns file_name, and no file_name"),
+        ([{"name": "2.png"}], r"no column file_name .* Its columns are name \(string\)\. Add it"),
+        ([{"file_name": 2}], r"no column file_name with names of files as text.* file_name \(int64\)"),
         ([{"file_name": "2.png", "image": 1}], r"\(file_name, image\) become the column 'image'"),
         ([{"file_name": "2.png", "image_file_name": "2.png"}], "become the column 'image'"),
     ],
@@ -322,6 +322,13 @@ def test_metadata_marks_media_even_beside_other_tables(tmp_path: Path, caplog: p
         ds = midepoch.from_files(root)
     assert ds.column_names == ["image", "n"] and len(ds) == 1
     assert "Its other tables (2, the first is index.json) are not read" in caplog.text
+
+
+def test_metadata_without_rows(tmp_path: Path) -> None:
+    root = write(tmp_path / "photos", ["0.png"])
+    (root / "metadata.csv").write_text("file_name,n\n")
+    with pytest.raises(DataNotFoundError, match="there are no rows in .*photos"):
+        midepoch.from_files(root)
 
 
 def test_a_folder_of_media_is_not_called_a_file(tmp_path: Path) -> None:

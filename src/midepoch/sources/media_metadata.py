@@ -40,10 +40,11 @@ def described_rows(store: Store, listing: Listing, described: Sequence[Entry], k
     schema = tables[0].schema
     columns = {name: _column(name, kind) for name in schema.names if _holds_files(schema.field(name))}
     if not columns:
+        found = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise FormatError(
-            f"{store.name(described[0].path)} describes the files beside it, but has the columns "
-            f"{', '.join(schema.names)}, and no file_name. Add it, or pass format='csv' (or 'jsonl', 'parquet') to "
-            "read the table alone."
+            f"{store.name(described[0].path)} describes the files beside it, but has no column file_name with names "
+            f"of files as text. Its columns are {found}. Add it, or pass format='csv' (or 'jsonl', 'parquet') to read "
+            "the table alone."
         )
     delivered = [columns.get(name, name) for name in schema.names]
     for name in columns.values():
@@ -130,7 +131,7 @@ class _Files:
         table = table.take(pa.array(kept, pa.int64()))
         for name, each in found.items():
             rows = [each[i] for i in kept]
-            sizes += [sum(file[0].size for file in _flat(row)) for row in rows]
+            sizes += np.array([sum(file[0].size for file in _flat(row)) for row in rows], np.int64)
             place = table.schema.get_field_index(name)
             is_list = pa.types.is_list(table.schema.field(name).type)
             table = table.set_column(place, name, _lists(rows) if is_list else _structs(rows))

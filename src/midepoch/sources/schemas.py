@@ -28,7 +28,8 @@ def unified(
         known = [field for field in schema if field.name not in added.names]
         schema = pa.schema([*known, *added], metadata=schema.metadata)
     if not len(schema):
-        raise FormatError(f"{store.name(entries[0].path)}: no columns were found.")
+        name = store.name(entries[0].path)
+        raise FormatError(f"{name}: no columns were found. Check the file, and the program that wrote it.")
     return schema
 
 
