@@ -59,6 +59,6 @@ def train(folder: Path, die_at: int | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--die-at", type=int, help="be killed behind this step")
+    parser.add_argument("--die-at", type=int, help="be killed after this step")
     args = parser.parse_args()
     train(args.folder, args.die_at)

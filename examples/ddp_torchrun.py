@@ -61,7 +61,7 @@ def train(folder: Path, die_at: int | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="one that all ranks see")
-    parser.add_argument("--die-at", type=int, help="be killed behind this step")
+    parser.add_argument("--die-at", type=int, help="be killed after this step")
     args = parser.parse_args()
     dist.init_process_group("gloo")  # "nccl" on GPUs
     train(args.folder, args.die_at)

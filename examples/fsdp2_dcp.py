@@ -1,7 +1,7 @@
 """FSDP2 with torch.distributed.checkpoint: shards of the model and the place in the data, committed together.
 
 torchrun --nproc-per-node=2 examples/fsdp2_dcp.py run --die-at 47
-torchrun --nproc-per-node=2 examples/fsdp2_dcp.py run          # or on 4 ranks: tensors are cut anew, rows go on
+torchrun --nproc-per-node=2 examples/fsdp2_dcp.py run          # or on 4 ranks: tensors are resharded, rows continue
 """
 
 import argparse
@@ -63,7 +63,7 @@ def train(folder: Path, die_at: int | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="one that all ranks see")
-    parser.add_argument("--die-at", type=int, help="be killed behind this step")
+    parser.add_argument("--die-at", type=int, help="be killed after this step")
     args = parser.parse_args()
     dist.init_process_group("gloo")  # "cpu:gloo,cuda:nccl" on GPUs
     train(args.folder, args.die_at)

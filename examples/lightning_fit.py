@@ -1,4 +1,4 @@
-"""Lightning: every checkpoint holds the place in the data, and ``ckpt_path`` goes on there, in mid-epoch.
+"""Lightning: every checkpoint holds the position in the data, and ``ckpt_path`` resumes there, in mid-epoch.
 
 python examples/lightning_fit.py run --die-at 47      # or under torchrun, with --devices
 python examples/lightning_fit.py run
@@ -66,7 +66,7 @@ def train(folder: Path, die_at: int | None, devices: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--die-at", type=int, help="be killed behind this step")
+    parser.add_argument("--die-at", type=int, help="be killed after this step")
     parser.add_argument("--devices", type=int, default=1)
     args = parser.parse_args()
     train(args.folder, args.die_at, args.devices)

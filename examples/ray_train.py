@@ -1,7 +1,7 @@
-"""Ray Train that loses a worker in mid-epoch and goes on, and later goes on with another number of workers.
+"""Ray Train that loses a worker in mid-epoch and continues, and later resumes with another number of workers.
 
 python examples/ray_train.py --workers 2 --kill  # a worker is killed on the way; Ray starts all again, and they resume
-python examples/ray_train.py --workers 3         # goes on where that ended
+python examples/ray_train.py --workers 3         # resumes where that ended
 """
 
 import argparse

@@ -82,8 +82,9 @@ def test_example(program: Program, tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path) -> None:
-    with pytest.raises(DataNotFoundError, match=r"no meta/info\.json"):
-        from_lerobot(tmp_path)
+    for wrong in (tmp_path, FIXTURES / "v3.0" / "meta" / "info.json"):
+        with pytest.raises(DataNotFoundError, match=r"no meta/info\.json"):
+            from_lerobot(wrong)
     folder = tmp_path / "robot"
     shutil.copytree(FIXTURES / "v3.0", folder)
     (video,) = folder.glob("videos/*/*/*.mp4")
@@ -104,18 +105,40 @@ def test_damage(tmp_path: Path) -> None:
         from_lerobot(folder)[0]
     assert from_lerobot(folder, tolerance_s=0.05)[0][TOP].shape == (3, 48, 64)
     pq.write_table(table.slice(0, 2), meta)
-    with pytest.raises(FormatError, match=r"21 frames in data/, and 12 in meta"):
+    with pytest.raises(FormatError, match=r"21 frames in data/, and 12 in meta/episodes"):
+        from_lerobot(folder)
+    pq.write_table(table.slice(1), meta)
+    with pytest.raises(FormatError, match="robot cannot be read: ValueError: episode 0 of 2 has the number 1"):
+        from_lerobot(folder)
+    meta.write_bytes(meta.read_bytes()[:99])
+    with pytest.raises(FormatError, match="robot cannot be read: ArrowInvalid"):
         from_lerobot(folder)
     info = json.loads((folder / "meta" / "info.json").read_text())
     (folder / "meta" / "info.json").write_text(json.dumps({**info, "codebase_version": "v1.6"}))
     with pytest.raises(FormatError, match=r"layout v1\.6"):
         from_lerobot(folder)
+    (folder / "meta" / "info.json").write_text(json.dumps(info)[:99])
+    with pytest.raises(FormatError, match="robot cannot be read: JSONDecodeError"):
+        from_lerobot(folder)
 
 
-def test_refused() -> None:
+def test_tasks_are_found_by_their_number(tmp_path: Path) -> None:
+    """Numbers may have gaps, and lines any order."""
+    shutil.copytree(FIXTURES / "v2.1", tmp_path, dirs_exist_ok=True)
+    lines = (tmp_path / "meta" / "tasks.jsonl").read_text().splitlines()
+    other = json.dumps({"task_index": -1, "task": "none of the frames has it"})
+    (tmp_path / "meta" / "tasks.jsonl").write_text("\n".join([other, *reversed(lines)]))
+    assert from_lerobot(tmp_path)[0]["task"] == from_lerobot(FIXTURES / "v2.1")[0]["task"]
+
+
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(FIXTURES))
+    assert len(from_lerobot("~/v3.0")) == 21  # as the message for a wrong folder writes it
     with pytest.raises(ValueError, match="no column 'speed'"):
         from_lerobot(FIXTURES / "v3.0", delta_timestamps={"speed": [0.1]})
     with pytest.raises(ValueError, match=r"multiples of 1/10 s, got \[0\.15\]"):
         from_lerobot(FIXTURES / "v3.0", delta_timestamps={"action": [0.15]})
+    with pytest.raises(ValueError, match="delta_timestamps of 'action' are empty"):
+        from_lerobot(FIXTURES / "v3.0", delta_timestamps={"action": []})
     with pytest.raises(ValueError, match=r"episode must be in \[0, 3\), got 3"):
         from_lerobot(FIXTURES / "v3.0", episodes=[3])

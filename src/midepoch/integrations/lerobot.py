@@ -46,13 +46,13 @@ def from_lerobot(
     - ``tolerance_s``: maximum distance of a video frame from its time
     - ``options``: other arguments of ``from_files``
     """
-    folder = Path(root)
+    folder = Path(root).expanduser()
     meta = Meta.read(folder)
     deltas = meta.delta_frames(delta_timestamps or {}, tolerance_s)
     frames = from_files(folder / "data", **options)
     if len(frames) != meta.total_frames:
         raise FormatError(
-            f"{folder} has {len(frames):,} frames in data/, and {meta.total_frames:,} in meta/info.json. It is "
+            f"{folder} has {len(frames):,} frames in data/, and {meta.total_frames:,} in meta/episodes. It is "
             "incomplete, or has files of another dataset. Copy it again."
         )
     if meta.videos and not available("av"):
@@ -71,7 +71,7 @@ class Meta:
     info: dict[str, Any]
     starts: list[int]  # first frame of each episode, and the end of the last one
     places: dict[str, list[tuple[str, float]]]  # video file of each episode, and the second at which it begins
-    tasks: list[str]
+    tasks: dict[int, str]
     subtasks: list[str] | None
     digest: str
 
@@ -80,13 +80,23 @@ class Meta:
         """Read the metadata of a folder. Raise DataNotFoundError or FormatError if it is not a dataset of LeRobot."""
         try:
             text = (folder / "meta" / "info.json").read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DataNotFoundError(
-                f"{folder} is not a LeRobot dataset: it has no meta/info.json. Pass the folder of the dataset, such as "
-                "~/.cache/huggingface/lerobot/USER/NAME."
+                f"{folder} is not a LeRobot dataset: it has no meta/info.json. Pass the local folder of the dataset, "
+                "such as ~/.cache/huggingface/lerobot/USER/NAME."
             ) from None
+        try:
+            return cls._parsed(folder, text)
+        except (KeyError, TypeError, ValueError, OSError) as problem:  # of JSON and Arrow, too
+            raise FormatError(
+                f"the metadata of {folder} cannot be read: {type(problem).__name__}: {problem}. A file in meta/ is "
+                "damaged or missing. Copy the dataset again."
+            ) from problem
+
+    @classmethod
+    def _parsed(cls, folder: Path, text: bytes) -> Meta:
         info = json.loads(text)
-        version = str(info.get("codebase_version"))
+        version = str(info["codebase_version"])
         if version not in ("v2.0", "v2.1", "v3.0"):
             raise FormatError(
                 f"{folder} has the layout {version}, expected v2.0, v2.1 or v3.0. Convert it with LeRobot."
@@ -95,7 +105,8 @@ class Meta:
         read = _read_3 if version == "v3.0" else _read_2
         lengths, places, tasks, subtasks = read(folder, info, videos)
         starts = np.cumsum([0, *lengths]).tolist()
-        digest = hashlib.blake2b(text + json.dumps([starts, places, tasks]).encode(), digest_size=8).hexdigest()
+        contents = text + json.dumps([starts, places, tasks, subtasks]).encode()
+        digest = hashlib.blake2b(contents, digest_size=8).hexdigest()
         return cls(info, starts, places, tasks, subtasks, digest)
 
     @property
@@ -122,6 +133,8 @@ class Meta:
         for name, seconds in deltas.items():
             if name not in features:
                 raise ValueError(f"delta_timestamps: there is no column {name!r}. There are: {', '.join(features)}.")
+            if not len(seconds):
+                raise ValueError(f"delta_timestamps of {name!r} are empty. Leave out the column, or pass [0.0].")
             outside = [value for value in seconds if abs(value * fps - round(value * fps)) / fps > tolerance]
             if outside:
                 raise ValueError(f"delta_timestamps of {name!r} must be multiples of 1/{fps} s, got {outside}")
@@ -133,7 +146,7 @@ def _read_3(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
     columns = ["episode_index", "length", *(f"videos/{name}/{column}" for name in videos for column in where)]
     paths = sorted((folder / "meta" / "episodes").glob("*/*.parquet"))
     episodes = [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
-    episodes.sort(key=lambda row: row["episode_index"])
+    episodes = _in_order(episodes)
     places: dict[str, list[tuple[str, float]]] = {name: [] for name in videos}
     for row in episodes:
         for name in videos:
@@ -141,7 +154,7 @@ def _read_3(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
             path = info["video_path"].format(video_key=name, chunk_index=chunk, file_index=file)
             places[name].append((path, start))
     names = [_names(folder / "meta" / f"{kind}.parquet") for kind in ("tasks", "subtasks")]
-    return [row["length"] for row in episodes], places, names[0] or [], names[1]
+    return [row["length"] for row in episodes], places, dict(enumerate(names[0] or [])), names[1]
 
 
 def _names(path: Path) -> list[str] | None:
@@ -156,7 +169,7 @@ def _names(path: Path) -> list[str] | None:
 
 def _read_2(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
     episodes, tasks = (_lines(folder / "meta" / f"{kind}.jsonl") for kind in ("episodes", "tasks"))
-    numbers = [row["episode_index"] for row in sorted(episodes, key=lambda row: row["episode_index"])]
+    episodes = _in_order(episodes)
     places = {
         name: [
             (
@@ -165,13 +178,20 @@ def _read_2(folder: Path, info: dict[str, Any], videos: list[str]) -> Any:
                 ),
                 0.0,
             )
-            for number in numbers
+            for number in range(len(episodes))
         ]
         for name in videos
     }
-    lengths = {row["episode_index"]: row["length"] for row in episodes}
-    texts = {row["task_index"]: row["task"] for row in tasks}
-    return [lengths[number] for number in numbers], places, [texts[number] for number in sorted(texts)], None
+    return [row["length"] for row in episodes], places, {row["task_index"]: row["task"] for row in tasks}, None
+
+
+def _in_order(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return episodes by their number. Raise ValueError unless they are numbered from 0."""
+    episodes = sorted(episodes, key=lambda row: row["episode_index"])
+    for number, row in enumerate(episodes):
+        if row["episode_index"] != number:
+            raise ValueError(f"episode {number} of {len(episodes)} has the number {row['episode_index']}")
+    return episodes
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
