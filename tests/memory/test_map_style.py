@@ -246,6 +246,8 @@ def test_a_state_of_other_contents_is_refused() -> None:
     rows = TensorDataset(torch.arange(ROWS))
     first, second = torch.utils.data.random_split(rows, [13, 10], torch.Generator().manual_seed(1))
     other, _ = torch.utils.data.random_split(rows, [13, 10], torch.Generator().manual_seed(2))
+    stacked = [midepoch.from_map_style(StackDataset(x=part)) for part in (first, other)]
+    assert len({ds.pipeline.base.source.fingerprint for ds in stacked}) == 2
     state = midepoch.from_map_style(first, fingerprint="v1").shuffle(seed=1).loader(2).state_dict()
     again, _ = torch.utils.data.random_split(rows, [13, 10], torch.Generator().manual_seed(1))
     midepoch.from_map_style(again, fingerprint="v1").shuffle(seed=1).loader(2).load_state_dict(state)

@@ -105,7 +105,10 @@ def described(dataset: Any) -> str:
     kind = type(dataset).__qualname__
     if not type(dataset).__module__.startswith("torch.utils.data"):
         return kind
-    if isinstance(inner := getattr(dataset, "datasets", None), (list, tuple)):
+    inner = getattr(dataset, "datasets", None)
+    if isinstance(inner, dict):  # StackDataset(image=a, label=b)
+        return f"{kind}({', '.join(f'{name}={len(each)} {described(each)}' for name, each in inner.items())})"
+    if isinstance(inner, (list, tuple)):
         return f"{kind}({', '.join(f'{len(each)} {described(each)}' for each in inner)})"
     if (indices := getattr(dataset, "indices", None)) is None:
         return kind
