@@ -23,8 +23,7 @@ def for_all_ranks(loader: Loader, state: Any, group: Any = None) -> Any:
     if not dist.is_initialized():
         raise WorldError(
             f"the state of rank {loader.shard.index} does not restore the other {loader.shard.count - 1} ranks, and "
-            "there "
-            "is no process group to exchange states. Initialise torch.distributed, or use with_lanes(1)."
+            "there is no process group to exchange states. Initialise torch.distributed, or use with_lanes(1)."
         )
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (loader.shard.index, state), group)

@@ -46,8 +46,12 @@ class ResumablePreparation(ResumableTraining):
             self.train_dataset = train_dataset
             _check_arguments(self.args)  # type: ignore[attr-defined]
 
+    def _given(self, dataset: Any) -> Any:
+        """Return the dataset that the user passed, for that which TRL accepted in its place."""
+        return self._ours if self._ours is not None and dataset is self._accepted else dataset
+
     def _prepare_dataset(self, dataset: Any, *rest: Any, **named: Any) -> Any:
-        ours = self._ours if self._ours is not None and dataset is self._accepted else dataset
+        ours = self._given(dataset)
         if not isinstance(ours, Dataset):
             return super()._prepare_dataset(dataset, *rest, **named)  # type: ignore[misc]
         return super()._prepare_dataset(Prepared(ours), *rest, **named).data  # type: ignore[misc]
@@ -67,7 +71,7 @@ class Packing(ResumablePreparation):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, *rest: Any, **named: Any
     ) -> Any:
-        ours = self._ours if self._ours is not None and dataset is self._accepted else dataset
+        ours = self._given(dataset)
         if not (packing and isinstance(ours, Dataset)):
             return super()._prepare_dataset(dataset, processing_class, args, packing, *rest, **named)
         if args.max_length is None:
