@@ -481,11 +481,15 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
         "hf://datasets/org/name/none": (DataNotFoundError, "does not exist. Check the address"),
         "hf://datasets/org/name/data/none.parquet": (DataNotFoundError, "does not exist. Check the address"),
         "hf://datasets/": (DataNotFoundError, "names no dataset repository"),
+        "hf://datasets": (DataNotFoundError, "names no dataset repository"),
         "hf://datasets/a b/c": (DataNotFoundError, "names no dataset repository"),
     }
     for address, (kind, text) in cases.items():
         with pytest.raises(kind, match=text):
             midepoch.from_files(address, retry=QUICK)
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(DataNotFoundError, match="for a dataset, write hf://datasets/ORG/NAME"):
+        midepoch.from_files("hf://org/name", storage_options={"endpoint": hub.endpoint, "token": False})
     with pytest.raises(ValueError, match="options of hf://datasets are token and endpoint, got block_size"):
         midepoch.from_files(GLOB, storage_options={"block_size": 1})
     for endpoint in ("hf-mirror.com", "https://", "https://hub:x", "https://[hub", "https://me:PLANTED@hub.example"):

@@ -9,6 +9,7 @@ from itertools import repeat
 
 import pyarrow.fs as fs
 
+from midepoch.sources.hub_files import HubFiles
 from midepoch.sources.stores import Entry, Store
 
 GLOB = re.compile(r"[*?\[]")
@@ -17,6 +18,8 @@ GLOB = re.compile(r"[*?\[]")
 def nearest(store: Store, path: str) -> str:
     """Describe the nearest existing folder, for an error message."""
     if not store.local:
+        if store.scheme == "hf://" and not isinstance(store.given, HubFiles):
+            return "Check the address: for a dataset, write hf://datasets/ORG/NAME."
         if not isinstance(store.given, fs.FileSystem) or isinstance(store.given, fs.PyFileSystem):
             return "Check the address, and that the credentials may read it."
         return "Check the bucket and the key, and that the credentials may list them."
