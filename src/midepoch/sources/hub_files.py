@@ -65,7 +65,7 @@ class HubFiles:
         return self._hub.endpoint
 
     def refresh(self) -> None:
-        """Look up revisions again, however short ago another process has done it."""
+        """Look up revisions again, also those that another process has just looked up."""
         self._fresh_seconds = 0.0
 
     @property

@@ -199,7 +199,7 @@ class Store:
         return self.given.earlier if isinstance(self.given, HubFiles) else ""
 
     def refresh(self) -> None:
-        """Look again at what other processes of this machine have looked up a short while ago."""
+        """Look up again what other processes of this machine have just looked up."""
         if isinstance(self.given, HubFiles):
             self.given.refresh()
 
