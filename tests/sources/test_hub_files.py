@@ -23,7 +23,9 @@ import pytest
 import midepoch
 from hub import Files, HubServer, _CdnHandler
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
+from midepoch.sources.addresses import resolve
 from midepoch.sources.hub_address import parse_hub_path
+from midepoch.sources.listing import nearest
 from midepoch.sources.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from tar_files import samples, write_tar
@@ -487,9 +489,6 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
     for address, (kind, text) in cases.items():
         with pytest.raises(kind, match=text):
             midepoch.from_files(address, retry=QUICK)
-    pytest.importorskip("huggingface_hub")
-    with pytest.raises(DataNotFoundError, match="for a dataset, write hf://datasets/ORG/NAME"):
-        midepoch.from_files("hf://org/name", storage_options={"endpoint": hub.endpoint, "token": False})
     with pytest.raises(ValueError, match="options of hf://datasets are token and endpoint, got block_size"):
         midepoch.from_files(GLOB, storage_options={"block_size": 1})
     for endpoint in ("hf-mirror.com", "https://", "https://hub:x", "https://[hub", "https://me:PLANTED@hub.example"):
@@ -501,6 +500,13 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
         midepoch.from_files("hf://datasets/org/name@other")
+
+
+def test_the_address_of_a_model_is_explained() -> None:
+    pytest.importorskip("huggingface_hub")
+    store, path = resolve("hf://org/name")
+    assert "for a dataset, write hf://datasets/ORG/NAME" in nearest(store, path)
+    assert "hf://datasets" not in nearest(*resolve("hf://datasets/org/name"))
 
 
 @pytest.mark.parametrize(
