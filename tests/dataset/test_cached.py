@@ -310,7 +310,7 @@ def test_lanes_are_part_of_the_order(ds: midepoch.Dataset, tmp_path: Path) -> No
 def test_columns_that_come_and_go_are_refused(ds: midepoch.Dataset, tmp_path: Path) -> None:
     for more, fewer in ((50, 200), (-1, 50)):
         function = lambda row, a=more, b=fewer: {"y": 1, **({"z": 2} if a <= row["id"] < b else {})}  # noqa: E731
-        with pytest.raises(ColumnError, match="'z'.*Return the same columns for every row"):
+        with pytest.raises(ColumnError, match="'z'.*Return the same for every row, None for a missing value"):
             ds.map(function, remove_columns=["tokens"]).cache(tmp_path / "cache")
     (tmp_path / "file").touch()
     with pytest.raises(MidepochError, match="cannot be written"):

@@ -23,7 +23,9 @@ import pytest
 import midepoch
 from hub import Files, HubServer, _CdnHandler
 from midepoch.errors import CheckpointMismatchError, DataChangedError, DataNotFoundError, FetchError, FormatError
+from midepoch.sources.addresses import resolve
 from midepoch.sources.hub_address import parse_hub_path
+from midepoch.sources.listing import nearest
 from midepoch.sources.stores import Retry
 from midepoch.testing import assert_resumes_exactly
 from tar_files import samples, write_tar
@@ -481,6 +483,7 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
         "hf://datasets/org/name/none": (DataNotFoundError, "does not exist. Check the address"),
         "hf://datasets/org/name/data/none.parquet": (DataNotFoundError, "does not exist. Check the address"),
         "hf://datasets/": (DataNotFoundError, "names no dataset repository"),
+        "hf://datasets": (DataNotFoundError, "names no dataset repository"),
         "hf://datasets/a b/c": (DataNotFoundError, "names no dataset repository"),
     }
     for address, (kind, text) in cases.items():
@@ -497,6 +500,13 @@ def test_problems_are_explained(hub: HubServer, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
         midepoch.from_files("hf://datasets/org/name@other")
+
+
+def test_the_address_of_a_model_is_explained() -> None:
+    pytest.importorskip("huggingface_hub")
+    store, path = resolve("hf://org/name")
+    assert "For a dataset, write hf://datasets/ORG/NAME" in nearest(store, path)
+    assert "hf://datasets" not in nearest(*resolve("hf://datasets/org/name"))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def refuse_web_page(address: str) -> None:
 def is_hub_path(address: str) -> bool:
     """Return True for the address of a dataset repository."""
     scheme, mark, inner = address.partition("://")
-    return mark != "" and scheme.lower() == "hf" and inner.startswith(_PREFIX)
+    return mark != "" and scheme.lower() == "hf" and f"{inner}/".startswith(_PREFIX)
 
 
 def parse_hub_path(address: str) -> HubPath:
@@ -66,7 +66,7 @@ def parse_hub_path(address: str) -> HubPath:
     Names without an organisation, like ``datasets/squad``, are accepted if no folder or revision follows, or if the
     next part is a glob or a file name.
     """
-    inner = address.removeprefix(_PREFIX).strip("/")
+    inner = f"{address}/".removeprefix(_PREFIX).strip("/")
     before, at, after = inner.partition("@")
     if at and before.count("/") <= 1:
         special = _SPECIAL.match(after)
