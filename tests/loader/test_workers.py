@@ -57,6 +57,29 @@ def test_start_methods(ds: midepoch.Dataset, method: str) -> None:
         assert [batch["double"].tolist() for batch in loader] == expected
 
 
+def environment(row: dict[str, Any]) -> dict[str, Any]:
+    names = "MIDEPOCH_TEST_KEY", "TOKENIZERS_PARALLELISM"
+    return {"environment": "/".join(os.environ.get(name, "unset") for name in names)}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_have_the_environment_of_their_start(
+    ds: midepoch.Dataset, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+
+    def seen() -> str:
+        with ds.map(environment).loader(5, num_workers=1, multiprocessing_context=method) as loader:
+            return str(next(iter(loader))["environment"][0])
+
+    assert seen() == "unset/false"  # and the server of forks, if any, has started
+    for value in ("token", "other"):
+        monkeypatch.setenv("MIDEPOCH_TEST_KEY", value)
+        assert seen() == f"{value}/false"
+    monkeypatch.delenv("MIDEPOCH_TEST_KEY")
+    assert seen() == "unset/false"
+
+
 def test_spawn_takes_any_function_that_can_be_pickled(ds: midepoch.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = ds.map(lambda row: {"twice": 2 * row["id"]})
     with mapped.loader(5, num_workers=1, multiprocessing_context="spawn") as loader:

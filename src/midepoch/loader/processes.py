@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from midepoch.errors import MidepochError, WorkerError
 from midepoch.loader.crew import SHORT, Job, MainIsGone, Message
-from midepoch.loader.spawned import Packed, packed, preload, receive, without_main
+from midepoch.loader.spawned import Packed, packed, preload, quiet_tokenizers, receive, without_main
 from midepoch.loader.transport import Parcel, Receiver, Sender, held_per_worker
 from midepoch.transforms.formats import Allocate
 
@@ -97,7 +97,7 @@ class ProcessCrew:
         )
         needs_main = what is None or what.needs_main
         try:
-            with contextlib.nullcontext() if needs_main else without_main(), _quiet_tokenizers():
+            with contextlib.nullcontext() if needs_main else without_main(), quiet_tokenizers():
                 process.start()
         finally:
             there.close()
@@ -218,23 +218,6 @@ class ProcessCrew:
                     process.kill()
                     process.join()
         self._processes = []
-
-
-@contextlib.contextmanager
-def _quiet_tokenizers() -> Iterator[None]:
-    """Set the number of threads of tokenizers in workers to one.
-
-    Tokenizers used in this process would otherwise print a warning in every fork.
-    """
-    name = "TOKENIZERS_PARALLELISM"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def _packed(job: Job) -> Packed:

@@ -25,6 +25,21 @@ from midepoch.iteration.shared import unnamed_file
 _LARGE = 1 << 20
 """Bytes from which an array is sent in shared memory, once for all workers: the rows of a selection, for example."""
 
+_QUIET = {"TOKENIZERS_PARALLELISM": "false"}
+"""Variables of workers, unless they are set: tokenizers used in the main process would print a warning in every fork."""
+
+
+@contextmanager
+def quiet_tokenizers() -> Iterator[None]:
+    """Set the number of threads of tokenizers to one while a worker is started."""
+    added = {name: value for name, value in _QUIET.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -58,8 +73,8 @@ class Packed:
             os.close(fd)
 
     def send(self, connection: Connection, fd: int | None, process: int) -> None:
-        """Send the objects to a worker. Raise OSError if it has exited."""
-        connection.send_bytes(pickle.dumps(self._sizes))
+        """Send the objects to a worker, and the environment. Raise OSError if it has exited."""
+        connection.send_bytes(pickle.dumps((self._sizes, _QUIET | dict(os.environ))))
         if fd is not None:
             send_handle(connection, fd, process)
         connection.send_bytes(self.data)
@@ -71,8 +86,15 @@ def _padded(size: int) -> int:
 
 
 def receive(connection: Connection) -> Any:
-    """Return the objects that were sent to this worker. Raise EOFError if the main process has exited."""
-    sizes = pickle.loads(connection.recv_bytes())
+    """Return the objects that were sent to this worker. Raise EOFError if the main process has exited.
+
+    The environment becomes that of the main process: a server from which workers are forked has an older one, without
+    a token that was set meanwhile, for example.
+    """
+    sizes, environment = pickle.loads(connection.recv_bytes())
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     buffers = []
     if sizes:
         fd = recv_handle(connection)
