@@ -26,7 +26,7 @@ _LARGE = 1 << 20
 """Bytes from which an array is sent in shared memory, once for all workers: the rows of a selection, for example."""
 
 _QUIET = {"TOKENIZERS_PARALLELISM": "false"}
-"""Variables of workers, unless they are set: tokenizers used in the main process would print a warning in every fork."""
+"""Variables of workers, unless they are set: tokenizers used in the main process would print a warning in forks."""
 
 
 @contextmanager
